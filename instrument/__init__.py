@@ -1,0 +1,1 @@
+"""The compiler passes, records and devices beneath paellapy."""

@@ -1,0 +1,43 @@
+"""Every error a user can cause: one class per cause, each message says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class PaellaError(Exception):
+    """Base of all errors raised by paellapy."""
+
+
+class PtxError(PaellaError):
+    """A PTX module could not be read or assembled."""
+
+
+class InstrumentError(PaellaError):
+    """A kernel cannot be instrumented; the message names the kernel and the reason."""
+
+
+class CompileError(PaellaError):
+    """A kernel's source does not compile; the message carries the compiler's log."""
+
+
+class ArgumentError(PaellaError, TypeError):
+    """A kernel was called with arguments it does not take."""
+
+
+class LaunchError(PaellaError):
+    """A kernel could not be launched, or failed on the device."""
+
+
+class NoDeviceError(PaellaError):
+    """The device asked for is not there."""
+
+
+class TraceError(PaellaError):
+    """A trace was used in a way that would lose or mix records."""
+
+
+class UnsupportedOpError(PaellaError):
+    """The virtual GPU met an operation it cannot evaluate; the message names op, kernel and source line."""
+
+
+class OutOfBoundsError(PaellaError):
+    """A kernel on the virtual GPU touched memory outside its arrays; the message names kernel, line, block and index."""

@@ -1,0 +1,1 @@
+"""The dispatcher: programs, lanes, segments and policies."""

@@ -1,0 +1,1 @@
+"""Kernels the tests run everywhere: in Triton and in CUDA C, each with inputs and a NumPy reference."""
