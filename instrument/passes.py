@@ -1,0 +1,417 @@
+"""PTX → PTX passes: `report` (which block runs on which SM, when) and `slice` (run part of a logical grid).
+
+Both talk to the host through one launch descriptor (records.DESCRIPTOR): by value as an added last parameter where we
+launch, or through a pointer parameter that a foreign launcher fills (Triton's own, under PyTorch).
+
+Why the reports look as they do (H200, see docs/architecture.md):
+* Counters and rings are per SM. One word shared by all blocks costs 30–96 % on short blocks.
+* A trace record's slot is reserved by an atomic when the block starts, but its result is first needed when the block
+  ends, so the round trip to L2 hides behind the kernel's own work.
+* Only thread 0 reports; the other threads run the kernel's own instructions plus one predicate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from instrument.errors import InstrumentError
+from instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
+from instrument.ptx import Function, Kind, Module, Statement, Token
+from instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, field_offset
+
+Report = Literal["count", "trace", "notify"]
+Exits = Literal["auto", "barrier", "spare-barrier", "count-out"]
+
+_SPARE_BARRIER = 15
+_STATIC_SHARED_LIMIT = 48 * 1024
+_PARAM_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PassConfig:
+    """What to do to a kernel. Part of every cache key.
+
+    `exits` says how the end of a block is seen: "auto" decides from the code (instrument/exits.py).
+    `pointer_param` names the parameter that points to the descriptor; None adds a parameter passed by value.
+    """
+
+    report: Report | None = None
+    sliced: bool = False
+    exits: Exits = "auto"
+    pointer_param: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.report is not None and self.report not in get_args(Report):
+            raise InstrumentError(f"unknown report level {self.report!r}; use one of {', '.join(get_args(Report))}")
+
+    @property
+    def changes_anything(self) -> bool:
+        return self.report is not None or self.sliced
+
+    def key(self) -> str:
+        return f"{self.report}/{self.sliced}/{self.exits}/{self.pointer_param}/{pass_version()}"
+
+
+def pass_version() -> str:
+    """A digest of the sources that decide what the passes emit: changing them invalidates compiled results."""
+    return _VERSION
+
+
+_VERSION = hashlib.sha256(
+    b"".join((Path(__file__).parent / n).read_bytes() for n in ("passes.py", "exits.py", "ptx.py", "records.py"))
+).hexdigest()[:16]
+
+
+def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
+    """The module's PTX with the passes applied to one entry (the only one, if not named)."""
+    module = Module.parse(ptx)
+    function = module.entry(entry)
+    if any("paellapy" in name for name in function.param_names()) or "%paellapy" in ptx:
+        raise InstrumentError(f"kernel {function.name!r} is instrumented already; give the pass the original PTX")
+    if config.changes_anything:
+        _Editor(module, function, config).run()
+    return str(module)
+
+
+class _Editor:
+    """One entry being edited. Reports are put in first, so that slicing also renumbers the blocks they report."""
+
+    def __init__(self, module: Module, entry: Function, config: PassConfig) -> None:
+        self.module, self.entry, self.config = module, entry, config
+        threads = entry.directive(".reqntid")
+        self.threads = (threads + [1, 1])[:3] if threads else None
+
+    def run(self) -> None:
+        if self.config.report in ("count", "trace"):
+            refuse_exit_in_functions(self.module, self.entry.name)
+        self._add_descriptor()
+        if self.config.report in ("count", "trace"):
+            self._report_start_and_end(trace=self.config.report == "trace")
+        if self.config.sliced:
+            self._slice()
+        if self.config.report == "notify":
+            self._notify()  # after slicing: the last block of *this launch* is the one that tells
+
+    # -- the descriptor
+
+    def _add_descriptor(self) -> None:
+        if self.config.pointer_param is None:
+            name = f"{self.entry.name}_paellapy"
+            self.entry.add_param(f".param .align 8 .b8 {name}[{DESCRIPTOR.itemsize}]")
+            self._param = name
+        else:
+            self._param = self.entry.param_names()[self.config.pointer_param]
+
+    def _load(self, register: str, field: str) -> str:
+        """Loads one field of the descriptor. By value it is in constant memory: no traffic."""
+        bits = DESCRIPTOR[field].itemsize * 8
+        offset = field_offset(DESCRIPTOR, field)
+        if self.config.pointer_param is None:
+            return f"ld.param.u{bits} {register}, [{self._param}+{offset}];"
+        return f"ld.global.u{bits} {register}, [%paellapy_desc+{offset}];"
+
+    def _guard_pointer(self, skip: str) -> str:
+        """Behind a pointer there may be nothing, or somebody else's scratch memory: look for the magic number."""
+        if self.config.pointer_param is None:
+            return ""
+        return f"""
+	.reg .b64 %paellapy_desc, %paellapy_magic;
+	.reg .pred %paellapy_foreign;
+	ld.param.u64 %paellapy_desc, [{self._param}];
+	setp.eq.u64 %paellapy_foreign, %paellapy_desc, 0;
+	@%paellapy_foreign bra {skip};
+	{self._load("%paellapy_magic", "magic")}
+	setp.ne.u64 %paellapy_foreign, %paellapy_magic, {MAGIC};
+	@%paellapy_foreign bra {skip};"""
+
+    # -- who reports
+
+    def _thread_index_bits(self) -> str:
+        """%paellapy_t = 0 exactly in the block's first thread."""
+        code = "mov.u32 %paellapy_t, %tid.x;"
+        for axis, extent in zip("yz", self.threads[1:] if self.threads else (0, 0), strict=True):
+            if extent != 1:
+                code += f"""
+	mov.u32 %paellapy_u, %tid.{axis};
+	or.b32 %paellapy_t, %paellapy_t, %paellapy_u;"""
+        return code
+
+    def _weight(self) -> str:
+        """%paellapy_w = blocks and warps one block adds to its SM's counter: 1 | warps << 32."""
+        if self.threads:
+            warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
+            return f"mov.b64 %paellapy_w, {warps << 32 | 1};"
+        return """mov.u32 %paellapy_t, %ntid.x;
+	mov.u32 %paellapy_u, %ntid.y;
+	mul.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u;
+	mov.u32 %paellapy_u, %ntid.z;
+	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, 31;
+	shr.u32 %paellapy_t, %paellapy_t, 5;
+	mov.u32 %paellapy_u, 1;
+	mov.b64 %paellapy_w, {%paellapy_u, %paellapy_t};"""
+
+    def _line_address(self) -> str:
+        """%paellapy_a = this SM's line of counters."""
+        return f"""{self._load("%paellapy_a", "lines")}
+	mov.u32 %paellapy_u, %smid;
+	mad.wide.u32 %paellapy_a, %paellapy_u, {SM_LINE.itemsize}, %paellapy_a;"""
+
+    # -- start and end
+
+    def _report_start_and_end(self, *, trace: bool) -> None:
+        exits = self._choose_exits()
+        self._redirect_exits()
+        counted = exits == "count-out"
+        start = self._trace_start() if trace else self._count(field_offset(SM_LINE, "started"))
+        end = self._trace_end(counted) if trace else self._count(field_offset(SM_LINE, "ended"))
+        declarations = """
+	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_start, %paellapy_slot;
+	.reg .b64 %paellapy_a, %paellapy_w;
+	.reg .pred %paellapy_other;"""
+        prologue = f"""{declarations}
+	{self._thread_index_bits()}
+	setp.ne.u32 %paellapy_other, %paellapy_t, 0;
+	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
+	{start}
+$paellapy_started:"""
+        if counted:
+            prologue += self._count_out_begin()
+        self.entry.insert_prologue(prologue)
+        self.entry.insert_epilogue(self._epilogue(exits, end, trace))
+
+    def _choose_exits(self) -> Exits:
+        chosen = self.config.exits
+        if chosen == "auto":
+            chosen = "barrier" if barrier_at_exit_is_safe(self.module, self.entry) else "count-out"
+        if chosen == "spare-barrier":
+            self._check_spare_barrier()
+        if chosen == "count-out":
+            self._check_count_out()
+        return chosen
+
+    def _check_spare_barrier(self) -> None:
+        """Warp-specialised kernels: groups of warps leave at different times and meet at barriers with explicit
+        thread counts, so nobody in the body waits for a thread that already waits at the exit."""
+        for s in self.entry.instructions():
+            if s.is_op(*BARRIER_OPS) and ".cluster" not in s.opcode and ".warp" not in s.opcode:
+                operands = [t for t in s.operands() if t != ","]
+                if operands and operands[0] == str(_SPARE_BARRIER):
+                    raise InstrumentError(
+                        f"kernel {self.entry.name!r} cannot be instrumented: it uses barrier {_SPARE_BARRIER} itself"
+                    )
+
+    def _check_count_out(self) -> None:
+        used = 0
+        for s in self.entry.body or ():
+            if s.kind is Kind.DIRECTIVE and s.opcode == ".shared":
+                used += _declared_bytes(s)
+        if used + 12 > _STATIC_SHARED_LIMIT:
+            raise InstrumentError(
+                f"kernel {self.entry.name!r} cannot be instrumented: threads leave it at different times, counting "
+                f"them out needs 12 bytes of shared memory, and it already declares {used} of {_STATIC_SHARED_LIMIT} "
+                "bytes. Use dynamic shared memory instead, or return from one place."
+            )
+
+    def _redirect_exits(self) -> None:
+        """Every way out of the body goes through one label."""
+        for s in self.entry.instructions():
+            if s.is_op("ret", "exit"):
+                guard = s.tokens[: s.first_operand - 1]
+                opcode = s.tokens[s.first_operand - 1]
+                s.tokens = [*guard, Token(opcode.trivia, "bra"), Token(" ", "$paellapy_exit"), Token("", ";")]
+                s.opcode = "bra"
+
+    def _count(self, offset: int) -> str:
+        return f"""{self._weight()}
+	{self._line_address()}
+	red.relaxed.gpu.global.add.u64 [%paellapy_a+{offset}], %paellapy_w;"""
+
+    def _trace_start(self) -> str:
+        # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
+        return f"""{self._line_address()}
+	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{field_offset(SM_LINE, "tail")}], 1;
+	mov.u32 %paellapy_start, %globaltimer_lo;"""
+
+    def _trace_end(self, counted: bool) -> str:
+        fetch = ""
+        if counted:  # the last thread out is rarely thread 0: slot and start time wait in shared memory
+            fetch = """ld.shared.u32 %paellapy_slot, [paellapy_out+4];
+	ld.shared.u32 %paellapy_start, [paellapy_out+8];
+	"""
+        return f"""{fetch}{self._load("%paellapy_v", "ring_mask")}
+	and.b32 %paellapy_slot, %paellapy_slot, %paellapy_v;
+	add.u32 %paellapy_v, %paellapy_v, 1;
+	mov.u32 %paellapy_u, %smid;
+	mad.lo.u32 %paellapy_slot, %paellapy_u, %paellapy_v, %paellapy_slot;
+	{self._load("%paellapy_a", "rings")}
+	mad.wide.u32 %paellapy_a, %paellapy_slot, {RING_RECORD.itemsize}, %paellapy_a;
+	{self._load("%paellapy_v", "launch")}
+	mov.u32 %paellapy_u, %globaltimer_lo;
+	st.global.v4.u32 [%paellapy_a], {{%paellapy_start, %paellapy_u, %paellapy_t, %paellapy_v}};"""
+
+    @staticmethod
+    def _linear_block() -> str:
+        """%paellapy_t = this block's number in its grid, x fastest."""
+        return """mov.u32 %paellapy_t, %ctaid.z;
+	mov.u32 %paellapy_u, %nctaid.y;
+	mov.u32 %paellapy_v, %ctaid.y;
+	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, %paellapy_v;
+	mov.u32 %paellapy_u, %nctaid.x;
+	mov.u32 %paellapy_v, %ctaid.x;
+	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, %paellapy_v;"""
+
+    def _epilogue(self, exits: Exits, end: str, trace: bool) -> str:
+        # The block's number is read while the block waits, so it costs nothing after the barrier.
+        prepare = self._linear_block() if trace else ""
+        guard = ""
+        if self.config.pointer_param is not None:
+            guard = "\n\t@%paellapy_foreign bra $paellapy_done;"
+        if exits == "count-out":
+            return f"""
+$paellapy_exit:{self._count_out_end(trace)}{guard}
+	{prepare}
+	{end}
+$paellapy_done:
+	ret;
+"""
+        if exits == "spare-barrier":
+            wait = f"barrier.sync {_SPARE_BARRIER};"
+        else:
+            wait = "barrier.sync 0;"
+        return f"""
+$paellapy_exit:
+	{prepare}
+	{wait}
+	@%paellapy_other bra $paellapy_done;{guard}
+	{end}
+$paellapy_done:
+	ret;
+"""
+
+    def _count_out_begin(self) -> str:
+        return """
+	.shared .align 4 .b8 paellapy_out[12];
+	@!%paellapy_other st.shared.u32 [paellapy_out], 0;
+	bar.sync 0;"""
+
+    def _count_out_end(self, trace: bool) -> str:
+        # Lanes that leave together are counted by the lowest of them. Thread 0 leaves what it knows before it counts.
+        leave = ""
+        if trace:
+            leave = """
+	@%paellapy_other bra $paellapy_leaving;
+	st.shared.u32 [paellapy_out+4], %paellapy_slot;
+	st.shared.u32 [paellapy_out+8], %paellapy_start;
+	fence.acq_rel.cta;
+$paellapy_leaving:"""
+        return f"""{leave}
+	activemask.b32 %paellapy_t;
+	mov.u32 %paellapy_u, %lanemask_lt;
+	and.b32 %paellapy_u, %paellapy_u, %paellapy_t;
+	setp.ne.u32 %paellapy_other, %paellapy_u, 0;
+	@%paellapy_other bra $paellapy_done;
+	popc.b32 %paellapy_t, %paellapy_t;
+	atom.acq_rel.cta.shared.add.u32 %paellapy_u, [paellapy_out], %paellapy_t;
+	add.u32 %paellapy_t, %paellapy_t, %paellapy_u;
+	mov.u32 %paellapy_u, %ntid.x;
+	mov.u32 %paellapy_v, %ntid.y;
+	mul.lo.u32 %paellapy_u, %paellapy_u, %paellapy_v;
+	mov.u32 %paellapy_v, %ntid.z;
+	mul.lo.u32 %paellapy_u, %paellapy_u, %paellapy_v;
+	setp.ne.u32 %paellapy_other, %paellapy_t, %paellapy_u;
+	@%paellapy_other bra $paellapy_done;"""
+
+    # -- notify
+
+    def _notify(self) -> None:
+        axes = "x" if self.config.sliced else "xyz"
+        tests = ""
+        for axis in axes:
+            tests += f"""
+	mov.u32 %paellapy_nt, %ctaid.{axis};
+	mov.u32 %paellapy_nu, %nctaid.{axis};
+	add.u32 %paellapy_nt, %paellapy_nt, 1;
+	setp.ne.u32 %paellapy_np, %paellapy_nt, %paellapy_nu;
+	@%paellapy_np bra $paellapy_notified;"""
+        declared = self._thread_index_bits().replace("%paellapy_t", "%paellapy_nt").replace("%paellapy_u", "%paellapy_nu")
+        self.entry.insert_prologue(f"""
+	.reg .b32 %paellapy_nt, %paellapy_nu;
+	.reg .b64 %paellapy_na, %paellapy_nw;
+	.reg .pred %paellapy_np;{tests}
+	{declared}
+	setp.ne.u32 %paellapy_np, %paellapy_nt, 0;
+	@%paellapy_np bra $paellapy_notified;{self._guard_pointer("$paellapy_notified")}
+	{self._load("%paellapy_na", "notify")}
+	mov.u64 %paellapy_nw, %globaltimer;
+	st.relaxed.sys.global.u64 [%paellapy_na], %paellapy_nw;
+$paellapy_notified:""")
+
+    # -- slice
+
+    def _slice(self) -> None:
+        """The launch is a 1-D grid of n blocks; each takes the place of block `first + i` of the logical grid."""
+        for function in self.module.functions():
+            if not function.is_entry and any(_reads_grid(s) for s in function.instructions()):
+                raise InstrumentError(
+                    f"kernel {self.entry.name!r} cannot be sliced: its device function {function.name!r} reads "
+                    "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined."
+                )
+        used: set[str] = set()
+        for s in self.entry.instructions():
+            for token in s.tokens[s.first_operand :]:
+                if token.text.startswith("%clusterid") or token.text.startswith("%nclusterid"):
+                    raise InstrumentError(f"kernel {self.entry.name!r} cannot be sliced: it numbers whole clusters")
+                if token.text in _SLICED:
+                    used.add(token.text)
+                    token.text = _SLICED[token.text]
+        if not used:
+            return
+        self.entry.insert_prologue(self._slice_prologue(used))
+
+    def _slice_prologue(self, used: set[str]) -> str:
+        code = """
+	.reg .b32 %paellapy_cx, %paellapy_cy, %paellapy_cz, %paellapy_gx, %paellapy_gy, %paellapy_gz, %paellapy_st;
+	.reg .pred %paellapy_flat;"""
+        if self.config.pointer_param is not None:
+            raise InstrumentError("a kernel launched by somebody else cannot be sliced")
+        for axis in "xyz":
+            code += f"\n\t{self._load(f'%paellapy_g{axis}', f'grid_{axis}')}"
+        if not used & {"%ctaid.x", "%ctaid.y", "%ctaid.z"}:
+            return code
+        # A flat grid (the usual case) needs no division; the branch is the same for all threads.
+        return f"""{code}
+	{self._load("%paellapy_st", "first")}
+	mov.u32 %paellapy_cx, %ctaid.x;
+	add.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
+	mov.u32 %paellapy_cy, 0;
+	mov.u32 %paellapy_cz, 0;
+	setp.lt.u32 %paellapy_flat, %paellapy_cx, %paellapy_gx;
+	@%paellapy_flat bra $paellapy_placed;
+	div.u32 %paellapy_cy, %paellapy_cx, %paellapy_gx;
+	mul.lo.u32 %paellapy_st, %paellapy_cy, %paellapy_gx;
+	sub.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
+	div.u32 %paellapy_cz, %paellapy_cy, %paellapy_gy;
+	mul.lo.u32 %paellapy_st, %paellapy_cz, %paellapy_gy;
+	sub.u32 %paellapy_cy, %paellapy_cy, %paellapy_st;
+$paellapy_placed:"""
+
+
+_SLICED = {f"%ctaid.{a}": f"%paellapy_c{a}" for a in "xyz"} | {f"%nctaid.{a}": f"%paellapy_g{a}" for a in "xyz"}
+
+
+def _reads_grid(s: Statement) -> bool:
+    return any(t.text in _SLICED for t in s.tokens)
+
+
+def _declared_bytes(s: Statement) -> int:
+    """Bytes declared by a `.shared .align 4 .b8 name[512];` statement."""
+    texts = [t.text for t in s.tokens]
+    size = next((int(t[2:]) // 8 for t in texts if t[:2] in (".b", ".u", ".s", ".f") and t[2:].isdigit()), 1)
+    count = 1
+    for i, text in enumerate(texts):
+        if text == "[" and texts[i + 1].isdigit():
+            count *= int(texts[i + 1])
+    return size * count
