@@ -38,7 +38,13 @@ class SmLimits:
 
 
 def _limits(
-    capability: tuple[int, int], threads: int, blocks: int, shared_kib: int, reserved: int, granularity: int, cluster: int
+    capability: tuple[int, int],
+    threads: int,
+    blocks: int,
+    shared_kib: int,
+    reserved: int,
+    granularity: int,
+    cluster: int,
 ) -> SmLimits:
     return SmLimits(
         capability=capability,
