@@ -1,0 +1,103 @@
+"""Kernel arguments: from Python objects to values and to the facts a kernel is specialised on.
+
+A handler turns one argument into `(value, key)`: what is packed into the launch, and a small hashable such that equal
+keys mean equal machine code. Handlers run on every launch, so they do as little as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from instrument.errors import ArgumentError
+
+Handler = Callable[[Any], tuple[Any, Any]]
+
+# NumPy's, CuPy's and PyTorch's names for element types → Triton's.
+DTYPES = {
+    "bool": "u1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
+    "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "float8_e4m3fnuz": "fp8e4b8", "float8_e5m2fnuz": "fp8e5b16",
+}  # fmt: skip
+
+# struct codes of scalar parameters in the kernel's parameter buffer; 16-bit floats travel as their bits.
+STRUCT_CODES = {
+    "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp16": "e", "fp32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+class PointerKey:
+    """The specialisation facts of one array argument. Compared by identity: there is one per dtype and alignment."""
+
+    __slots__ = ("aligned", "dtype")
+    _known: dict[tuple[str, bool], PointerKey] = {}  # noqa: RUF012 - slots forbid a ClassVar default elsewhere
+
+    def __init__(self, dtype: str, aligned: bool) -> None:
+        self.dtype, self.aligned = dtype, aligned
+
+    @classmethod
+    def of(cls, dtype: str, aligned: bool) -> PointerKey:
+        key = cls._known.get((dtype, aligned))
+        if key is None:
+            key = cls._known[dtype, aligned] = cls(dtype, aligned)
+        return key
+
+    def __repr__(self) -> str:
+        return f"*{self.dtype}{':16' if self.aligned else ''}"
+
+
+def triton_dtype(dtype: Any) -> str:
+    """Triton's name of an element type given as NumPy, CuPy, PyTorch or ml_dtypes dtype, or as a string.
+
+    >>> triton_dtype("float32")
+    'fp32'
+    """
+    name = str(getattr(dtype, "name", dtype)).rsplit(".", 1)[-1]
+    found = DTYPES.get(name, name if name in DTYPES.values() else None)
+    if found is None:
+        raise ArgumentError(f"kernels take no arrays of {name}; use one of {', '.join(DTYPES)}")
+    return found
+
+
+def of_int(value: int) -> tuple[int, int]:
+    """1 is compiled in; otherwise what matters is divisibility by 16 and the width (as `triton.jit` does it)."""
+    if value == 1:
+        return value, 1
+    even = 0 if value & 15 else 1
+    if -0x80000000 <= value < 0x80000000:
+        return value, 2 + even
+    if -0x8000000000000000 <= value < 0x8000000000000000:
+        return value, 4 + even
+    if value < 0x10000000000000000:
+        return value, 6 + even
+    raise ArgumentError(f"integer argument {value} does not fit 64 bits")
+
+
+def of_float(value: float) -> tuple[float, str]:
+    return value, "fp32"
+
+
+def of_bool(value: bool) -> tuple[bool, str]:
+    return value, "u1"
+
+
+def of_none(value: None) -> tuple[None, None]:
+    return None, None
+
+
+SCALARS: dict[type, Handler] = {int: of_int, float: of_float, bool: of_bool, type(None): of_none}
+
+
+def pointer_keys() -> tuple[dict[Any, PointerKey], Callable[[Any, bool], PointerKey]]:
+    """A table dtype → key for aligned arrays, and the function that fills it (and answers for unaligned ones)."""
+    aligned: dict[Any, PointerKey] = {}
+
+    def lookup(dtype: Any, is_aligned: bool) -> PointerKey:
+        name = triton_dtype(dtype)
+        if is_aligned:
+            aligned[dtype] = PointerKey.of(name, True)
+        return PointerKey.of(name, is_aligned)
+
+    return aligned, lookup

@@ -1,0 +1,133 @@
+"""PTX → machine code with `ptxas`: which one to use, and what it says about the result.
+
+Triton's wheel brings one or two `ptxas`; they, a toolkit's and NVIDIA's `nvidia-cuda-nvcc` wheel are candidates. The
+first that understands the module's PTX version is used: NVRTC is often newer than the `ptxas` beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from instrument import cache
+from instrument.errors import PtxError
+
+_RESOURCES = re.compile(
+    r"Function properties for (?P<name>[\w$]+)\s*\n\s*(?P<stack>\d+) bytes stack frame, (?P<store>\d+) bytes spill"
+    r" stores, (?P<load>\d+) bytes spill loads\s*\n(?:ptxas )?info\s*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Machine code of one entry and the resources a block of it takes."""
+
+    cubin: bytes
+    registers: int  # per thread
+    static_shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ptxas:
+    path: str
+    release: tuple[int, int]
+
+    @property
+    def newest_ptx(self) -> tuple[int, int]:
+        """The newest PTX ISA a CUDA release reads (PTX ISA manual, release history)."""
+        major, minor = self.release
+        if major >= 13:
+            return 9 + (major - 13), minor
+        return 8, minor if minor < 6 else minor - 1
+
+
+@functools.cache
+def find_ptxas() -> tuple[Ptxas, ...]:
+    """Every `ptxas` on this machine, Triton's first."""
+    paths: list[Path] = []
+    if configured := os.environ.get("PAELLAPY_PTXAS"):
+        paths.append(Path(configured))
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin:
+        bundled = Path(spec.origin).parent / "backends" / "nvidia" / "bin"
+        paths += [bundled / "ptxas", bundled / "ptxas-blackwell"]
+    if home := os.environ.get("CUDA_HOME"):
+        paths.append(Path(home) / "bin" / "ptxas")
+    if on_path := shutil.which("ptxas"):
+        paths.append(Path(on_path))
+    paths.append(Path("/usr/local/cuda/bin/ptxas"))
+    found = []
+    for path in paths:
+        if path.is_file():
+            text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            if release := re.search(r"release (\d+)\.(\d+)", text):
+                found.append(Ptxas(str(path), (int(release[1]), int(release[2]))))
+    return tuple(found)
+
+
+def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> Ptxas:
+    """The first `ptxas` that reads `ptx_version`, `preferred` before all others."""
+    known = find_ptxas()
+    ordered = sorted(known, key=lambda p: p.path != preferred)
+    for candidate in ordered:
+        if candidate.newest_ptx >= ptx_version:
+            return candidate
+    have = ", ".join(f"{p.path} (CUDA {p.release[0]}.{p.release[1]})" for p in known) or "none"
+    raise PtxError(
+        f"no ptxas here reads PTX {ptx_version[0]}.{ptx_version[1]} (found: {have}). Install a newer Triton or "
+        "`pip install nvidia-cuda-nvcc` and point PAELLAPY_PTXAS at its ptxas."
+    )
+
+
+def assemble(
+    ptx: str, arch: str, entry: str, options: tuple[str, ...] = (), preferred: str | None = None
+) -> Assembled:
+    """Machine code for one entry, cached on disk. `arch` is a name such as "sm_90a"."""
+    version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", ptx, re.M)
+    if version is None:
+        raise PtxError("this PTX module has no .version line")
+    tool = choose_ptxas((int(version[1]), int(version[2])), preferred)
+    key = cache.digest("cubin", ptx, arch, entry, " ".join(options), f"{tool.path} {tool.release}")
+    if stored := cache.read(key):
+        head, _, cubin = stored.partition(b"\n")
+        return Assembled(cubin, **json.loads(head))
+    result = _run(tool, ptx, arch, entry, options)
+    facts = {n: getattr(result, n) for n in ("registers", "static_shared_bytes", "spill_bytes", "stack_bytes")}
+    cache.write(key, json.dumps(facts).encode() + b"\n" + result.cubin)
+    return result
+
+
+def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...]) -> Assembled:
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        done = subprocess.run(
+            [tool.path, "-v", f"--gpu-name={arch}", *options, str(source), "-o", str(output)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        log = done.stderr + done.stdout
+        if done.returncode:
+            raise PtxError(f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}")
+        for found in _RESOURCES.finditer(log):
+            if found["name"] == entry:
+                shared = re.search(r"(\d+) bytes smem", found["rest"])
+                return Assembled(
+                    cubin=output.read_bytes(),
+                    registers=int(found["registers"]),
+                    static_shared_bytes=int(shared[1]) if shared else 0,
+                    spill_bytes=int(found["store"]) + int(found["load"]),
+                    stack_bytes=int(found["stack"]),
+                )
+    raise PtxError(f"ptxas did not report the resources of kernel {entry!r}:\n{log}")

@@ -1,0 +1,48 @@
+"""Compiled results on disk: one file per key, written atomically, so that a second process starts warm."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where compiled results live: $PAELLAPY_CACHE_DIR, else the user's cache directory."""
+    if configured := os.environ.get("PAELLAPY_CACHE_DIR"):
+        return Path(configured)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "paellapy"
+
+
+def digest(*parts: str | bytes) -> str:
+    """A key for results that depend on nothing but `parts`."""
+    h = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        h.update(len(data).to_bytes(8, "little"))  # so that ("ab", "c") and ("a", "bc") differ
+        h.update(data)
+    return h.hexdigest()
+
+
+def read(key: str) -> bytes | None:
+    """What was stored under `key`, or None."""
+    try:
+        data = (cache_dir() / key[:2] / key).read_bytes()
+    except OSError:
+        return None
+    # A file cut short by a full disk must not be taken for a result.
+    return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+def write(key: str, data: bytes) -> None:
+    """Stores `data` under `key`. A cache that cannot be written costs time, not correctness: errors are ignored."""
+    folder = cache_dir() / key[:2]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
+            f.write(hashlib.sha256(data).digest() + data)
+        os.replace(f.name, folder / key)
+    except OSError:
+        return

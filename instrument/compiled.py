@@ -1,0 +1,82 @@
+"""A compiled kernel: what both front ends produce and every device takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from instrument import passes
+from instrument.assemble import Assembled, assemble
+from instrument.passes import PassConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One specialisation of a kernel before our passes: plain PTX and what a launcher must know.
+
+    `param_format` is the native-alignment `struct` format of the kernel's own parameters, hidden ones included.
+    """
+
+    name: str  # entry in the PTX
+    ptx: str
+    arch: str  # "sm_90a"
+    param_format: str
+    threads: int | None  # per block; None where the launch decides (CUDA C)
+    dynamic_shared_bytes: int = 0
+    cluster: int = 1
+    exits: passes.Exits = "auto"
+    ptxas_options: tuple[str, ...] = ()
+    ptxas_path: str | None = None
+    scratch_bytes: int = 0  # per block, of the `global_scratch` parameter
+    scratch_align: int = 1
+    cooperative: bool = False
+    ttir: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def build(self, config: PassConfig) -> Compiled:
+        """Applies the passes and assembles."""
+        if config.exits == "auto" and self.exits != "auto":
+            config = PassConfig(config.report, config.sliced, self.exits, config.pointer_param)
+        ptx = passes.apply(self.ptx, config, self.name)
+        code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
+        return Compiled(self, config, ptx, code)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel ready to load: source, the passes applied to it, the resulting PTX and machine code."""
+
+    source: Source
+    config: PassConfig
+    ptx: str
+    code: Assembled
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def original_ptx(self) -> str:
+        """The PTX before the passes."""
+        return self.source.ptx
+
+    @property
+    def cubin(self) -> bytes:
+        return self.code.cubin
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread."""
+        return self.code.registers
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory per block, static and dynamic."""
+        return self.code.static_shared_bytes + self.source.dynamic_shared_bytes
+
+    def __repr__(self) -> str:
+        level = self.config.report or "plain"
+        return (
+            f"<{self.name} for {self.source.arch}: {level}{', sliced' if self.config.sliced else ''}, "
+            f"{self.registers} registers, {self.shared_bytes} B shared, {len(self.cubin)} B cubin>"
+        )

@@ -1,0 +1,272 @@
+"""Triton front end: from a `@triton.jit` function and arguments to plain PTX, without PyTorch and without a GPU.
+
+Arguments are specialised by Triton's own rules (its native routine is asked on the slow path); `triton.compile` makes
+the PTX; our passes and `ptxas` follow in compiled.py. Because the passes run outside Triton's pipeline, Triton's cache
+only ever holds the plain kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton._C.libtriton import native_specialize_impl
+from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.compiler import ASTSource, CompilationError
+from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.jit import JITFunction
+
+from instrument.arguments import STRUCT_CODES, Handler, PointerKey
+from instrument.compiled import Source
+from instrument.errors import ArgumentError, CompileError
+
+_TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
+_LAUNCH_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """What Triton's specialisation looks at in an array."""
+
+    dtype: str
+    aligned: bool
+
+    def data_ptr(self) -> int:
+        return 16 if self.aligned else 1
+
+
+class TritonSource:
+    """A `@triton.jit` function as a source of kernels."""
+
+    def __init__(self, fn: JITFunction) -> None:
+        self.fn = fn
+        self.name: str = fn.__name__
+        self.arg_names: list[str] = list(fn.arg_names)
+        self.bind = _generate_binder(fn)
+        self._sources: dict[Any, Source] = {}
+
+    def source(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
+        """The plain kernel for one specialisation, compiled once."""
+        cache_key = (key, target)
+        if cache_key not in self._sources:
+            self._sources[cache_key] = self._compile(values, key, options, target)
+        return self._sources[cache_key]
+
+    def specialise(self, values: Sequence[Any], key: Sequence[Any]) -> tuple[dict[str, Any], dict[Any, Any], Any]:
+        """Signature, constants and attributes as `triton.jit` would give them to its compiler."""
+        types, attributes, plain = [], [], []
+        for param, value, fact in zip(self.fn.params, values, key, strict=True):
+            if param.is_constexpr:
+                kind: Any = "constexpr"
+                attribute: Any = None
+            else:
+                stand_in = _stand_in(value, fact)
+                special, align = not param.do_not_specialize, not param.do_not_specialize_on_alignment
+                kind, attribute = native_specialize_impl(BaseBackend, stand_in, param.is_const, special, align)
+                annotated = param.annotation_type
+                if annotated:
+                    if annotated == "u1" or annotated[:2] in ("fp", "bf") or not special:
+                        kind, attribute = annotated, None
+                    else:
+                        kind = annotated
+            types.append(kind)
+            attributes.append(attribute if kind != "constexpr" else None)
+            plain.append(value)
+        signature = dict(zip(self.arg_names, types, strict=True))
+        constants = {
+            path: get_iterable_path(plain, path) for path in find_paths_if(types, lambda _, t: t == "constexpr")
+        }
+        marked = find_paths_if(attributes, lambda _, a: isinstance(a, str))
+        attrs = {path: BaseBackend.parse_attr(get_iterable_path(attributes, path)) for path in marked}
+        return signature, constants, attrs
+
+    def _compile(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
+        try:
+            signature, constants, attrs = self.specialise(values, key[: len(self.arg_names)])
+        except TypeError as e:
+            raise ArgumentError(f"kernel {self.name!r}: {e}") from None
+        arch = target_capability(target)
+        # Asking for the default by name keeps Triton 3.9 from warning that 3.10 will change it.
+        options = {"enable_fp_fusion": True, **options}
+        try:
+            built = triton.compile(
+                ASTSource(fn=self.fn, signature=signature, constexprs=constants, attrs=attrs),
+                target=GPUTarget("cuda", arch, 32),
+                options=options,
+            )
+        except CompilationError as e:
+            raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
+        return _source_of(built, signature, arch, options)
+
+
+def target_capability(target: str) -> int:
+    """ "sm_90" → 90."""
+    found = re.fullmatch(r"sm_(\d{2,3})[af]?", target)
+    if found is None:
+        raise ArgumentError(f"unknown target {target!r}; name one as in 'sm_90'")
+    return int(found[1])
+
+
+def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[str, Any]) -> Source:
+    meta = built.metadata
+    ptx: str = built.asm["ptx"]
+    specialised = _is_warp_specialised(ptx)
+    flags = ["-lineinfo"]
+    if not options["enable_fp_fusion"]:
+        flags.append("--fmad=false")
+    if _TRITON_VERSION >= (3, 7):
+        flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
+    codes = "".join(_flat_codes(list(signature.values())))
+    found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
+    threads = re.search(r"\.reqntid\s+(\d+)", ptx)
+    return Source(
+        name=meta.name,
+        ptx=ptx,
+        arch=found[1] if found else f"sm_{arch}",
+        param_format=codes + "PP",  # and the two hidden pointers: global_scratch, profile_scratch
+        threads=int(threads[1]) if threads else 32 * meta.num_warps,
+        dynamic_shared_bytes=meta.shared,
+        cluster=meta.num_ctas,
+        exits="spare-barrier" if specialised else "barrier",  # Triton branches per block, never per thread
+        ptxas_options=tuple(flags),
+        ptxas_path=_triton_ptxas(arch),
+        scratch_bytes=meta.global_scratch_size,
+        scratch_align=meta.global_scratch_align,
+        cooperative=bool(getattr(meta, "launch_cooperative_grid", False)),
+        ttir=built.asm["ttir"],
+        metadata={"num_warps": meta.num_warps, "num_stages": meta.num_stages, "signature": signature},
+    )
+
+
+def _is_warp_specialised(ptx: str) -> bool:
+    """Warp-specialised kernels give registers from one group of warps to another, or wait at counted barriers."""
+    return "setmaxnreg" in ptx or re.search(r"barrier\.sync\s+\d+\s*,\s*\d+", ptx) is not None
+
+
+@functools.cache
+def _triton_ptxas(arch: int) -> str | None:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(arch).path)
+
+
+def _flat_codes(types: Sequence[Any]) -> list[str]:
+    codes: list[str] = []
+    for kind in types:
+        if isinstance(kind, (tuple, list)):
+            codes += _flat_codes(kind)
+        elif kind == "constexpr":
+            continue
+        elif kind.startswith("*"):
+            codes.append("P")
+        elif kind in STRUCT_CODES:
+            codes.append(STRUCT_CODES[kind])
+        else:
+            raise ArgumentError(f"kernel parameters of type {kind} cannot be passed from here")
+    return codes
+
+
+def launch_values(signature: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+    """The values that travel to the kernel: constants dropped, tuples flattened."""
+
+    def walk(kind: Any, value: Any) -> list[Any]:
+        if isinstance(kind, (tuple, list)):
+            return [leaf for k, v in zip(kind, value, strict=True) for leaf in walk(k, v)]
+        return [] if kind == "constexpr" else [value]
+
+    return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
+
+
+def _stand_in(value: Any, fact: Any) -> Any:
+    if isinstance(fact, PointerKey):
+        return _Array(fact.dtype, fact.aligned)
+    if isinstance(value, tuple) and isinstance(fact, tuple):
+        items = [_stand_in(v, f) for v, f in zip(value, fact, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def _generate_binder(fn: JITFunction) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]:
+    """`bind(handlers, *args, **kwargs)` → (values, key, launch options), written out for this signature.
+
+    Written out, because binding by `inspect` costs more than the launch itself.
+    """
+    arguments, lines, values, keys = [], [], [], []
+    scope: dict[str, Any] = {"_resolve": None}
+    keyword_only = False
+    for i, (name, param) in enumerate(fn.signature.parameters.items()):
+        if param.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            arguments.append("*")
+            keyword_only = True
+        if param.default is inspect.Parameter.empty:
+            arguments.append(name)
+        else:
+            scope[f"_default{i}"] = param.default
+            arguments.append(f"{name}=_default{i}")
+        if fn.params[i].is_constexpr:
+            # 1, 1.0 and True are equal but not the same constant.
+            values.append(name)
+            keys.append(f"({name}.__class__, {name})")
+        else:
+            lines.append(f"    v{i}, k{i} = (_handlers.get({name}.__class__) or _handlers.missing)({name})")
+            values.append(f"v{i}")
+            keys.append(f"k{i}")
+    body = "\n".join(lines)
+    signature = ", ".join(["_handlers", *arguments, "**_options"])
+    code = (
+        f"def bind({signature}):\n{body}\n"
+        f"    return ({', '.join(values)}{',' if values else ''}), ({', '.join(keys)}{',' if keys else ''}), _options\n"
+    )
+    exec(code, scope)
+    return scope["bind"]  # type: ignore[no-any-return]
+
+
+class Handlers(dict[type, Handler]):
+    """Argument handlers of one device, by exact type; `missing` finds and remembers the handler of a new type."""
+
+    def __init__(self, known: dict[type, Handler], find: Callable[[type], Handler | None]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def missing(self, value: Any) -> tuple[Any, Any]:
+        kind = type(value)
+        if isinstance(value, tuple):
+            items = [(self.get(type(v)) or self.missing)(v) for v in value]
+            values, keys = [v for v, _ in items], tuple(k for _, k in items)
+            return (kind(*values) if hasattr(value, "_fields") else tuple(values)), keys
+        handler = self._find(kind)
+        if handler is None:
+            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}")
+        self[kind] = handler
+        return handler(value)
+
+
+def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
+    """The `JITFunction` inside `@triton.autotune` and `@triton.heuristics`, and those wrappers, outermost first."""
+    wrappers: list[Any] = []
+    while isinstance(fn, (Autotuner, Heuristics)):
+        wrappers.append(fn)
+        fn = fn.fn
+    if not isinstance(fn, JITFunction):
+        raise ArgumentError(
+            f"pp.kernel takes a @triton.jit function or CUDA source, not {type(fn).__name__}; "
+            "put @pp.kernel above @triton.jit, or pass source=… and name=…"
+        )
+    return fn, wrappers
+
+
+def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Checks what is left over after binding: launch options, nothing else."""
+    unknown = [o for o in options if o not in _LAUNCH_OPTIONS]
+    if unknown:
+        raise ArgumentError(
+            f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
+            f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
+        )
+    return options
