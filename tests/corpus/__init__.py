@@ -1,8 +1,9 @@
 """Kernels the tests run everywhere: in Triton and in CUDA C, each with inputs and a NumPy reference."""
 
-from . import elementwise, matmul, reductions
+from . import atomics, attention, control_flow, convolution, elementwise, integers, matmul, memory, reductions
 from .case import Call, Case, CudaCall, CudaCase, ast_source, relative_error
 
-TRITON_CASES: tuple[Case, ...] = (*elementwise.CASES, *reductions.CASES, *matmul.CASES)
+_MODULES = (elementwise, integers, reductions, matmul, convolution, attention, control_flow, memory, atomics)
+TRITON_CASES: tuple[Case, ...] = tuple(case for module in _MODULES for case in module.CASES)
 
 __all__ = ["TRITON_CASES", "Call", "Case", "CudaCall", "CudaCase", "ast_source", "relative_error"]

@@ -100,6 +100,11 @@ def poisoned(shape: int | tuple[int, ...], dtype: Any) -> Array:
     return np.full(shape, np.nan, dtype)
 
 
+def blocks(n: int, block: int) -> tuple[int]:
+    """The one-dimensional grid that covers `n` elements."""
+    return (-(-n // block),)
+
+
 def scaled(size: int, scale: float) -> int:
     """`size` multiplied by `scale`, at least 1 and ragged where `size` is."""
     return max(1, round(size * scale)) | (size & 1)
