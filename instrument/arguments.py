@@ -28,6 +28,27 @@ STRUCT_CODES = {
 }  # fmt: skip
 
 
+_SIZES = {"B": 1, "b": 1, "h": 2, "H": 2, "e": 2, "i": 4, "I": 4, "f": 4, "q": 8, "Q": 8, "d": 8}
+
+
+def param_layout(codes: list[str]) -> str:
+    """A `struct` format of parameters at the offsets the CUDA ABI gives them: each aligned to its own size.
+
+    A code such as "12s@4" is 12 raw bytes aligned to 4.
+
+    >>> param_layout(["Q", "i", "Q"])
+    '<Qi4xQ'
+    """
+    format_, at = "<", 0
+    for code in codes:
+        code, _, alignment = code.partition("@")
+        size = int(code[:-1]) if code.endswith("s") else _SIZES[code]
+        pad = -at % (int(alignment) if alignment else size)
+        format_ += (f"{pad}x" if pad else "") + code
+        at += pad + size
+    return format_
+
+
 class PointerKey:
     """The specialisation facts of one array argument. Compared by identity: there is one per dtype and alignment."""
 

@@ -21,8 +21,9 @@ from instrument import cache
 from instrument.errors import PtxError
 
 _RESOURCES = re.compile(
-    r"Function properties for (?P<name>[\w$]+)\s*\n\s*(?P<stack>\d+) bytes stack frame, (?P<store>\d+) bytes spill"
-    r" stores, (?P<load>\d+) bytes spill loads\s*\n(?:ptxas )?info\s*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+    r"Function properties for (?P<name>[\w$]+)\s*\n"
+    r"\s*(?P<stack>\d+) bytes stack frame, (?P<store>\d+) bytes spill stores, (?P<load>\d+) bytes spill loads\s*\n"
+    r"[^\n]*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
 )
 
 

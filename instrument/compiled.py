@@ -14,7 +14,7 @@ from instrument.passes import PassConfig
 class Source:
     """One specialisation of a kernel before our passes: plain PTX and what a launcher must know.
 
-    `param_format` is the native-alignment `struct` format of the kernel's own parameters, hidden ones included.
+    `param_format` is the `struct` format of the kernel's own parameter buffer, hidden parameters included.
     """
 
     name: str  # entry in the PTX

@@ -40,4 +40,4 @@ class UnsupportedOpError(PaellaError):
 
 
 class OutOfBoundsError(PaellaError):
-    """A kernel on the virtual GPU touched memory outside its arrays; the message names kernel, line, block and index."""
+    """A kernel on the virtual GPU touched memory outside its arrays; names kernel, line, block and index."""

@@ -198,7 +198,4 @@ def _is_special(name: str) -> bool:
     return name.split(".")[0] in _SPECIAL or name.startswith(("%lanemask", "%clock", "%globaltimer", "%pm", "%envreg"))
 
 
-_SPECIAL = frozenset(
-    ("%tid", "%laneid", "%warpid", "%nwarpid", "%ntid", "%ctaid", "%nctaid", "%smid", "%nsmid", "%gridid")
-    + tuple(n for n in _UNIFORM_SPECIAL if n.startswith("%cl"))
-)
+_SPECIAL = frozenset(("%tid", "%laneid", "%warpid", *_UNIFORM_SPECIAL))

@@ -82,7 +82,7 @@ class _Editor:
     def __init__(self, module: Module, entry: Function, config: PassConfig) -> None:
         self.module, self.entry, self.config = module, entry, config
         threads = entry.directive(".reqntid")
-        self.threads = (threads + [1, 1])[:3] if threads else None
+        self.threads = [*threads, 1, 1][:3] if threads else None
 
     def run(self) -> None:
         if self.config.report in ("count", "trace"):
@@ -129,14 +129,14 @@ class _Editor:
 
     # -- who reports
 
-    def _thread_index_bits(self) -> str:
-        """%paellapy_t = 0 exactly in the block's first thread."""
-        code = "mov.u32 %paellapy_t, %tid.x;"
+    def _thread_index_bits(self, result: str = "%paellapy_t", scratch: str = "%paellapy_u") -> str:
+        """result = 0 exactly in the block's first thread."""
+        code = f"mov.u32 {result}, %tid.x;"
         for axis, extent in zip("yz", self.threads[1:] if self.threads else (0, 0), strict=True):
             if extent != 1:
                 code += f"""
-	mov.u32 %paellapy_u, %tid.{axis};
-	or.b32 %paellapy_t, %paellapy_t, %paellapy_u;"""
+	mov.u32 {scratch}, %tid.{axis};
+	or.b32 {result}, {result}, {scratch};"""
         return code
 
     def _weight(self) -> str:
@@ -336,12 +336,12 @@ $paellapy_leaving:"""
 	add.u32 %paellapy_nt, %paellapy_nt, 1;
 	setp.ne.u32 %paellapy_np, %paellapy_nt, %paellapy_nu;
 	@%paellapy_np bra $paellapy_notified;"""
-        declared = self._thread_index_bits().replace("%paellapy_t", "%paellapy_nt").replace("%paellapy_u", "%paellapy_nu")
+        index = self._thread_index_bits("%paellapy_nt", "%paellapy_nu")
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_nt, %paellapy_nu;
 	.reg .b64 %paellapy_na, %paellapy_nw;
 	.reg .pred %paellapy_np;{tests}
-	{declared}
+	{index}
 	setp.ne.u32 %paellapy_np, %paellapy_nt, 0;
 	@%paellapy_np bra $paellapy_notified;{self._guard_pointer("$paellapy_notified")}
 	{self._load("%paellapy_na", "notify")}

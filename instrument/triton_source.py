@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from instrument.arguments import STRUCT_CODES, Handler, PointerKey
+from instrument.arguments import STRUCT_CODES, Handler, PointerKey, param_layout
 from instrument.compiled import Source
 from instrument.errors import ArgumentError, CompileError
 
@@ -122,14 +122,14 @@ def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[s
         flags.append("--fmad=false")
     if _TRITON_VERSION >= (3, 7):
         flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
-    codes = "".join(_flat_codes(list(signature.values())))
+    codes = [*_flat_codes(list(signature.values())), "Q", "Q"]  # and the hidden global_scratch, profile_scratch
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
         name=meta.name,
         ptx=ptx,
         arch=found[1] if found else f"sm_{arch}",
-        param_format=codes + "PP",  # and the two hidden pointers: global_scratch, profile_scratch
+        param_format=param_layout(codes),
         threads=int(threads[1]) if threads else 32 * meta.num_warps,
         dynamic_shared_bytes=meta.shared,
         cluster=meta.num_ctas,
@@ -164,7 +164,7 @@ def _flat_codes(types: Sequence[Any]) -> list[str]:
         elif kind == "constexpr":
             continue
         elif kind.startswith("*"):
-            codes.append("P")
+            codes.append("Q")
         elif kind in STRUCT_CODES:
             codes.append(STRUCT_CODES[kind])
         else:

@@ -1,0 +1,182 @@
+"""CUDA C front end: source → PTX with NVRTC (no GPU needed), parameters read back from the PTX.
+
+Takes a string, a `cupy.RawKernel` or a `cupy.RawModule`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instrument import cache
+from instrument.arguments import param_layout
+from instrument.compiled import Source
+from instrument.errors import ArgumentError, CompileError, NoDeviceError
+from instrument.ptx import Function, Module
+from instrument.triton_source import target_capability
+
+# PTX parameter types → struct codes. NVRTC writes every 32-bit integer as .u32, so signs are folded when packing.
+_CODES = {"8": "B", "16": "H", "32": "I", "64": "Q"}
+
+
+class CudaSource:
+    """CUDA C source with one entry picked by name (or by a C++ name expression such as "scale<float>")."""
+
+    def __init__(self, source: str, name: str, options: Sequence[str] = ()) -> None:
+        if not isinstance(source, str):
+            raise ArgumentError(f"CUDA source must be a string, not {type(source).__name__}")
+        self.text, self.name, self.options = source, name, tuple(options)
+        self._sources: dict[str, Source] = {}
+
+    @classmethod
+    def from_cupy(cls, raw: Any, name: str | None) -> CudaSource:
+        """From a `cupy.RawKernel`, or a `cupy.RawModule` and the name of an entry."""
+        wanted = name or getattr(raw, "name", None)
+        if wanted is None:
+            raise ArgumentError("a cupy.RawModule holds several kernels: say which with name=…")
+        return cls(raw.code, wanted, raw.options)
+
+    def source(self, target: str) -> Source:
+        if target not in self._sources:
+            ptx, entry = compile_to_ptx(self.text, self.name, self.options, target)
+            function = Module.parse(ptx).entry(entry)
+            codes = [_param_code(p) for p in _param_declarations(function)]
+            found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
+            self._sources[target] = Source(
+                name=entry,
+                ptx=ptx,
+                arch=found[1] if found else target,
+                param_format=param_layout(codes),
+                threads=None,
+                ptxas_options=("-lineinfo",),
+                metadata={"codes": codes},
+            )
+        return self._sources[target]
+
+
+def compile_to_ptx(text: str, name: str, options: Sequence[str], target: str) -> tuple[str, str]:
+    """PTX and the entry's lowered name, cached on disk."""
+    arch = f"compute_{target_capability(target)}"
+    flags = [f"--gpu-architecture={arch}", "-lineinfo", *options, *(f"-I{d}" for d in _include_dirs())]
+    version = ".".join(map(str, _check(_nvrtc().nvrtcVersion())))
+    key = cache.digest("nvrtc", version, text, name, *flags)
+    if stored := cache.read(key):
+        entry, _, ptx = stored.decode().partition("\n")
+        return ptx, entry
+    ptx, entry = _compile(text, name, flags)
+    cache.write(key, f"{entry}\n{ptx}".encode())
+    return ptx, entry
+
+
+def _compile(text: str, name: str, flags: Sequence[str]) -> tuple[str, str]:
+    nvrtc = _nvrtc()
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
+    try:
+        expression = name.encode()
+        is_expression = "<" in name or "::" in name
+        if is_expression:
+            _check(nvrtc.nvrtcAddNameExpression(program, expression))
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+        if int(status):
+            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+            raw = bytes(log)
+            nvrtc.nvrtcGetProgramLog(program, raw)
+            raise CompileError(f"CUDA kernel {name!r} does not compile:\n{raw.rstrip(bytes(1)).decode()}")
+        entry = _check(nvrtc.nvrtcGetLoweredName(program, expression)).decode() if is_expression else name
+        ptx = bytes(_check(nvrtc.nvrtcGetPTXSize(program)))
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return ptx.rstrip(b"\0").decode(), entry
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as e:
+        raise NoDeviceError(
+            f"CUDA C kernels need NVRTC, which was not found ({e}). "
+            "Install paellapy[cuda12] or paellapy[cuda13], whichever your driver supports."
+        ) from None
+    return nvrtc
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    if int(result[0]):
+        raise CompileError(f"NVRTC failed: {result[0]}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+@functools.cache
+def _include_dirs() -> tuple[str, ...]:
+    """CUDA's headers (cuda_fp16.h and so on), from a toolkit or from NVIDIA's wheels."""
+    roots = [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
+    roots.append(Path("/usr/local/cuda/include"))
+    for package in ("nvidia.cu13", "nvidia.cuda_runtime"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        roots += [Path(p) / "include" for p in (spec.submodule_search_locations or ())] if spec else []
+    return tuple(str(r) for r in roots if (r / "cuda_fp16.h").is_file())[:1]
+
+
+def _param_declarations(function: Function) -> list[list[str]]:
+    return [[t.text for t in param] for param in function.params]
+
+
+def _param_code(texts: list[str]) -> str:
+    """The struct code of one `.param` declaration."""
+    if "[" in texts:
+        size = texts[texts.index("[") + 1]
+        alignment = texts[texts.index(".align") + 1] if ".align" in texts else "1"
+        return f"{size}s@{alignment}"
+    kind = next(t for t in texts[1:] if t[:2] in (".u", ".s", ".b", ".f") and t[2:].isdigit())
+    if kind[1] == "f":
+        return {"32": "f", "64": "d", "16": "e"}[kind[2:]]
+    return _CODES[kind[2:]]
+
+
+def bind_values(name: str, codes: Sequence[str], args: Sequence[Any], handlers: Any) -> list[Any]:
+    """Arguments → values of the parameter buffer, checked against the kernel's parameters."""
+    if len(args) != len(codes):
+        raise ArgumentError(f"kernel {name!r} takes {len(codes)} arguments, got {len(args)}")
+    return [_bind_one(name, i, code, arg, handlers) for i, (code, arg) in enumerate(zip(codes, args, strict=True))]
+
+
+def _bind_one(name: str, index: int, code: str, arg: Any, handlers: Any) -> Any:
+    if isinstance(arg, np.generic) and not isinstance(arg, np.void):
+        arg = arg.item()
+    problem = None
+    if code.partition("@")[0].endswith("s"):
+        data = arg.tobytes() if isinstance(arg, (np.void, np.ndarray)) else arg
+        size = int(code.partition("s")[0])
+        if isinstance(data, bytes) and len(data) == size:
+            return data
+        problem = f"a structure of {size} bytes (bytes, or a NumPy record)"
+    elif isinstance(arg, bool) and code in "BHIQ":
+        return int(arg)
+    elif isinstance(arg, int) and code in "BHIQ":
+        bits = 8 * {"B": 1, "H": 2, "I": 4, "Q": 8}[code]
+        if -(1 << (bits - 1)) <= arg < (1 << bits):
+            return arg & ((1 << bits) - 1)
+        problem = f"an integer of {bits} bits"
+    elif isinstance(arg, (int, float)) and code in "fde":
+        return float(arg)
+    elif isinstance(arg, (int, float)):
+        problem = "an integer or an array"
+    elif code == "Q":
+        return (handlers.get(type(arg)) or handlers.missing)(arg)[0]
+    raise ArgumentError(
+        f"argument {index} of kernel {name!r} must be {problem or 'a number'}, not {type(arg).__name__} {arg!r:.60}"
+    )
