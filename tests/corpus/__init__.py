@@ -1,9 +1,22 @@
 """Kernels the tests run everywhere: in Triton and in CUDA C, each with inputs and a NumPy reference."""
 
-from . import atomics, attention, control_flow, convolution, elementwise, integers, matmul, memory, reductions
+from . import (
+    atomics,
+    attention,
+    control_flow,
+    convolution,
+    cuda_exits,
+    cuda_kernels,
+    elementwise,
+    integers,
+    matmul,
+    memory,
+    reductions,
+)
 from .case import Call, Case, CudaCall, CudaCase, ast_source, relative_error
 
 _MODULES = (elementwise, integers, reductions, matmul, convolution, attention, control_flow, memory, atomics)
 TRITON_CASES: tuple[Case, ...] = tuple(case for module in _MODULES for case in module.CASES)
+CUDA_CASES: tuple[CudaCase, ...] = (*cuda_exits.CASES, *cuda_kernels.CASES)
 
-__all__ = ["TRITON_CASES", "Call", "Case", "CudaCall", "CudaCase", "ast_source", "relative_error"]
+__all__ = ["CUDA_CASES", "TRITON_CASES", "Call", "Case", "CudaCall", "CudaCase", "ast_source", "relative_error"]

@@ -58,7 +58,7 @@ class Case:
 class CudaCall:
     """One concrete launch of a CUDA C kernel. Scalars are NumPy scalars of the parameter's type."""
 
-    args: list[Array | np.generic]  # in the kernel's order
+    args: list[Array | np.generic]  # in the kernel's order; a struct passed by value is a structured scalar
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     outputs: tuple[int, ...]  # indices into args
@@ -81,7 +81,9 @@ class CudaCase:
     deterministic: bool = True
     instrumentable: bool = True
     reason: str = ""  # why it is not instrumentable
-    launchable: bool = True  # False: it traps or prints on purpose, compile it only
+    launchable: bool = True  # False: compile it only
+    sliceable: bool = True  # False: blocks of a cluster must be launched together
+    min_sm: int = 80
 
     def __str__(self) -> str:
         return self.name
