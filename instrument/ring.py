@@ -102,12 +102,12 @@ class _Marks(NamedTuple):
         at = np.searchsorted(self.tails, self.slots - back, side="right")
         return times[at], times[at + 1]
 
-    def pin(self, low: NDArray[np.int64], back: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """The first time after the mark before; whether the marks are close enough to tell, and whether it fits."""
-        before, after = self.around(back)
+    def pin(self, low: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The time between the marks around each slot, and whether there is just one."""
+        before, after = self.around(0)
         earliest = before - SLACK_NS
         start = earliest + ((low - earliest) & (WRAP_NS - 1))
-        return start, after - before <= WRAP_NS - 2 * SLACK_NS, start <= after + SLACK_NS
+        return start, (after - before <= WRAP_NS - 2 * SLACK_NS) & (start <= after + SLACK_NS)
 
 
 def _unwrap(low: NDArray[np.int64], submit_ns: NDArray[np.int64], marks: _Marks, overflow: int) -> NDArray[np.int64]:
@@ -122,14 +122,13 @@ def _unwrap(low: NDArray[np.int64], submit_ns: NDArray[np.int64], marks: _Marks,
     step = ((np.diff(low) + backwards) & (WRAP_NS - 1)) - backwards
     line = low[0] + np.concatenate((np.zeros(1, np.int64), np.cumsum(step)))
 
-    # Whole wraps that the steps could not show: as few as lift every record over its lower bounds.
+    # Whole wraps that the steps could not show: as few as lift every record over its lower bounds. An older record
+    # was reserved one round of the ring before its place.
     floor = np.maximum(submit_ns, marks.around(overflow)[0]) - SLACK_NS
     start: NDArray[np.int64] = line + (np.maximum.accumulate(-((line - floor) >> 32)) << 32)
     if overflow and len(marks.ns):
-        here, told, fits = marks.pin(low, 0)
-        older, older_told, older_fits = marks.pin(low, overflow)
-        start = np.where(told & ~fits & older_told & older_fits, older, start)
-        start = np.where(told & fits, here, start)
+        pinned, sure = marks.pin(low)
+        start = np.where(sure, pinned, start)
     return start
 
 
