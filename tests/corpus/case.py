@@ -48,6 +48,7 @@ class Case:
     deterministic: bool = True  # False: bits differ between runs on a GPU (float atomics, block order visible)
     min_sm: int = 80  # the lowest target it compiles for
     sliceable: bool = True  # False: blocks wait for each other, so all of them must be resident together
+    scratch: bool = False  # True: from sm_90 on the launcher must give it global scratch memory (tensor descriptors)
     evaluable: bool = True  # False: holds PTX of its own, which only a GPU can run
 
     def __str__(self) -> str:

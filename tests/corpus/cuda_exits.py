@@ -63,7 +63,6 @@ extern "C" __global__ void barrier_after_return(const float* x, float* out, int 
 }
 """
 
-# A switch large enough for a jump table; one arm of it leaves.
 SWITCH = r"""
 extern "C" __global__ void switched(const int* x, int* out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -87,6 +86,15 @@ EXIT_IN_ENTRY = r"""
 extern "C" __global__ void exit_in_entry(const float* x, float* out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) asm volatile("exit;");
+    out[i] = x[i] * 2.0f;
+}
+"""
+
+# NVRTC folds all returns into one at the end; a predicated `ret` in the middle has to be written by hand.
+PREDICATED_RETURN = r"""
+extern "C" __global__ void predicated_return(const float* x, float* out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    asm volatile("{ .reg .pred done; setp.ge.s32 done, %0, %1; @done ret; }" :: "r"(i), "r"(n));
     out[i] = x[i] * 2.0f;
 }
 """
@@ -195,6 +203,7 @@ CASES = (
     CudaCase("barrier_after_return", BARRIER_AFTER_RETURN, "barrier_after_return", make_barrier_after_return),
     CudaCase("switch", SWITCH, "switched", make_switch),
     CudaCase("exit_in_entry", EXIT_IN_ENTRY, "exit_in_entry", make_doubled),
+    CudaCase("predicated_return", PREDICATED_RETURN, "predicated_return", make_doubled),
     CudaCase(
         "exit_in_function", EXIT_IN_FUNCTION, "exit_in_function", make_doubled, instrumentable=False,
         reason="exit inside a device function cannot be redirected to the entry's end",

@@ -231,11 +231,11 @@ CASES = (
     Case("gemm_bias_relu", gemm_bias_relu, make_gemm_bias_relu),
     # Later Tritons have no block pointers: tensor descriptors took their place.
     *([Case("gemm_block_pointers", gemm_block_pointers, make_tiled)] if hasattr(tl, "advance") else []),
-    Case("gemm_descriptors", gemm_descriptors, make_tiled),
+    Case("gemm_descriptors", gemm_descriptors, make_tiled, scratch=True),
     Case("batched_gemm", batched_gemm, make_batched_gemm),
     Case("split_k_gemm", split_k_gemm, make_split_k_gemm, deterministic=False),
     Case(
         "gemm_warp_specialized", gemm_warp_specialized,
-        partial(make_tiled, tile=(128, 64, 64), transposed=True, num_stages=3), min_sm=100,
+        partial(make_tiled, tile=(128, 64, 64), transposed=True, num_stages=3), min_sm=90, scratch=True,
     ),
 )  # fmt: skip
