@@ -29,8 +29,9 @@ extern "C" __global__ void several_returns(const int* x, int* out, int n) {
     int v = x[i];
     if (v < 0) { out[i] = -1; return; }
     if (v % 3 == 0) { out[i] = v / 3; return; }
-    for (int k = 0; k < v % 17; ++k) v = v * 5 + k;
-    out[i] = v;
+    unsigned turned = v;
+    for (int k = 0; k < v % 17; ++k) turned = turned * 5u + k;
+    out[i] = turned;
 }
 """
 

@@ -193,7 +193,7 @@ def make_dynamic_shared(rng: np.random.Generator, scale: float) -> CudaCall:
 
 def make_template(rng: np.random.Generator, scale: float) -> CudaCall:
     n = scaled(1501, scale)
-    x = rng.integers(2, 50, n, np.int32)
+    x = rng.integers(2, 50, n, np.uint32)
 
     def reference() -> dict[int, Array]:
         v = x.copy()
@@ -201,7 +201,7 @@ def make_template(rng: np.random.Generator, scale: float) -> CudaCall:
             v = v * v - v
         return {1: v}
 
-    return CudaCall([x, poisoned(n, np.int32), np.int32(n)], *covering(n, 128), (1,), reference, 0.0)
+    return CudaCall([x, poisoned(n, np.uint32), np.int32(n)], *covering(n, 128), (1,), reference, 0.0)
 
 
 def make_smooth(rng: np.random.Generator, scale: float) -> CudaCall:
@@ -318,7 +318,7 @@ def make_cluster(rng: np.random.Generator, scale: float) -> CudaCall:
 CASES = (
     CudaCase("block_sum", BLOCK_SUM, "block_sum", make_block_sum),
     CudaCase("dynamic_shared", DYNAMIC_SHARED, "reverse_tiles", make_dynamic_shared),
-    CudaCase("template", TEMPLATE, "repeat", make_template, name_expression="repeat<int, 3>"),
+    CudaCase("template", TEMPLATE, "repeat", make_template, name_expression="repeat<unsigned, 3>"),
     CudaCase("two_entries_first", TWO_ENTRIES, "smooth", make_smooth),
     CudaCase("two_entries_second", TWO_ENTRIES, "shift", make_shift),
     CudaCase("noinline", NOINLINE, "calls", make_noinline),
