@@ -122,3 +122,23 @@ def pointer_keys() -> tuple[dict[Any, PointerKey], Callable[[Any, bool], Pointer
         return PointerKey.of(name, is_aligned)
 
     return aligned, lookup
+
+
+class Handlers(dict[type, Handler]):
+    """Argument handlers of one device, by exact type; `missing` finds and remembers the handler of a new type."""
+
+    def __init__(self, known: dict[type, Handler], find: Callable[[type], Handler | None]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def missing(self, value: Any) -> tuple[Any, Any]:
+        kind = type(value)
+        if isinstance(value, tuple):
+            items = [(self.get(type(v)) or self.missing)(v) for v in value]
+            values, keys = [v for v, _ in items], tuple(k for _, k in items)
+            return (kind(*values) if hasattr(value, "_fields") else tuple(values)), keys
+        handler = self._find(kind)
+        if handler is None:
+            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}")
+        self[kind] = handler
+        return handler(value)

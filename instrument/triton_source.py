@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from instrument.arguments import STRUCT_CODES, Handler, PointerKey, param_layout
+from instrument.arguments import SCALARS, STRUCT_CODES, Handler, Handlers, PointerKey, param_layout, triton_dtype
 from instrument.compiled import Source
 from instrument.errors import ArgumentError, CompileError
 
@@ -227,24 +227,30 @@ def _generate_binder(fn: JITFunction) -> Callable[..., tuple[tuple[Any, ...], tu
     return scope["bind"]  # type: ignore[no-any-return]
 
 
-class Handlers(dict[type, Handler]):
-    """Argument handlers of one device, by exact type; `missing` finds and remembers the handler of a new type."""
+class TypeHandlers(Handlers):
+    """Arguments given as types, for compiling without arrays: "*fp32" is an aligned pointer, "*fp32:1" an unaligned
+    one, "i32" and "fp32" are numbers. NumPy arrays stand for their type."""
 
-    def __init__(self, known: dict[type, Handler], find: Callable[[type], Handler | None]) -> None:
-        super().__init__(known)
-        self._find = find
+    def __init__(self) -> None:
+        super().__init__({**SCALARS, str: self._of_text}, self._find)
 
-    def missing(self, value: Any) -> tuple[Any, Any]:
-        kind = type(value)
-        if isinstance(value, tuple):
-            items = [(self.get(type(v)) or self.missing)(v) for v in value]
-            values, keys = [v for v, _ in items], tuple(k for _, k in items)
-            return (kind(*values) if hasattr(value, "_fields") else tuple(values)), keys
-        handler = self._find(kind)
-        if handler is None:
-            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}")
-        self[kind] = handler
-        return handler(value)
+    @staticmethod
+    def _of_text(text: str) -> tuple[Any, Any]:
+        kind, _, alignment = text.partition(":")
+        if kind.startswith("*"):
+            return 16, PointerKey.of(triton_dtype(kind[1:]), alignment in ("", "16"))
+        if kind in ("i32", "i64", "u64"):
+            return {"i32": (2, 2), "i64": (1 << 40 | 1, 4), "u64": (1 << 63 | 1, 6)}[kind]
+        if kind in ("fp32", "u1"):
+            return (0.5, kind) if kind == "fp32" else (False, kind)
+        raise ArgumentError(f"unknown argument type {text!r}; say '*fp32', 'i32', 'fp32', …")
+
+    @staticmethod
+    def _find(kind: type) -> Handler | None:
+        def of_array(a: Any) -> tuple[Any, Any]:
+            return 16, PointerKey.of(triton_dtype(a.dtype), True)
+
+        return of_array if hasattr(kind, "dtype") else None
 
 
 def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:

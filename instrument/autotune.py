@@ -1,0 +1,156 @@
+"""`@triton.autotune` and `@triton.heuristics` without Triton's own driver: timed on the device at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Autotuner, Heuristics
+
+from instrument.device.base import Device
+from instrument.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from instrument.kernel import TritonKernel
+
+_WARMUPS, _REPEATS = 2, 5
+
+
+class Tuner:
+    """Applies the wrappers around a kernel to each call, outermost first."""
+
+    def __init__(self, wrappers: Sequence[Any], arg_names: Sequence[str]) -> None:
+        self.wrappers, self.arg_names = tuple(wrappers), tuple(arg_names)
+        self._best: dict[Any, Any] = {}
+
+    def choose(
+        self, kernel: TritonKernel, device: Device, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The keywords of the best configuration, timed once per key."""
+        for i, wrapper in enumerate(self.wrappers):
+            if isinstance(wrapper, Heuristics):
+                kwargs = self._heuristic(wrapper, args, kwargs)
+                continue
+            key = (i, device.name, self._key(wrapper, args, kwargs))
+            if key not in self._best:
+                configs = self._candidates(wrapper, args, kwargs)
+                if len(configs) == 1:
+                    self._best[key] = configs[0]
+                else:
+                    rest = self.wrappers[i + 1 :]
+                    self._best[key] = self._fastest(kernel, device, grid, args, kwargs, configs, wrapper, rest)
+            best = self._best[key]
+            if best.pre_hook is not None:
+                best.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **best.all_kwargs()})
+            kwargs = {**kwargs, **_launch_kwargs(best)}
+        return kwargs
+
+    def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of the first configuration: for compiling without a device to time on."""
+        for wrapper in self.wrappers:
+            if isinstance(wrapper, Heuristics):
+                kwargs = self._heuristic(wrapper, args, kwargs)
+            else:
+                kwargs = {**_launch_kwargs(self._candidates(wrapper, args, kwargs)[0]), **kwargs}
+        return kwargs
+
+    def _heuristic(self, wrapper: Heuristics, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = dict(kwargs)
+        for name, decide in wrapper.values.items():
+            kwargs[name] = decide({**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+        return kwargs
+
+    def _key(self, wrapper: Autotuner, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        dtypes = tuple(str(a.dtype) for a in named.values() if hasattr(a, "dtype"))
+        return (*(named.get(k) for k in wrapper.keys), *dtypes)
+
+    def _candidates(self, wrapper: Autotuner, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        if not wrapper.early_config_prune:
+            return list(wrapper.configs)
+        named = dict(zip(self.arg_names, args, strict=False))
+        pruned = wrapper.early_config_prune(wrapper.configs, named, **kwargs)
+        if not pruned:
+            raise ArgumentError("the autotuner's early_config_prune left no configuration to try")
+        return list(pruned)
+
+    def _fastest(
+        self,
+        kernel: TritonKernel,
+        device: Device,
+        grid: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        configs: list[Any],
+        wrapper: Autotuner,
+        rest: Sequence[Any],
+    ) -> Any:
+        inner = Tuner(rest, self.arg_names)
+        keep = _Restorer(device, wrapper, {**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+        times: list[float] = []
+        session, device.session = device.session, None  # trials are not part of a trace
+        tuner, kernel._tuner = kernel._tuner, inner if rest else None
+        try:
+            for config in configs:
+                merged = {**kwargs, **_launch_kwargs(config)}
+                best = float("inf")
+                for attempt in range(_WARMUPS + _REPEATS):
+                    keep.before()
+                    with device.stream() as stream:
+                        start = stream.record()
+                        kernel[grid](*args, **merged)
+                        end = stream.record()
+                        stream.synchronize()
+                    if attempt >= _WARMUPS:
+                        best = min(best, end.elapsed_ns(start))
+                keep.after()
+                times.append(best)
+        finally:
+            device.session, kernel._tuner = session, tuner
+        return configs[times.index(min(times))]
+
+
+class _Restorer:
+    """`reset_to_zero` and `restore_value`: trials must leave the arguments as they were."""
+
+    def __init__(self, device: Device, wrapper: Autotuner, named: dict[str, Any]) -> None:
+        self.device = device
+        self.zeroed = [named[n] for n in wrapper.reset_to_zero if named.get(n) is not None]
+        self.saved = [(named[n], _snapshot(named[n])) for n in wrapper.restore_value if named.get(n) is not None]
+
+    def before(self) -> None:
+        self.device.synchronize()
+        for array in self.zeroed:
+            _overwrite(array, 0)
+
+    def after(self) -> None:
+        self.device.synchronize()
+        for array in self.zeroed:
+            _overwrite(array, 0)
+        for array, copy in self.saved:
+            _overwrite(array, copy)
+
+
+def _snapshot(array: Any) -> Any:
+    return array.clone() if hasattr(array, "clone") else array.numpy() if hasattr(array, "numpy") else array.copy()
+
+
+def _overwrite(array: Any, value: Any) -> None:
+    if hasattr(array, "copy_"):  # a torch tensor
+        array.zero_() if isinstance(value, int) else array.copy_(value)
+    elif hasattr(array, "set"):  # an array of ours, or CuPy's
+        import numpy as np
+
+        array.set(np.zeros(array.shape, array.dtype) if isinstance(value, int) else value)
+    else:
+        array[...] = value
+
+
+def _launch_kwargs(config: Any) -> dict[str, Any]:
+    """A configuration as keywords of a launch."""
+    kwargs = dict(config.kwargs)
+    for option in ("num_warps", "num_stages", "num_ctas", "maxnreg"):
+        value = getattr(config, option, None)
+        if value is not None:
+            kwargs[option] = value
+    return kwargs

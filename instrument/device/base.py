@@ -1,0 +1,208 @@
+"""One interface for every device: memory, streams, events, launches, reports. `cuda` and `virtual` implement it."""
+
+from __future__ import annotations
+
+import contextvars
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from instrument.arguments import Handlers
+from instrument.compiled import Source
+from instrument.device.parts import SmLimits
+from instrument.errors import NoDeviceError
+from instrument.passes import PassConfig
+from instrument.records import Records
+
+_current: contextvars.ContextVar[Device | None] = contextvars.ContextVar("paellapy_device", default=None)
+
+
+class Array(Protocol):
+    """Memory of a device, typed and shaped. Kernels take it as an argument."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def numpy(self) -> NDArray[Any]: ...
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def done(self) -> bool: ...
+    @abstractmethod
+    def synchronize(self) -> None: ...
+    @abstractmethod
+    def elapsed_ns(self, earlier: Any) -> float:
+        """Nanoseconds between an earlier event and this one."""
+
+
+class Stream(ABC):
+    """An ordered queue of work. `with stream:` makes it the current one."""
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """Work submitted from now on starts after `event`."""
+
+    @abstractmethod
+    def record(self) -> Event: ...
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Launcher(ABC):
+    """A kernel loaded on a device, ready to be launched with bound values."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...] = (),
+        shared_bytes: int = 0,
+        part: tuple[int, int] | None = None,
+    ) -> Any:
+        """Launches on the device's current stream. `part` = (first, count) runs only those blocks of the grid."""
+
+
+class Device(ABC):
+    """A GPU, real or virtual: `Device("cuda:0")`, `Device("virtual:h200")`, `Device("auto")`.
+
+    There is one object per device; `with device:` makes it the one kernels run on.
+    """
+
+    kinds: ClassVar[dict[str, type[Device]]] = {}
+    _open: ClassVar[dict[str, Device]] = {}
+
+    name: str
+    title: str  # the part's marketing name
+    capability: tuple[int, int]
+    sm_count: int
+    limits: SmLimits
+    handlers: Handlers
+    session: Any = None  # the active trace, if any
+
+    def __new__(cls, name: str = "auto") -> Self:
+        return cls.open(name)  # type: ignore[no-any-return]
+
+    @classmethod
+    def open(cls, name: str = "auto") -> Any:
+        """The device called `name`, opened on first use."""
+        if name == "auto":
+            return cls.default()
+        kind, _, which = name.partition(":")
+        if kind not in cls.kinds:
+            raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")
+        full = f"{kind}:{which}" if which else kind
+        if full not in cls._open:
+            # Set up here and not in __init__, which Python would run again for every Device(name).
+            device = object.__new__(cls.kinds[kind])
+            device._setup(which)
+            cls._open[full] = device
+        return cls._open[full]
+
+    @abstractmethod
+    def _setup(self, which: str) -> None:
+        """Opens the device; `which` is what follows the colon of its name."""
+
+    @classmethod
+    def default(cls) -> Device:
+        """The first real GPU if there is one, else the first device of another kind."""
+        errors = []
+        for kind in cls.kinds:
+            try:
+                return cls.open(kind)  # type: ignore[no-any-return]
+            except NoDeviceError as e:
+                errors.append(str(e))
+        raise NoDeviceError("no device found. " + " ".join(errors))
+
+    @classmethod
+    def examples(cls) -> list[str]:
+        return [f"'{kind}:…'" for kind in cls.kinds]
+
+    @staticmethod
+    def current() -> Device:
+        """The device kernels run on: that of the innermost `with device:`, else the default."""
+        device = _current.get()
+        if device is None:
+            device = Device.default()
+            _current.set(device)
+        return device
+
+    def __enter__(self) -> Self:
+        self._tokens().append(_current.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._tokens().pop())
+
+    def _tokens(self) -> list[contextvars.Token[Device | None]]:
+        return self.__dict__.setdefault("_token_stack", [])  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.title}, {self.sm_count} SMs, compute capability {self.target[3:]}>"
+
+    @property
+    def target(self) -> str:
+        """The architecture to compile for, e.g. "sm_90"."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    # -- memory and order
+
+    @abstractmethod
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+        """Uninitialised memory."""
+
+    @abstractmethod
+    def array(self, data: NDArray[Any]) -> Array:
+        """A copy of `data` in the device's memory."""
+
+    @abstractmethod
+    def stream(self, priority: int = 0) -> Stream:
+        """A new stream. Larger priorities go first."""
+
+    @abstractmethod
+    def current_stream(self) -> Any: ...
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for everything submitted so far."""
+
+    # -- kernels and their reports
+
+    @abstractmethod
+    def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:
+        """Builds and loads a kernel. `pick` takes from the bound values those that travel to the kernel."""
+
+    @abstractmethod
+    def counts(self) -> Records:
+        """Live counters per SM (records.SM_LINE) of kernels that report at level `count`."""
+
+    @abstractmethod
+    def begin_trace(self, records_per_sm: int) -> None:
+        """Starts recording blocks."""
+
+    @abstractmethod
+    def end_trace(self) -> tuple[Records, Records]:
+        """Stops recording: counters (records.SM_LINE) per SM and rings (records.RING_RECORD), SM × slot."""
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether what is launched on `stream` is recorded for later instead of run."""
+        return False
+
+    @abstractmethod
+    def clock_ns(self) -> int:
+        """Now, on the clock of the device's reports."""
+
+    def to_device_ns(self, host_ns: int) -> int:
+        """A host time (`time.perf_counter_ns`) on the clock of the device's reports."""
+        return host_ns

@@ -1,0 +1,300 @@
+"""A real GPU behind the common interface. Shares the primary context with CuPy and PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from instrument.compiled import Source
+from instrument.device.base import Device
+from instrument.device.cuda_launch import CudaLauncher
+from instrument.device.cuda_memory import CudaArray, CudaStream
+from instrument.device.driver import check, driver
+from instrument.device.parts import limits_for_capability
+from instrument.errors import ArgumentError, NoDeviceError
+from instrument.passes import PassConfig
+from instrument.records import RING_RECORD, SM_LINE, Records
+
+_NOTIFY_WORDS = 4096
+# Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
+_PROBE = """
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry probe(.param .u64 out)
+{
+	.reg .b64 %rd<3>;
+	.reg .b32 %r<2>;
+	ld.param.u64 %rd1, [out];
+	mov.u64 %rd2, %globaltimer;
+	st.global.u64 [%rd1], %rd2;
+	mov.u32 %r1, %nsmid;
+	st.global.u32 [%rd1+8], %r1;
+	ret;
+}
+"""
+
+
+class CudaDevice(Device):
+    """`Device("cuda:0")`."""
+
+    def _setup(self, which: str) -> None:
+        cu = driver()
+        count = check(cu.cuDeviceGetCount(), "counting GPUs")
+        index = int(which or 0) if (which or "0").isdigit() else -1
+        if not 0 <= index < count:
+            raise NoDeviceError(f"there is no GPU 'cuda:{which}' here; there are {count}")
+        self.index, self.name = index, f"cuda:{index}"
+        self._device = check(cu.cuDeviceGet(index), "opening the GPU")
+        self.title = check(cu.cuDeviceGetName(128, self._device), "naming the GPU").rstrip(b"\0").decode()
+        attribute = cu.CUdevice_attribute
+        major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.capability = (major, minor)
+        self.limits = limits_for_capability(self.capability)
+        self.sm_count = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "opening the GPU's context")
+        self.stream_stack: list[int] = []
+        self.activate()
+        self.handlers = Handlers(
+            {**SCALARS, CudaArray: self._cuda_array_handler(), np.ndarray: _refuse_numpy}, self._find_handler
+        )
+        self._pinned = self._allocate_pinned(16 + 8 * _NOTIFY_WORDS)
+        self._notified = 0
+        self._probe = self._load_probe()
+        self._clock_offset_ns = 0
+        self.clock_ns()
+        self.sm_ids = max(self.sm_count, int(self._pinned.view(np.uint32)[2]))
+        self.lines = CudaArray(self, (self.sm_ids,), SM_LINE)
+        self.zero(self.lines)
+        # Rings stay allocated: a CUDA graph captured inside a trace writes to them whenever it is replayed.
+        self._rings: dict[int, CudaArray] = {}
+        self.rings: CudaArray | None = None
+
+    def attribute(self, which: Any) -> int:
+        return int(check(driver().cuDeviceGetAttribute(which, self._device), "reading the GPU's properties"))
+
+    def activate(self) -> None:
+        """Makes the context current in this thread."""
+        check(driver().cuCtxSetCurrent(self._context), "activating the GPU's context")
+
+    # -- memory and order
+
+    def allocate(self, nbytes: int) -> int:
+        self.activate()
+        return int(check(driver().cuMemAlloc(nbytes), f"allocating {nbytes} bytes"))
+
+    def free(self, ptr: int) -> None:
+        driver().cuMemFree(ptr)  # at interpreter exit the context may be gone: nothing left to do then
+
+    def _allocate_pinned(self, nbytes: int) -> NDArray[np.uint64]:
+        cu = driver()
+        ptr = int(check(cu.cuMemHostAlloc(nbytes, 3), "allocating pinned memory"))  # portable | mapped
+        words = (ctypes.c_uint64 * (nbytes // 8)).from_address(ptr)
+        return np.ctypeslib.as_array(words)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> CudaArray:
+        return CudaArray(self, (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype))
+
+    def array(self, data: NDArray[Any]) -> CudaArray:
+        data = np.asarray(data)
+        out = self.empty(data.shape, data.dtype)
+        out.set(data)
+        return out
+
+    def zero(self, array: CudaArray) -> None:
+        check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")
+
+    def copy_in(self, ptr: int, source: NDArray[Any]) -> None:
+        self.activate()
+        if source.nbytes:
+            stream = self.current_stream()
+            cu = driver()
+            check(cu.cuMemcpyHtoDAsync(ptr, source.ctypes.data, source.nbytes, stream), "copying to the GPU")
+            check(cu.cuStreamSynchronize(stream), "copying to the GPU")
+
+    def copy_out(self, target: NDArray[Any], ptr: int) -> None:
+        self.activate()
+        if target.nbytes:
+            stream = self.current_stream()
+            cu = driver()
+            check(cu.cuMemcpyDtoHAsync(target.ctypes.data, ptr, target.nbytes, stream), "copying from the GPU")
+            check(cu.cuStreamSynchronize(stream), "copying from the GPU")
+
+    def stream(self, priority: int = 0) -> CudaStream:
+        return CudaStream(self, priority)
+
+    def current_stream(self) -> int:
+        """Ours (`with stream:`) if set, else PyTorch's or CuPy's, whichever was moved off the default."""
+        if self.stream_stack:
+            return self.stream_stack[-1]
+        stream = 0
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if not stream:
+            cupy = sys.modules.get("cupy")
+            if cupy is not None:
+                stream = cupy.cuda.get_current_stream().ptr
+        return stream
+
+    def synchronize(self) -> None:
+        self.activate()
+        check(driver().cuCtxSynchronize(), "running kernels")
+
+    # -- kernels and their reports
+
+    def prepare(
+        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> CudaLauncher:
+        self.activate()
+        return CudaLauncher(self, source.build(config), pick)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is launched on `stream` goes into a CUDA graph instead of onto the GPU."""
+        cu = driver()
+        status = check(cu.cuStreamIsCapturing(stream), "asking for a capture")
+        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def next_notify_word(self) -> NDArray[np.uint64]:
+        """A cleared word of pinned memory. Words are reused after 4096 launches."""
+        self._notified = (self._notified + 1) % _NOTIFY_WORDS
+        word = self._pinned[2 + self._notified : 3 + self._notified]
+        word[0] = 0
+        return word
+
+    def counts(self) -> Records:
+        lines = np.empty(self.sm_ids, SM_LINE)
+        cu = driver()
+        self.activate()
+        # A stream of its own: reading live counters must not wait for the kernels that write them.
+        stream = CudaStream(self, 0)
+        check(cu.cuMemcpyDtoHAsync(lines.ctypes.data, self.lines.ptr, lines.nbytes, stream.handle), "reading counters")
+        stream.synchronize()
+        return lines[: self.sm_count]
+
+    def begin_trace(self, records_per_sm: int) -> None:
+        self.activate()
+        if records_per_sm not in self._rings:
+            self._rings[records_per_sm] = self.empty((self.sm_ids, records_per_sm), RING_RECORD)
+        self.rings = self._rings[records_per_sm]
+        self.synchronize()
+        self.zero(self.lines)
+        self.zero(self.rings)
+        self.clock_ns()
+
+    def end_trace(self) -> tuple[Records, Records]:
+        rings, self.rings = self.rings, None
+        assert rings is not None
+        self.synchronize()
+        lines = self.lines.numpy()
+        capacity = rings.shape[1]
+        used = int(min(capacity, lines["tail"].max()))
+        out = np.zeros((self.sm_ids, capacity), RING_RECORD)
+        cu = driver()
+        copy = cu.CUDA_MEMCPY2D()
+        copy.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+        copy.srcDevice, copy.dstHost = rings.ptr, out.ctypes.data
+        copy.srcPitch = copy.dstPitch = capacity * RING_RECORD.itemsize
+        copy.WidthInBytes, copy.Height = used * RING_RECORD.itemsize, self.sm_ids
+        if used:
+            check(cu.cuMemcpy2D(copy), "reading the trace")
+        return lines, out
+
+    def clock_ns(self) -> int:
+        cu = driver()
+        self.activate()
+        address = self._pinned.ctypes.data
+        before = time.perf_counter_ns()
+        check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, ((address,), (None,)), 0), "reading the clock")
+        check(cu.cuStreamSynchronize(0), "reading the clock")
+        after = time.perf_counter_ns()
+        now = int(self._pinned[0])
+        self._clock_offset_ns = now - (before + after) // 2
+        return now
+
+    def to_device_ns(self, host_ns: int) -> int:
+        return host_ns + self._clock_offset_ns
+
+    def _load_probe(self) -> Any:
+        cu = driver()
+        self._probe_module = check(cu.cuModuleLoadData(_PROBE.encode() + b"\0"), "loading a kernel")
+        return check(cu.cuModuleGetFunction(self._probe_module, b"probe"), "loading a kernel")
+
+    # -- arguments
+
+    def _find_handler(self, kind: type) -> Handler | None:
+        torch = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return self._torch_handler()
+        if kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
+            return self._cupy_handler()
+        if hasattr(kind, "__cuda_array_interface__"):
+            return _interface_handler
+        if issubclass(kind, np.ndarray):
+            return _refuse_numpy
+        return None
+
+    def _cuda_array_handler(self) -> Handler:
+        aligned, lookup = pointer_keys()
+
+        def handle(a: CudaArray) -> tuple[int, Any]:
+            if a.device is not self:
+                raise ArgumentError(f"array lives on {a.device.name}, the kernel runs on {self.name}")
+            return a.ptr, aligned.get(a.dtype) or lookup(a.dtype, True)  # the driver aligns to 256
+
+        return handle
+
+    def _torch_handler(self) -> Handler:
+        aligned, lookup = pointer_keys()
+        index = self.index
+
+        def handle(t: Any) -> tuple[int, Any]:
+            if t.get_device() != index:
+                raise ArgumentError(f"tensor lives on {t.device}, the kernel runs on {self.name}; move it with .to()")
+            ptr = t.data_ptr()
+            if ptr & 15:
+                return ptr, lookup(t.dtype, False)
+            return ptr, aligned.get(t.dtype) or lookup(t.dtype, True)
+
+        return handle
+
+    def _cupy_handler(self) -> Handler:
+        aligned, lookup = pointer_keys()
+        index = self.index
+
+        def handle(a: Any) -> tuple[int, Any]:
+            data = a.data
+            if data.device_id != index:
+                raise ArgumentError(f"array lives on cuda:{data.device_id}, the kernel runs on {self.name}")
+            ptr = data.ptr
+            if ptr & 15:
+                return ptr, lookup(a.dtype, False)
+            return ptr, aligned.get(a.dtype) or lookup(a.dtype, True)
+
+        return handle
+
+
+def _interface_handler(a: Any) -> tuple[int, Any]:
+    _, lookup = pointer_keys()
+    interface = a.__cuda_array_interface__
+    ptr = interface["data"][0]
+    return ptr, lookup(np.dtype(interface["typestr"]), not ptr & 15)
+
+
+def _refuse_numpy(a: Any) -> tuple[int, Any]:
+    raise ArgumentError(
+        "a NumPy array lives on the host, the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
+        'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …'
+    )
+
+
+Device.kinds["cuda"] = CudaDevice

@@ -1,0 +1,205 @@
+"""The launch path on a real GPU: pack values into a buffer, call cuLaunchKernel."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from instrument.compiled import Compiled
+from instrument.device.base import Launcher
+from instrument.device.driver import check, driver, fail, library
+from instrument.errors import ArgumentError, LaunchError
+from instrument.records import DESCRIPTOR, MAGIC, field_offset
+
+if TYPE_CHECKING:
+    from instrument.device.cuda import CudaDevice
+
+_INVALID_CONTEXT = 201
+_DEFAULT_SHARED_LIMIT = 48 * 1024
+# CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
+_FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify"))
+
+
+class _ParamBuffer:
+    """One launch's parameters: the kernel's own, then the descriptor, and the `extra` array that points at them."""
+
+    __slots__ = ("bytes", "extra", "size")
+
+    def __init__(self, size: int) -> None:
+        self.bytes = ctypes.create_string_buffer(size)
+        self.size = ctypes.c_size_t(size)
+        self.extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(self.bytes), _BUFFER_SIZE, ctypes.addressof(self.size), _END
+        )
+
+
+class Notification:
+    """What a launch at level `notify` returns: set once its last block is on an SM."""
+
+    __slots__ = ("_word",)
+
+    def __init__(self, word: Any) -> None:
+        self._word = word
+
+    @property
+    def time_ns(self) -> int:
+        """When the last block started, on the device's clock; 0 before that."""
+        return int(self._word[0])
+
+    def __bool__(self) -> bool:
+        return bool(self._word[0])
+
+
+class CudaLauncher(Launcher):
+    def __init__(
+        self, device: CudaDevice, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> None:
+        cu = driver()
+        source = compiled.source
+        self.device, self.compiled, self.pick = device, compiled, pick
+        self._module = check(cu.cuModuleLoadData(compiled.cubin), f"loading kernel {compiled.name!r}")
+        function = check(cu.cuModuleGetFunction(self._module, compiled.name.encode()), "finding the kernel")
+        self._function = int(function)
+        self._block = (source.threads, 1, 1) if source.threads else None
+        self._allow_shared(source.dynamic_shared_bytes)
+        self._launch = library().cuLaunchKernel
+        self._pack = struct.Struct(source.param_format).pack_into
+        own = struct.calcsize(source.param_format)
+        self._descriptor_at = own + -own % 8
+        self._size = self._descriptor_at + DESCRIPTOR.itemsize if compiled.config.changes_anything else own
+        self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share
+        self._special = source.cluster > 1 or source.cooperative
+        self._hidden = (0, 0) if source.ttir else ()
+        self._scratch_per_block = source.scratch_bytes
+        self._trace = compiled.config.report == "trace"
+        self._rings: Any = None  # the rings the buffers in _free point to
+        self._notify = compiled.config.report == "notify"
+        self._sliced = compiled.config.sliced
+
+    def _allow_shared(self, nbytes: int) -> None:
+        total = nbytes + self.compiled.code.static_shared_bytes
+        if total > self.device.limits.shared_bytes_per_block:
+            raise LaunchError(
+                f"kernel {self.compiled.name!r} needs {total} bytes of shared memory per block; "
+                f"{self.device.title} has {self.device.limits.shared_bytes_per_block}. "
+                "Use smaller tiles or fewer stages."
+            )
+        if nbytes > _DEFAULT_SHARED_LIMIT:
+            cu = driver()
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(cu.CUfunction(self._function), attribute, nbytes), "reserving shared memory")
+        self._allowed_shared = max(nbytes, _DEFAULT_SHARED_LIMIT)
+
+    def _new_buffer(self) -> _ParamBuffer:
+        buffer = _ParamBuffer(max(self._size, 1))
+        if self.compiled.config.changes_anything:
+            rings = self.device.rings
+            descriptor = np.zeros((), DESCRIPTOR)
+            descriptor["lines"], descriptor["magic"] = self.device.lines.ptr, MAGIC
+            if self._trace and rings is not None:
+                descriptor["rings"], descriptor["ring_mask"] = rings.ptr, rings.shape[1] - 1
+            ctypes.memmove(ctypes.addressof(buffer.bytes) + self._descriptor_at, descriptor.tobytes(), 64)
+        return buffer
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...] = (),
+        shared_bytes: int = 0,
+        part: tuple[int, int] | None = None,
+    ) -> Notification | None:
+        source = self.compiled.source
+        gx, gy, gz = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        if gx <= 0 or gy <= 0 or gz <= 0:
+            self._check_grid(grid)
+            return None  # an empty grid is no work, as in Triton
+        bx, by, bz = self._block or (*block, 1, 1)[:3]
+        if shared_bytes:
+            if shared_bytes > self._allowed_shared:
+                self._allow_shared(shared_bytes)
+        else:
+            shared_bytes = source.dynamic_shared_bytes
+        gx *= source.cluster
+        device = self.device
+        stream = device.current_stream()
+        scratch = 0
+        hidden = self._hidden
+        if self._scratch_per_block:
+            scratch = self._allocate_scratch(gx * gy * gz, stream)
+            hidden = (scratch, 0)
+        if self._trace and self._rings is not device.rings:
+            self._free, self._rings = [], device.rings
+        buffer = self._free.pop() if self._free else self._new_buffer()
+        try:
+            self._pack(buffer.bytes, 0, *self.pick(values), *hidden)
+        except struct.error as e:
+            raise ArgumentError(f"kernel {self.compiled.name!r}: an argument does not fit its parameter: {e}") from None
+        notification = None
+        first, count = 0, gx * gy * gz
+        if self._sliced:
+            first, count = part or (0, count)
+            _SLICE.pack_into(buffer.bytes, self._descriptor_at + _FIRST, first, gx, gy, gz)
+        if self._trace:
+            launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
+            struct.pack_into("<I", buffer.bytes, self._descriptor_at + _LAUNCH, launch)
+        elif self._notify:
+            word = device.next_notify_word()
+            notification = Notification(word)
+            struct.pack_into("<Q", buffer.bytes, self._descriptor_at + _NOTIFY, word.ctypes.data)
+        if self._sliced:
+            gx, gy, gz = count, 1, 1
+        if self._special:
+            status = self._launch_special((gx, gy, gz), (bx, by, bz), shared_bytes, stream, buffer)
+        else:
+            extra = ctypes.addressof(buffer.extra)
+            status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
+            if status == _INVALID_CONTEXT:
+                device.activate()
+                status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
+        self._free.append(buffer)
+        if scratch:
+            check(driver().cuMemFreeAsync(scratch, stream), "freeing scratch memory")
+        if status:
+            fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
+        return notification
+
+    def _check_grid(self, grid: tuple[int, ...]) -> None:
+        if any(g < 0 for g in grid):
+            raise ArgumentError(f"kernel {self.compiled.name!r}: grid {grid} has a negative extent")
+
+    def _allocate_scratch(self, blocks: int, stream: int) -> int:
+        nbytes = blocks * self._scratch_per_block
+        return int(check(driver().cuMemAllocAsync(nbytes, stream), f"allocating {nbytes} bytes of scratch memory"))
+
+    def _launch_special(
+        self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, stream: int, buffer: _ParamBuffer
+    ) -> int:
+        """Clusters and cooperative grids need launch attributes, which only cuLaunchKernelEx takes."""
+        cu = driver()
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        attributes = []
+        source = self.compiled.source
+        if source.cluster > 1:
+            cluster = cu.CUlaunchAttribute()
+            cluster.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = source.cluster
+            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+            attributes.append(cluster)
+        if source.cooperative:
+            cooperative = cu.CUlaunchAttribute()
+            cooperative.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            cooperative.value.cooperative = 1
+            attributes.append(cooperative)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        extra = ctypes.addressof(buffer.extra)
+        return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), 0, extra)[0])

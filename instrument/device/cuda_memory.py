@@ -1,0 +1,105 @@
+"""Arrays, streams and events of a real GPU."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.base import Event, Stream
+from instrument.device.driver import check, driver
+
+if TYPE_CHECKING:
+    from instrument.device.cuda import CudaDevice
+
+# Element types NumPy does not know travel under the name of their bits.
+_INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+
+
+class CudaArray:
+    """Device memory with shape and element type (bfloat16 and float8 included, by ml_dtypes)."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "ptr", "shape")
+
+    def __init__(self, device: CudaDevice, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.device, self.shape, self.dtype = device, shape, dtype
+        self.ptr = device.allocate(max(1, self.nbytes))
+        weakref.finalize(self, device.free, self.ptr)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = _INTERFACE_TYPES.get(self.dtype.name, self.dtype.str)
+        return {"shape": self.shape, "typestr": kind, "data": (self.ptr, False), "version": 3, "stream": None}
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy on the host, once everything submitted to the current stream is done."""
+        out = np.empty(self.shape, self.dtype)
+        self.device.copy_out(out, self.ptr)
+        return out
+
+    def set(self, data: NDArray[Any]) -> None:
+        """Overwrites the array with host data of the same shape and type."""
+        source = np.ascontiguousarray(data, self.dtype)
+        if source.shape != self.shape:
+            raise ValueError(f"array has shape {self.shape}, data {source.shape}")
+        self.device.copy_in(self.ptr, source)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype.name}{list(self.shape)} on {self.device.name}>"
+
+
+class CudaStream(Stream):
+    def __init__(self, device: CudaDevice, priority: int) -> None:
+        cu = driver()
+        device.activate()
+        lowest, highest = check(cu.cuCtxGetStreamPriorityRange(), "reading stream priorities")
+        # CUDA's smaller numbers go first; ours are the other way round.
+        level = max(highest, min(lowest, -priority))
+        non_blocking = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.handle = int(check(cu.cuStreamCreateWithPriority(non_blocking, level), "creating a stream"))
+        self.device = device
+        weakref.finalize(self, cu.cuStreamDestroy, self.handle)
+
+    def synchronize(self) -> None:
+        check(driver().cuStreamSynchronize(self.handle), "waiting for a stream")
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.handle)
+
+    def wait(self, event: CudaEvent) -> None:
+        check(driver().cuStreamWaitEvent(self.handle, event.handle, 0), "waiting for an event")
+
+    def __enter__(self) -> Self:
+        self.device.stream_stack.append(self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.stream_stack.pop()
+
+
+class CudaEvent(Event):
+    def __init__(self, stream: int) -> None:
+        cu = driver()
+        self.handle = check(cu.cuEventCreate(0), "creating an event")
+        weakref.finalize(self, cu.cuEventDestroy, self.handle)
+        check(cu.cuEventRecord(self.handle, stream), "recording an event")
+
+    def done(self) -> bool:
+        return not int(driver().cuEventQuery(self.handle)[0])
+
+    def synchronize(self) -> None:
+        check(driver().cuEventSynchronize(self.handle), "waiting for an event")
+
+    def elapsed_ns(self, earlier: CudaEvent) -> float:
+        milliseconds = check(driver().cuEventElapsedTime(earlier.handle, self.handle), "reading events")
+        return float(milliseconds) * 1e6

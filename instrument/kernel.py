@@ -1,0 +1,268 @@
+"""`Kernel`: what `pp.kernel` returns. Binds arguments, picks the variant the moment asks for, launches it.
+
+A kernel exists in variants: plain, or reporting at some level, whole or sliced. Outside a trace it runs at its own
+level; inside `trace()` it runs at level `trace`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, overload
+
+from instrument import cuda_source, triton_source
+from instrument.autotune import Tuner
+from instrument.compiled import Compiled, Source
+from instrument.cuda_source import CudaSource
+from instrument.device.base import Device, Launcher
+from instrument.device.parts import limits_for_capability
+from instrument.errors import ArgumentError
+from instrument.occupancy import Occupancy, occupancy
+from instrument.passes import Exits, PassConfig, Report
+from instrument.triton_source import TritonSource
+
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
+
+class Kernel:
+    """A kernel that reports. Launch it as `kernel[grid](…)`, like any Triton kernel."""
+
+    def __init__(self, report: Report | None, exits: Exits) -> None:
+        self.report, self.exits = report, exits
+        PassConfig(report)  # an unknown level is refused here, not at the first launch
+        self._launchers: dict[Any, Launcher] = {}
+
+    name: str
+
+    def _config(self, device: Device, sliced: bool) -> PassConfig:
+        return PassConfig("trace" if device.session is not None else self.report, sliced, self.exits)
+
+    def _limits(self, target: str) -> Any:
+        number = triton_source.target_capability(target)
+        return limits_for_capability((number // 10, number % 10))
+
+
+class TritonKernel(Kernel):
+    def __init__(self, fn: Any, report: Report | None, exits: Exits) -> None:
+        super().__init__(report, exits)
+        self.fn, wrappers = triton_source.unwrap(fn)
+        self._source = TritonSource(self.fn)
+        self.name = self._source.name
+        self.arg_names = self._source.arg_names
+        self._tuner = Tuner(wrappers, self.arg_names) if wrappers else None
+        self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
+
+    def __getitem__(self, grid: Grid) -> Callable[..., Any]:
+        return functools.partial(self._run, grid, None)
+
+    def slice(self, grid: Grid, first: int, count: int) -> Callable[..., Any]:
+        """Launches blocks `first … first + count - 1` of the logical grid only.
+
+        Blocks are numbered with x fastest. Every block sees the grid and its own place in it as in the whole launch.
+        """
+        return functools.partial(self._run, grid, (first, count))
+
+    def _run(self, grid: Grid, part: tuple[int, int] | None, /, *args: Any, **kwargs: Any) -> Any:
+        device = Device.current()
+        if self._tuner is not None:
+            kwargs = self._tuner.choose(self, device, grid, args, kwargs)
+        values, key, options = self._bind(device, args, kwargs)
+        if options:
+            key = (*key, *sorted(options.items()))
+        launcher = self._launchers.get((key, device.session is None, part is None, device))
+        if launcher is None:
+            launcher = self._prepare(device, values, key, options, part is not None)
+        if callable(grid):
+            grid = grid(dict(zip(self.arg_names, values, strict=True)))
+        if part is not None:
+            _check_part(self.name, grid, part)
+        return launcher(grid if isinstance(grid, tuple) else _as_grid(grid), values, part=part)
+
+    def _bind(
+        self, device: Device, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        try:
+            return self._source.bind(device.handlers, *args, **kwargs)
+        except ArgumentError as e:
+            raise ArgumentError(f"kernel {self.name!r}: {e}") from None
+        except TypeError as e:
+            problem = str(e).replace("bind()", "").strip()
+            raise ArgumentError(f"kernel {self.name!r}: {problem}; it takes {', '.join(self.arg_names)}") from None
+
+    def _prepare(
+        self, device: Device, values: Sequence[Any], key: Any, options: dict[str, Any], sliced: bool
+    ) -> Launcher:
+        source = self._compile_source(values, key, options, device.target)
+        config = self._config(device, sliced)
+        launcher = device.prepare(source, config, _picker(source, values))
+        self._launchers[key, device.session is None, not sliced, device] = launcher
+        return launcher
+
+    def _compile_source(self, values: Sequence[Any], key: Any, options: dict[str, Any], target: str) -> Source:
+        options = triton_source.split_options(options, self.name, self.arg_names)
+        return self._source.source(values, key, options, target)
+
+    def compile(
+        self, *args: Any, target: str | None = None, report: Report | None = None, sliced: bool = False, **kwargs: Any
+    ) -> Compiled:
+        """Compiles for any target, without a GPU and without launching.
+
+        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned).
+        """
+        device = None if target else Device.current()
+        if self._tuner is not None:
+            kwargs = self._tuner.first(args, kwargs)
+        handlers = device.handlers if device else _TypeHandlers
+        try:
+            values, key, options = self._source.bind(handlers, *args, **kwargs)
+        except TypeError as e:
+            raise ArgumentError(f"kernel {self.name!r}: {str(e).replace('bind()', '').strip()}") from None
+        if options:
+            key = (*key, *sorted(options.items()))
+        source = self._compile_source(values, key, options, target or (device.target if device else ""))
+        return source.build(PassConfig(report or self.report, sliced, self.exits))
+
+    def theoretical_occupancy(self, *args: Any, target: str | None = None, **kwargs: Any) -> Occupancy:
+        """Blocks of this kernel an SM can hold, and which resource is the limit."""
+        compiled = self.compile(*args, target=target, **kwargs)
+        limits = self._limits(target) if target else Device.current().limits
+        threads = compiled.source.threads
+        assert threads is not None
+        return occupancy(limits, threads, compiled.registers, compiled.shared_bytes, compiled.source.cluster)
+
+
+class CudaKernel(Kernel):
+    """A CUDA C kernel: launch it as `kernel[grid, block](…)` or `kernel[grid, block, shared_bytes](…)`."""
+
+    def __init__(self, source: CudaSource, report: Report | None, exits: Exits) -> None:
+        super().__init__(report, exits)
+        self._source, self.name = source, source.name
+
+    def __getitem__(self, configuration: Any) -> Callable[..., Any]:
+        grid, block, shared = self._configuration(configuration)
+        return functools.partial(self._run, grid, block, shared, None)
+
+    def slice(self, configuration: Any, first: int, count: int) -> Callable[..., Any]:
+        """Launches blocks `first … first + count - 1` of the logical grid only; `configuration` as in `kernel[…]`."""
+        grid, block, shared = self._configuration(configuration)
+        return functools.partial(self._run, grid, block, shared, (first, count))
+
+    def _configuration(self, given: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        if not isinstance(given, tuple) or len(given) not in (2, 3):
+            raise ArgumentError(f"launch CUDA kernel {self.name!r} as kernel[grid, block](…): both are needed")
+        grid, block, *rest = given
+        return _as_grid(grid), _as_grid(block), int(rest[0]) if rest else 0
+
+    def _run(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: tuple[int, int] | None,
+        /,
+        *args: Any,
+    ) -> Any:
+        device = Device.current()
+        launcher = self._launchers.get((device.session is None, part is None, device))
+        source = self._source.source(device.target)
+        if launcher is None:
+            launcher = device.prepare(source, self._config(device, part is not None), _everything)
+            self._launchers[device.session is None, part is None, device] = launcher
+        values = cuda_source.bind_values(self.name, source.metadata["codes"], args, device.handlers)
+        if part is not None:
+            _check_part(self.name, grid, part)
+        return launcher(grid, values, block, shared_bytes, part)
+
+    def compile(self, target: str | None = None, report: Report | None = None, sliced: bool = False) -> Compiled:
+        """Compiles for any target, without a GPU and without launching."""
+        source = self._source.source(target or Device.current().target)
+        return source.build(PassConfig(report or self.report, sliced, self.exits))
+
+    def theoretical_occupancy(
+        self, block: int | tuple[int, ...], shared_bytes: int = 0, target: str | None = None
+    ) -> Occupancy:
+        """Blocks of this kernel an SM can hold, and which resource is the limit."""
+        compiled = self.compile(target)
+        limits = self._limits(target) if target else Device.current().limits
+        threads = functools.reduce(lambda a, b: a * b, _as_grid(block))
+        return occupancy(limits, threads, compiled.registers, compiled.shared_bytes + shared_bytes)
+
+
+@overload
+def kernel(fn: None = None, *, report: Report | None = "count", exits: Exits = "auto") -> Callable[[Any], Kernel]: ...
+@overload
+def kernel(fn: Any, *, name: str | None = None, report: Report | None = "count", exits: Exits = "auto") -> Kernel: ...
+@overload
+def kernel(
+    *, source: str, name: str, options: Sequence[str] = (), report: Report | None = "count", exits: Exits = "auto"
+) -> CudaKernel: ...
+def kernel(
+    fn: Any = None,
+    *,
+    source: str | None = None,
+    name: str | None = None,
+    options: Sequence[str] = (),
+    report: Report | None = "count",
+    exits: Exits = "auto",
+) -> Any:
+    """Makes a kernel report which block runs on which SM, when.
+
+    As a decorator over `@triton.jit` (also over `@triton.autotune`), bare or with options; from CUDA source with
+    `source=` and `name=`; or from a `cupy.RawKernel` or `cupy.RawModule`. `report` is what it reports outside a trace:
+    "count" (live occupancy), "notify" (its last block has started), "trace" is for inside one, None is nothing.
+    """
+    if report == "trace":
+        report = None  # records need a trace to go to; inside one every kernel reports them
+    if source is not None:
+        if name is None:
+            raise ArgumentError("say which kernel of the source to take: name=…")
+        return CudaKernel(CudaSource(source, name, options), report, exits)
+    if fn is None:
+        return functools.partial(kernel, report=report, exits=exits)
+    if isinstance(fn, Kernel):
+        raise ArgumentError(f"kernel {fn.name!r} is a pp.kernel already")
+    if type(fn).__module__.partition(".")[0] == "cupy" and hasattr(fn, "code"):
+        return CudaKernel(CudaSource.from_cupy(fn, name), report, exits)
+    return TritonKernel(fn, report, exits)
+
+
+def _everything(values: Sequence[Any]) -> Sequence[Any]:
+    return values
+
+
+def _picker(source: Source, values: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Takes the values that travel: without tuples by index, which is quick."""
+    signature = source.metadata["signature"]
+    if any(isinstance(kind, (tuple, list)) for kind in signature.values()):
+        return functools.partial(triton_source.launch_values, signature)
+    indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]
+    if len(indices) == len(values):
+        return _everything
+    if len(indices) < 2:
+        return lambda v: [v[i] for i in indices]
+    return itemgetter(*indices)
+
+
+def _as_grid(grid: Any) -> tuple[int, ...]:
+    if isinstance(grid, int):
+        return (grid,)
+    try:
+        found = tuple(int(g) for g in grid)
+    except TypeError:
+        found = ()
+    if not 1 <= len(found) <= 3:
+        raise ArgumentError(f"a grid is one to three integers, not {grid!r}")
+    return found
+
+
+def _check_part(name: str, grid: Sequence[int], part: tuple[int, int]) -> None:
+    first, count = part
+    total = functools.reduce(lambda a, b: a * b, grid)
+    if first < 0 or count < 1 or first + count > total:
+        raise ArgumentError(
+            f"kernel {name!r}: blocks {first}…{first + count - 1} are not all in a grid of {total} blocks"
+        )
+
+
+_TypeHandlers = triton_source.TypeHandlers()

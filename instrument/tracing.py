@@ -1,0 +1,115 @@
+"""`trace()`: records every block of every instrumented kernel launched inside, and turns it into a `Trace`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from instrument.compiled import Compiled
+from instrument.device.base import Device
+from instrument.errors import TraceError
+from instrument.records import LAUNCH, Records
+from instrument.ring import decode
+from instrument.trace import DeviceFacts, Trace
+
+_LEAST, _MOST = 16, 1 << 22
+
+
+class Session:
+    """The launches of one trace while it runs. Ids are never reused, so records of an earlier trace stand out."""
+
+    _next_id = 1
+    _captured: dict[int, tuple[str, tuple[Any, ...]]] = {}  # noqa: RUF012 - launches inside CUDA graphs: they may replay
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.first_id = Session._next_id
+        self._kernels: dict[str, int] = {}
+        self._rows: list[tuple[Any, ...]] = []
+
+    def add(
+        self,
+        compiled: Compiled,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        first: int,
+        blocks: int,
+        stream: int,
+    ) -> int:
+        """Notes a launch and gives it an id."""
+        launch = Session._next_id
+        Session._next_id += 1
+        shared = shared_bytes + compiled.code.static_shared_bytes
+        warps = -(-threads // 32)
+        submit = time.perf_counter_ns()
+        row = (launch, 0, warps, compiled.registers, 0, shared, grid, first, blocks, submit, stream)
+        self.note(compiled.name, row)
+        if self.device.is_capturing(stream):
+            Session._captured[launch] = (compiled.name, row)
+        return launch
+
+    def note(self, kernel: str, row: tuple[Any, ...]) -> None:
+        number = self._kernels.setdefault(kernel, len(self._kernels))
+        self._rows.append((row[0], number, *row[2:]))
+
+    def adopt_replayed(self, seen: Records) -> None:
+        """Adds the launches of graphs that were captured during an earlier trace and replayed in this one."""
+        for launch in np.unique(seen):
+            if launch < self.first_id and (known := Session._captured.get(int(launch))):
+                self.note(*known)
+
+    def launches(self) -> tuple[Records, tuple[str, ...]]:
+        rows = np.array(sorted(self._rows, key=lambda r: r[0]), LAUNCH)
+        offset = self.device.to_device_ns(0)
+        rows["submit_ns"] += offset
+        return rows, tuple(self._kernels)
+
+
+class trace:
+    """Context manager: `with pp.trace() as t:` fills `t` (a `Trace`) when the block is left.
+
+    `records_per_sm` is the size of an SM's ring, a power of two; when more blocks run on an SM, the oldest records are
+    overwritten and counted in `t.dropped`.
+    """
+
+    def __init__(self, records_per_sm: int = 1 << 14, device: Device | str | None = None) -> None:
+        if records_per_sm < _LEAST or records_per_sm > _MOST or records_per_sm & (records_per_sm - 1):
+            raise TraceError(
+                f"records_per_sm={records_per_sm}: a ring holds a power of two of records, from {_LEAST} to {_MOST}"
+            )
+        self.records_per_sm = records_per_sm
+        self.device = Device.open(device) if isinstance(device, str) else device
+
+    def __enter__(self) -> Trace:
+        self._device = self.device or Device.current()
+        if self._device.session is not None:
+            raise TraceError(f"{self._device.name} is being traced already; traces cannot be nested")
+        self._device.begin_trace(self.records_per_sm)
+        self._device.session = Session(self._device)
+        self.result = Trace.empty()
+        return self.result
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        session, self._device.session = self._device.session, None
+        if kind is not None and issubclass(kind, Exception):
+            # The kernel's own error matters more than a trace of it, which a lost context could not deliver anyway.
+            try:
+                self._finish(session)
+            except Exception:
+                return
+        else:
+            self._finish(session)
+
+    def _finish(self, session: Session) -> None:
+        device = self._device
+        lines, rings = device.end_trace()
+        session.adopt_replayed(rings["launch"])
+        launches, kernels = session.launches()
+        known = np.isin(rings["launch"], launches["launch"])
+        rings["launch"][~known] = 0
+        blocks, dropped, unfinished = decode(lines["tail"], rings, launches)
+        facts = DeviceFacts.of(device.name, device.title, device.sm_count, device.limits.warps, device.capability)
+        self.result.fill(blocks, launches, kernels, facts, dropped, unfinished)

@@ -1,0 +1,179 @@
+"""TTIR types, and how each element type is stored in memory and held while computing.
+
+Floats below 32 bits are held as float32 rounded to their own precision: NumPy's half arithmetic and ml_dtypes' loops are
+several times slower than float32's, dots want float32 anyway, and a float32 result rounded once more is the correctly
+rounded one for +, -, *, / and sqrt (24 >= 2 * 11 + 2 bits).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One scalar type. `memory`: dtype in arrays; `compute`: dtype while evaluating; `limit`: clamp before narrowing."""
+
+    name: str
+    memory: np.dtype[Any]
+    compute: np.dtype[Any]
+    limit: float | None = None
+
+    @property
+    def is_float(self) -> bool:
+        return self.name[0] in "fb"
+
+    @property
+    def size(self) -> int:
+        return self.memory.itemsize
+
+    @property
+    def narrow(self) -> bool:
+        """Computed in a wider type than it is stored in."""
+        return self.is_float and self.memory != self.compute
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """`memory`, or plain bits where NumPy has no such type of its own (take and buffers are slow or refused there)."""
+        return self.bits if self.memory.num > 23 else self.memory  # ml_dtypes' type numbers start beyond NumPy's own
+
+    @property
+    def bits(self) -> np.dtype[Any]:
+        """Unsigned integer of the same size."""
+        return np.dtype(f"u{self.size}")
+
+
+def _element(name: str, memory: Any, compute: Any = None, limit: float | None = None) -> Element:
+    return Element(name, np.dtype(memory), np.dtype(compute if compute is not None else memory), limit)
+
+
+# NVIDIA's conversions to fp8 saturate (cvt.rn.satfinite); ml_dtypes would give NaN or infinity.
+ELEMENTS = {
+    e.name: e
+    for e in (
+        _element("f64", np.float64),
+        _element("f32", np.float32),
+        _element("f16", np.float16, np.float32),
+        _element("bf16", ml_dtypes.bfloat16, np.float32),
+        _element("f8E4M3FN", ml_dtypes.float8_e4m3fn, np.float32, 448.0),
+        _element("f8E5M2", ml_dtypes.float8_e5m2, np.float32, 57344.0),
+        _element("f8E4M3FNUZ", ml_dtypes.float8_e4m3fnuz, np.float32, 240.0),
+        _element("f8E5M2FNUZ", ml_dtypes.float8_e5m2fnuz, np.float32, 57344.0),
+        _element("f8E4M3B11FNUZ", ml_dtypes.float8_e4m3b11fnuz, np.float32, 30.0),
+        _element("i1", np.bool_),
+        _element("i8", np.int8),
+        _element("i16", np.int16),
+        _element("i32", np.int32),
+        _element("i64", np.int64),
+        _element("index", np.int64),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """`kind` is value, pointer, block_pointer or descriptor; `element` is what a value holds or a pointer points to."""
+
+    kind: str
+    shape: tuple[int, ...]
+    element: Element
+    block: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+@lru_cache(maxsize=4096)
+def parse_type(text: str) -> Type:
+    """`tensor<128x!tt.ptr<f32>>`, `i32`, `!tt.ptr<tensor<16x16xf32>>`, `!tt.tensordesc<16x16xf32>`. Raises KeyError if unknown."""
+    text = text.strip()
+    if text.startswith("tensor<"):
+        depth_comma = _top_comma(text[7:-1])
+        body = text[7:-1] if depth_comma < 0 else text[7 : 7 + depth_comma]
+        dims, element = _dims(body)
+        inner = parse_type(element)
+        return Type(inner.kind, dims, inner.element, inner.block)
+    if text.startswith("!tt.ptr<"):
+        body = text[8:-1]
+        comma = _top_comma(body)
+        inner = parse_type(body if comma < 0 else body[:comma])
+        if inner.shape:
+            return Type("block_pointer", (), inner.element, inner.shape)
+        return Type("pointer", (), inner.element)
+    if text.startswith("!tt.tensordesc<"):
+        body = text[15:-1]
+        if body.startswith("tensor<"):
+            inner = parse_type(body[: body.index(">") + 1])
+            return Type("descriptor", (), inner.element, inner.shape)
+        comma = _top_comma(body)
+        dims, element = _dims(body if comma < 0 else body[:comma])
+        return Type("descriptor", (), ELEMENTS[_signless(element)], dims)
+    return Type("value", (), ELEMENTS[_signless(text)])
+
+
+def _signless(name: str) -> str:
+    return re.sub(r"^[us]i(\d+)$", r"i\1", name)
+
+
+def _dims(body: str) -> tuple[tuple[int, ...], str]:
+    m = re.match(r"(?:\d+x)*", body)
+    dims = m[0] if m else ""
+    return tuple(int(d) for d in dims.split("x") if d), body[len(dims) :]
+
+
+def _top_comma(text: str) -> int:
+    depth = 0
+    for i, c in enumerate(text):
+        if c == "<":
+            depth += 1
+        elif c == ">":
+            depth -= 1
+        elif c == "," and depth == 0:
+            return i
+    return -1
+
+
+# ---- between memory and computation -----------------------------------------------------------------------------------
+
+
+def decode(raw: Any, element: Element) -> Any:
+    """What memory holds (array or scalar of `element.storage`) to the compute type."""
+    return raw.view(element.memory).astype(element.compute) if element.narrow else raw
+
+
+def narrowed(value: Any, element: Element) -> Any:
+    """Compute values as `element.memory`, rounded to nearest even and saturated where the hardware saturates."""
+    if element.limit is not None:
+        value = np.clip(value, np.float32(-element.limit), np.float32(element.limit))
+    return value.astype(element.memory)
+
+
+def encode(value: Any, element: Element) -> Any:
+    """Compute values to what memory holds (`element.storage`)."""
+    if not element.narrow:
+        return value
+    return narrowed(value, element).view(element.storage)
+
+
+def rounder(element: Element) -> Callable[[Any], Any] | None:
+    """Function that rounds compute values to `element`'s precision, or None where they already have it."""
+    if not element.narrow:
+        return None
+
+    def round_to(value: Any) -> Any:
+        return narrowed(value, element).astype(element.compute)
+
+    return round_to
