@@ -1,22 +1,27 @@
 """Kernels the tests run everywhere: in Triton and in CUDA C, each with inputs and a NumPy reference."""
 
 from . import (
+    arguments,
     atomics,
     attention,
     control_flow,
     convolution,
     cuda_exits,
     cuda_kernels,
+    cuda_launches,
     elementwise,
     integers,
     matmul,
     memory,
     reductions,
+    scans,
 )
 from .case import Call, Case, CudaCall, CudaCase, ast_source, relative_error
 
-_MODULES = (elementwise, integers, reductions, matmul, convolution, attention, control_flow, memory, atomics)
-TRITON_CASES: tuple[Case, ...] = tuple(case for module in _MODULES for case in module.CASES)
-CUDA_CASES: tuple[CudaCase, ...] = (*cuda_exits.CASES, *cuda_kernels.CASES)
+_TRITON = (
+    elementwise, integers, reductions, scans, matmul, convolution, attention, control_flow, arguments, memory, atomics,
+)  # fmt: skip
+TRITON_CASES: tuple[Case, ...] = tuple(case for module in _TRITON for case in module.CASES)
+CUDA_CASES: tuple[CudaCase, ...] = (*cuda_exits.CASES, *cuda_kernels.CASES, *cuda_launches.CASES)
 
 __all__ = ["CUDA_CASES", "TRITON_CASES", "Call", "Case", "CudaCall", "CudaCase", "ast_source", "relative_error"]

@@ -136,10 +136,7 @@ def relative_error(out: Array, reference: Array) -> float:
 
 
 def ast_source(kernel: Any, call: Call) -> Any:
-    """What `triton.compile` takes: 16-byte aligned pointers, integers specialised on divisibility by 16 as Triton does.
-
-    >>> triton.compile(ast_source(case.kernel, call), target=GPUTarget("cuda", 80, 32), options=call.options)
-    """
+    """What `triton.compile` takes. Pointers are 16-byte aligned, integers divisible by 16 known to be, as in a launch."""
     from triton.compiler import ASTSource
 
     signature: dict[str, Any] = {}

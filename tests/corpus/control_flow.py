@@ -1,4 +1,4 @@
-"""Branches, loops, calls, and arguments that are not arrays or numbers."""
+"""Branches and loops: early returns, data-dependent ends, grids walked by fewer blocks."""
 
 from __future__ import annotations
 
@@ -73,56 +73,6 @@ def nested_loops(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr)
             total += tl.sum(tl.load(x + row * columns + c, mask=c <= row, other=0.0), axis=0)
     for power in tl.static_range(ROWS):
         tl.store(out + pid * ROWS + power, total * (power + 1))
-
-
-@triton.jit
-def _square_plus(v, w):
-    return v * v + w
-
-
-@triton.jit
-def _half_square_plus(v, w):
-    return _square_plus(v, w) * 0.5
-
-
-@triton.jit(noinline=True)  # takes scalars only; stays a function of its own down to PTX
-def _sign_of(pointer, index):
-    v = tl.load(pointer + index)
-    if v < 0.0:
-        return -1.0
-    return 1.0
-
-
-@triton.jit
-def helpers(x, y, out, signs, n, BLOCK: tl.constexpr):
-    pid = tl.program_id(0)
-    i = pid * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < n, other=0.0)
-    w = tl.load(y + i, mask=i < n, other=0.0)
-    tl.store(out + i, _half_square_plus(v, w) + _square_plus(w, v), mask=i < n)
-    tl.store(signs + pid, _sign_of(x, pid))
-
-
-@triton.jit
-def optional_bias(x, bias, out, rows, columns, negate, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
-    mask = c < columns
-    v = tl.load(x + row * columns + c, mask=mask)
-    if bias is not None:
-        v += tl.load(bias + c, mask=mask)
-    if negate:
-        v = -v
-    tl.store(out + row * columns + c, v, mask=mask)
-
-
-@triton.jit
-def tuple_argument(inputs, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(len(inputs)):
-        total += (k + 1) * tl.load(inputs[k] + i, mask=i < n, other=0.0)
-    tl.store(out + i, total, mask=i < n)
 
 
 @triton.jit
@@ -216,49 +166,6 @@ def make_nested_loops(rng: np.random.Generator, scale: float) -> Call:
     return Call(args, {"ROWS": 3, "BLOCK": 32}, (blocks,), ("out",), reference, 1e-5)
 
 
-def make_helpers(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(1703, scale)
-    blocks = -(-n // 256)
-    x, y = normal(rng, n), normal(rng, n)
-
-    def reference() -> dict[str, Array]:
-        v, w = x.astype(np.float64), y.astype(np.float64)
-        return {"out": (v * v + w) * 0.5 + w * w + v, "signs": np.sign(v[:blocks])}
-
-    args = {"x": x, "y": y, "out": poisoned(n, np.float32), "signs": poisoned(blocks, np.float32), "n": n}
-    return Call(args, {"BLOCK": 256}, (blocks,), ("out", "signs"), reference, 1e-5)
-
-
-def _make_optional_bias(rng: np.random.Generator, scale: float, given: bool) -> Call:
-    rows, columns = scaled(23, scale), 100
-    x = normal(rng, (rows, columns))
-    bias = normal(rng, columns) if given else None
-    args = {
-        "x": x, "bias": bias, "out": poisoned(x.shape, np.float32), "rows": rows, "columns": columns, "negate": given,
-    }  # fmt: skip
-    return Call(
-        args, {"BLOCK": 128}, (rows,), ("out",), lambda: {"out": -(x.astype(np.float64) + bias) if given else x}, 1e-5
-    )
-
-
-def make_optional_given(rng: np.random.Generator, scale: float) -> Call:
-    return _make_optional_bias(rng, scale, given=True)
-
-
-def make_optional_none(rng: np.random.Generator, scale: float) -> Call:
-    return _make_optional_bias(rng, scale, given=False)
-
-
-def make_tuple_argument(rng: np.random.Generator, scale: float) -> Call:
-    n = scaled(1201, scale)
-    inputs = tuple(normal(rng, n) for _ in range(3))
-    args = {"inputs": inputs, "out": poisoned(n, np.float32), "n": n}
-    return Call(
-        args, {"BLOCK": 256}, (-(-n // 256),), ("out",),
-        lambda: {"out": sum((k + 1) * x.astype(np.float64) for k, x in enumerate(inputs))}, 1e-5,
-    )  # fmt: skip
-
-
 def make_persistent(rng: np.random.Generator, scale: float) -> Call:
     n = scaled(5501, scale)
     x = normal(rng, n)
@@ -300,10 +207,6 @@ CASES = (
     Case("collatz", collatz, make_collatz),
     Case("bisect", bisect, make_bisect),
     Case("nested_loops", nested_loops, make_nested_loops),
-    Case("helpers", helpers, make_helpers),
-    Case("optional_bias_given", optional_bias, make_optional_given),
-    Case("optional_bias_none", optional_bias, make_optional_none),
-    Case("tuple_argument", tuple_argument, make_tuple_argument),
     Case("persistent", persistent, make_persistent),
     Case("checked_gather", checked_gather, make_checked_gather),
     Case("grid_2d", grid_2d, make_grid_2d),

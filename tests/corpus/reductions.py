@@ -1,4 +1,4 @@
-"""Rows into numbers or rows: softmax, norms, arg-reductions, scans and sorts."""
+"""Reductions over rows: softmax, norms, sums, arg-reductions, moments."""
 
 from __future__ import annotations
 
@@ -97,35 +97,6 @@ def arg_extremes(x, highest, lowest, top, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cumulative(x, sums, reverse, products, columns, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
-    mask = c < columns
-    v = tl.load(x + row * columns + c, mask=mask, other=0.0)
-    tl.store(sums + row * columns + c, tl.cumsum(v, axis=0), mask=mask)
-    tl.store(reverse + row * columns + c, tl.cumsum(v, axis=0, reverse=True), mask=mask)
-    tl.store(products + row * columns + c, tl.cumprod(1.0 + 0.1 * v, axis=0), mask=mask)
-
-
-@triton.jit
-def _compose(a_left, b_left, a_right, b_right):
-    return a_left * a_right, b_left * a_right + b_right
-
-
-@triton.jit
-def linear_recurrence(a, b, out, steps, channels, STEPS: tl.constexpr, CHANNELS: tl.constexpr):
-    # h[t] = a[t] * h[t-1] + b[t] as a scan of affine maps, the heart of state-space models.
-    t = tl.arange(0, STEPS)
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    mask = (t < steps)[:, None] & (c < channels)[None, :]
-    where = t[:, None] * channels + c[None, :]
-    gain = tl.load(a + where, mask=mask, other=1.0)
-    drive = tl.load(b + where, mask=mask, other=0.0)
-    _, h = tl.associative_scan((gain, drive), 0, _compose)
-    tl.store(out + where, h, mask=mask)
-
-
-@triton.jit
 def _merge_moments(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
     n = n_a + n_b
     delta = mean_b - mean_a
@@ -142,17 +113,6 @@ def welford(x, mean, variance, columns, BLOCK: tl.constexpr):
     mu, m2, n = tl.reduce((v, tl.zeros_like(v), ones), 0, _merge_moments)
     tl.store(mean + row, mu)
     tl.store(variance + row, m2 / n)
-
-
-@triton.jit
-def sort_rows(x, ascending, descending, columns, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
-    mask = c < columns
-    v = tl.load(x + row * columns + c, mask=mask, other=float("inf"))
-    tl.store(ascending + row * columns + c, tl.sort(v), mask=mask)
-    v = tl.where(mask, v, -float("inf"))
-    tl.store(descending + row * columns + c, tl.sort(v, descending=True), mask=mask)
 
 
 def _softmax(x: Array) -> Array:
@@ -234,38 +194,6 @@ def make_arg_extremes(rng: np.random.Generator, scale: float) -> Call:
     )  # fmt: skip
 
 
-def make_cumulative(rng: np.random.Generator, scale: float) -> Call:
-    rows, columns = scaled(33, scale), 200
-    x = normal(rng, (rows, columns))
-    names = ("sums", "reverse", "products")
-
-    def reference() -> dict[str, Array]:
-        v = x.astype(np.float64)
-        return {
-            "sums": v.cumsum(axis=1),
-            "reverse": v[:, ::-1].cumsum(axis=1)[:, ::-1],
-            "products": (1 + 0.1 * v).cumprod(axis=1),
-        }
-
-    args = {"x": x, **{name: poisoned(x.shape, np.float32) for name in names}, "columns": columns}
-    return Call(args, {"BLOCK": 256}, (rows,), names, reference, 1e-5)
-
-
-def make_linear_recurrence(rng: np.random.Generator, scale: float) -> Call:
-    steps, channels = 60, scaled(45, scale)
-    a, b = rng.uniform(0.5, 0.99, (steps, channels)).astype(np.float32), normal(rng, (steps, channels))
-
-    def reference() -> dict[str, Array]:
-        h, rows = np.zeros(channels), []
-        for gain, drive in zip(a.astype(np.float64), b.astype(np.float64), strict=True):
-            h = gain * h + drive
-            rows.append(h)
-        return {"out": np.stack(rows)}
-
-    args = {"a": a, "b": b, "out": poisoned(a.shape, np.float32), "steps": steps, "channels": channels}
-    return Call(args, {"STEPS": 64, "CHANNELS": 16}, (-(-channels // 16),), ("out",), reference, 1e-5)
-
-
 def make_welford(rng: np.random.Generator, scale: float) -> Call:
     rows, columns = scaled(51, scale), 333
     x = normal(rng, (rows, columns)) + np.float32(2)
@@ -276,19 +204,6 @@ def make_welford(rng: np.random.Generator, scale: float) -> Call:
     )  # fmt: skip
 
 
-def make_sort_rows(rng: np.random.Generator, scale: float) -> Call:
-    rows, columns = scaled(19, scale), 100
-    x = normal(rng, (rows, columns))
-    args = {
-        "x": x, "ascending": poisoned(x.shape, np.float32), "descending": poisoned(x.shape, np.float32),
-        "columns": columns,
-    }  # fmt: skip
-    return Call(
-        args, {"BLOCK": 128}, (rows,), ("ascending", "descending"),
-        lambda: {"ascending": np.sort(x, axis=1), "descending": np.sort(x, axis=1)[:, ::-1]}, 0.0,
-    )  # fmt: skip
-
-
 CASES = (
     Case("softmax", softmax, make_softmax),
     Case("online_softmax", online_softmax, make_online_softmax),
@@ -296,8 +211,5 @@ CASES = (
     Case("rms_norm_fp16", rms_norm, make_rms_norm),
     Case("row_sum_max", row_sum_max, make_row_sum_max),
     Case("arg_extremes", arg_extremes, make_arg_extremes),
-    Case("cumulative", cumulative, make_cumulative),
-    Case("linear_recurrence", linear_recurrence, make_linear_recurrence),
     Case("welford", welford, make_welford),
-    Case("sort_rows", sort_rows, make_sort_rows),
 )
