@@ -136,7 +136,7 @@ def relative_error(out: Array, reference: Array) -> float:
 
 
 def ast_source(kernel: Any, call: Call) -> Any:
-    """What `triton.compile` takes. Pointers are 16-byte aligned, integers divisible by 16 known to be, as in a launch."""
+    """What `triton.compile` takes: pointers aligned to 16 bytes, integers marked where 16 divides them."""
     from triton.compiler import ASTSource
 
     signature: dict[str, Any] = {}
