@@ -6,13 +6,15 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.compiled import Compiled
 from instrument.device.base import Device
 from instrument.errors import TraceError
-from instrument.records import LAUNCH, Records
-from instrument.ring import decode
+from instrument.records import BLOCK, LAUNCH, Records
+from instrument.ring import Mark, decode
 from instrument.trace import DeviceFacts, Trace
+from instrument.versions import versions
 
 _LEAST, _MOST = 16, 1 << 22
 
@@ -28,6 +30,7 @@ class Session:
         self.first_id = Session._next_id
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
+        self.unreported = 0  # blocks of launches for which there was no descriptor left
 
     def add(
         self,
@@ -50,6 +53,23 @@ class Session:
         if self.device.is_capturing(stream):
             Session._captured[launch] = (compiled.name, row)
         return launch
+
+    def reserve(self, count: int) -> NDArray[np.uint32]:
+        """Ids for launches that somebody else will make."""
+        first = Session._next_id
+        Session._next_id += count
+        return np.arange(first, first + count, dtype=np.uint32)
+
+    def add_foreign(
+        self, kernel: str, launch: int, blocks: int, warps: int, registers: int, shared_bytes: int, stream: int
+    ) -> None:
+        """Notes a launch made by Triton's own launcher, under an id from `reserve`."""
+        submit = time.perf_counter_ns()
+        grid = (blocks, 1, 1)
+        row = (int(launch), 0, warps, registers, 0, shared_bytes, grid, 0, blocks, submit, stream)
+        self.note(kernel, row)
+        if self.device.is_capturing(stream):
+            Session._captured[int(launch)] = (kernel, row)
 
     def note(self, kernel: str, row: tuple[Any, ...]) -> None:
         number = self._kernels.setdefault(kernel, len(self._kernels))
@@ -88,9 +108,14 @@ class trace:
         if self._device.session is not None:
             raise TraceError(f"{self._device.name} is being traced already; traces cannot be nested")
         self._device.begin_trace(self.records_per_sm)
+        self._begin_ns = self._device.clock_ns()
         self._device.session = Session(self._device)
-        self.result = Trace.empty()
+        self.result = Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), self._facts())
         return self.result
+
+    def _facts(self) -> DeviceFacts:
+        device = self._device
+        return DeviceFacts(device.title, device.sm_count, device.limits.warps, device.capability, versions())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         session, self._device.session = self._device.session, None
@@ -108,8 +133,11 @@ class trace:
         lines, rings = device.end_trace()
         session.adopt_replayed(rings["launch"])
         launches, kernels = session.launches()
-        known = np.isin(rings["launch"], launches["launch"])
-        rings["launch"][~known] = 0
-        blocks, dropped, unfinished = decode(lines["tail"], rings, launches)
-        facts = DeviceFacts.of(device.name, device.title, device.sm_count, device.limits.warps, device.capability)
-        self.result.fill(blocks, launches, kernels, facts, dropped, unfinished)
+        # Whatever a graph captured elsewhere left here belongs to no launch we know.
+        rings["launch"][~np.isin(rings["launch"], launches["launch"])] = 0
+        tails = lines["tail"]
+        marks = (Mark(self._begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
+        decoded = decode(tails, rings, launches, marks)
+        dropped = decoded.dropped + session.unreported
+        finished = Trace(decoded.blocks, launches, kernels, self._facts(), dropped, decoded.unfinished)
+        vars(self.result).update(vars(finished))

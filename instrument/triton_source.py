@@ -26,7 +26,7 @@ from instrument.arguments import SCALARS, STRUCT_CODES, Handler, Handlers, Point
 from instrument.compiled import Source
 from instrument.errors import ArgumentError, CompileError
 
-_TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
+TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 _LAUNCH_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug"))
 
 
@@ -116,11 +116,11 @@ def target_capability(target: str) -> int:
 def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[str, Any]) -> Source:
     meta = built.metadata
     ptx: str = built.asm["ptx"]
-    specialised = _is_warp_specialised(ptx)
+    specialised = is_warp_specialised(ptx)
     flags = ["-lineinfo"]
     if not options["enable_fp_fusion"]:
         flags.append("--fmad=false")
-    if _TRITON_VERSION >= (3, 7):
+    if TRITON_VERSION >= (3, 7):
         flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
     codes = [*_flat_codes(list(signature.values())), "Q", "Q"]  # and the hidden global_scratch, profile_scratch
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
@@ -144,7 +144,7 @@ def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[s
     )
 
 
-def _is_warp_specialised(ptx: str) -> bool:
+def is_warp_specialised(ptx: str) -> bool:
     """Warp-specialised kernels give registers from one group of warps to another, or wait at counted barriers."""
     return "setmaxnreg" in ptx or re.search(r"barrier\.sync\s+\d+\s*,\s*\d+", ptx) is not None
 

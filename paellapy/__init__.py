@@ -1,0 +1,81 @@
+"""See and control which block of which kernel runs on which SM, from Python.
+
+    import paellapy as pp
+
+    @pp.kernel
+    @triton.jit
+    def add(x, y, out, n, B: tl.constexpr): ...
+
+    with pp.trace() as t:
+        add[(grid,)](x, y, out, n, B=1024)
+    print(t.summary())
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from instrument.device import Array, Device, Stream
+from instrument.errors import (
+    ArgumentError,
+    CompileError,
+    InstrumentError,
+    LaunchError,
+    NoDeviceError,
+    OutOfBoundsError,
+    PaellaError,
+    PtxError,
+    TraceError,
+    UnsupportedOpError,
+)
+from instrument.kernel import CudaKernel, Kernel, TritonKernel, kernel
+from instrument.live import Counts, counts
+from instrument.torch_hook import instrument_torch
+from instrument.trace import Trace
+from instrument.tracing import trace
+
+__all__ = [
+    "ArgumentError",
+    "Array",
+    "CompileError",
+    "Counts",
+    "CudaKernel",
+    "Device",
+    "InstrumentError",
+    "Kernel",
+    "LaunchError",
+    "NoDeviceError",
+    "OutOfBoundsError",
+    "PaellaError",
+    "PtxError",
+    "Stream",
+    "Trace",
+    "TraceError",
+    "TritonKernel",
+    "UnsupportedOpError",
+    "array",
+    "counts",
+    "empty",
+    "instrument_torch",
+    "kernel",
+    "stream",
+    "trace",
+]
+
+
+def array(data: NDArray[Any]) -> Array:
+    """A copy of `data` in the current device's memory."""
+    return Device.current().array(np.asarray(data))
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+    """Uninitialised memory on the current device."""
+    return Device.current().empty(shape, dtype)
+
+
+def stream(priority: int = 0) -> Stream:
+    """A new stream of the current device; `with stream:` makes it current. Larger priorities go first."""
+    return Device.current().stream(priority)

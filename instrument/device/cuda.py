@@ -157,6 +157,15 @@ class CudaDevice(Device):
         self.activate()
         return CudaLauncher(self, source.build(config), pick)
 
+    def function_resources(self, function: int) -> tuple[int, int]:
+        """Registers per thread and static shared bytes of a loaded function."""
+        cu = driver()
+        names = cu.CUfunction_attribute
+        wanted = (names.CU_FUNC_ATTRIBUTE_NUM_REGS, names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        handle = cu.CUfunction(function)
+        registers, shared = (int(check(cu.cuFuncGetAttribute(n, handle), "reading a kernel")) for n in wanted)
+        return registers, shared
+
     def is_capturing(self, stream: int) -> bool:
         """Whether what is launched on `stream` goes into a CUDA graph instead of onto the GPU."""
         cu = driver()

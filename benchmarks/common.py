@@ -1,0 +1,47 @@
+"""What every benchmark shares: where results go and what is noted with them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from instrument.device import Device
+from instrument.versions import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The commit measured; "+" marks uncommitted changes, "unknown" a tree without git."""
+    try:
+        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return run.stdout.strip()
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def save(name: str, results: Any, device: Device | None = None, folder: Path | None = None) -> Path:
+    """Writes results/NAME.json with what it was measured on."""
+    facts = {
+        "device": device.title if device else None,
+        "cpu": cpu_name(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    path = (folder or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"on": facts, "results": results}, indent=1) + "\n")
+    return path

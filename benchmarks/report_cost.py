@@ -1,0 +1,129 @@
+"""What reporting costs on a GPU: time of an instrumented kernel ÷ time of the plain one, in one run.
+
+Each variant is captured into a CUDA graph of many launches; replays of all variants take turns, so that clock changes
+hit all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter" is
+the alternative: all blocks of the GPU on one counter, as Paella counts them.
+
+    python benchmarks/report_cost.py [--out DIR] [--rounds 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+
+import kernels as bench_kernels
+from common import save
+
+import paellapy as pp
+from instrument import assemble
+from instrument.device.cuda_launch import CudaLauncher
+from instrument.device.driver import check, driver
+
+VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "one counter")
+
+
+class Graph:
+    """Many launches of one kernel as a CUDA graph, timed by events."""
+
+    def __init__(self, device: Any, launch: Callable[[], Any], launches: int) -> None:
+        cu = driver()
+        self.launches, self.stream = launches, device.stream()
+        with self.stream:
+            launch()  # compiled and loaded before the capture begins
+            self.stream.synchronize()
+            mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            check(cu.cuStreamBeginCapture(self.stream.handle, mode), "capturing")
+            for _ in range(launches):
+                launch()
+            graph = check(cu.cuStreamEndCapture(self.stream.handle), "capturing")
+        self.exec = check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph")
+
+    def time_ns(self) -> float:
+        """Nanoseconds per launch."""
+        start = self.stream.record()
+        check(driver().cuGraphLaunch(self.exec, self.stream.handle), "launching a graph")
+        end = self.stream.record()
+        end.synchronize()
+        return end.elapsed_ns(start) / self.launches
+
+
+def one_counter(launcher: CudaLauncher) -> CudaLauncher:
+    """The `count` variant with every SM's line moved onto the first one."""
+    compiled = launcher.compiled
+    shared = compiled.ptx.replace("mad.wide.u32 %paellapy_a, %paellapy_u, 64, %paellapy_a;", "")
+    assert shared != compiled.ptx
+    source = compiled.source
+    code = assemble.assemble(shared, source.arch, source.name, source.ptxas_options, source.ptxas_path)
+    return CudaLauncher(launcher.device, replace(compiled, ptx=shared, code=code), launcher.pick)
+
+
+def measure(device: Any, work: bench_kernels.Work, rounds: int) -> dict[str, Any]:
+    def variant(name: str) -> Graph:
+        level = name if name in ("count", "notify") else None
+        kernel = pp.kernel(work.kernel, report=level)
+        call: Callable[[], Any] = lambda: kernel[work.grid](*work.args, **work.keywords)  # noqa: E731
+        if name == "slice":
+            total = int(np.prod(work.grid))
+            call = lambda: kernel.slice(work.grid, 0, total)(*work.args, **work.keywords)  # noqa: E731
+        if name == "trace":
+            with pp.trace():
+                return Graph(device, call, work.launches)
+        if name == "one counter":
+            counting = pp.kernel(work.kernel, report="count")
+            values, key, options = counting._bind(device, work.args, work.keywords)
+            key = (*key, *sorted(options.items()))
+            launcher = one_counter(counting._prepare(device, values, key, options, False))
+            call = lambda: launcher(work.grid, values)  # noqa: E731
+        return Graph(device, call, work.launches)
+
+    graphs = {name: variant(name) for name in VARIANTS}
+    for graph in graphs.values():
+        for _ in range(3):
+            graph.time_ns()
+    times = {name: np.empty(rounds) for name in graphs}
+    for r in range(rounds):
+        for name, graph in graphs.items():
+            times[name][r] = graph.time_ns()
+    plain = np.median(times["plain"])
+    result: dict[str, Any] = {"plain_us": plain / 1e3, "blocks": int(np.prod(work.grid))}
+    for name in VARIANTS[1:]:
+        ratios = times[name] / times["plain"]
+        result[name] = {
+            "ratio": float(np.median(times[name]) / plain),
+            "middle_half": [float(np.quantile(ratios, q)) for q in (0.25, 0.75)],
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    device = pp.Device("cuda")
+    with device:
+        works = bench_kernels.works(device)
+        results = {w.name: measure(device, w, options.rounds) for w in track(works, description="kernels")}
+    table = Table(title=f"instrumented ÷ plain on {device.title}")
+    for column in ("kernel", "plain µs", *VARIANTS[1:]):
+        table.add_column(column, justify="right")
+    for name, r in results.items():
+        table.add_row(name, f"{r['plain_us']:.2f}", *(f"{r[v]['ratio']:.3f}" for v in VARIANTS[1:]))
+    Console(width=140).print(table)
+    print("written to", save("report_cost", results, device, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Kernels that Triton compiles and launches itself (PyTorch code, `torch.compile`), instrumented through its hooks.
+
+Triton asks a hook to edit its compilation stages and, per launch, an allocator for the hidden `profile_scratch`
+pointer. The pass runs in the first; the second hands out a launch descriptor from a table in device memory that is
+filled beforehand, so that nothing is copied per launch. The descriptors always point at the device's rings: the kernels
+stay compiled for `trace` and write nothing while no trace runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from triton import knobs
+from triton.runtime import _allocation
+
+from instrument import passes
+from instrument.device.base import Device
+from instrument.errors import InstrumentError, PaellaError
+from instrument.passes import PassConfig
+from instrument.records import DESCRIPTOR, MAGIC
+from instrument.triton_source import TRITON_VERSION, is_warp_specialised
+
+_TABLE = 8192  # descriptors; a trace takes this many launches of PyTorch's kernels
+_active: _Hook | None = None
+
+
+def instrument_torch(enable: bool = True) -> None:
+    """Makes every Triton kernel compiled from now on report inside `pp.trace()`, whoever launches it.
+
+    Kernels that were compiled before keep running unreported. For `torch.compile`, set
+    `torch._inductor.config.compile_threads = 1`, so that Inductor compiles in this process.
+    """
+    global _active
+    if not enable:
+        if _active is not None:
+            _active.remove()
+            _active = None
+        return
+    if _active is None:
+        _active = _Hook()
+        _active.install()
+
+
+class _Hook:
+    def __init__(self) -> None:
+        self.key = "paellapy-" + PassConfig("trace", pointer_param=-1).key()
+        self.hash = hashlib.sha256(self.key.encode()).hexdigest()
+        self._lock = threading.Lock()
+        self._table: Any = None
+        self._before: Any = None
+        self._warps: dict[str, int] = {}
+        self._pending = threading.local()  # the launch between its descriptor and its name
+
+    def install(self) -> None:
+        if knobs.runtime.add_stages_inspection_hook is not None:
+            raise InstrumentError(
+                "another tool (Proton, perhaps) has hooked Triton's compilation already; stop it before "
+                "calling pp.instrument_torch()"
+            )
+        knobs.runtime.add_stages_inspection_hook = self.stages
+        if TRITON_VERSION < (3, 7):
+            # 3.6 leaves the hook out of its cache key and would return the plain binary; this option is in it.
+            self._before = knobs.compilation.instrumentation_mode
+            knobs.compilation.instrumentation_mode = "paellapy"
+        _allocation.set_profile_allocator(self.descriptor)
+        knobs.runtime.launch_enter_hook.add(self.entered)
+
+    def remove(self) -> None:
+        knobs.runtime.add_stages_inspection_hook = None
+        if TRITON_VERSION < (3, 7):
+            knobs.compilation.instrumentation_mode = self._before
+        _allocation.set_profile_allocator(None)
+        knobs.runtime.launch_enter_hook.remove(self.entered)
+
+    def stages(self, *args: Any) -> Any:
+        """Triton's hook: without arguments the cache key (3.7 and later), else the stages to edit."""
+        if not args:
+            return self.key, self.hash
+        stages = args[1]
+        if "ptx" in stages:
+            stages["ptx"] = self._with_report(stages["ptx"])
+        return None
+
+    def _with_report(self, make_ptx: Callable[..., str]) -> Callable[..., str]:
+        def ptx_stage(source: Any, metadata: dict[str, Any]) -> str:
+            ptx = make_ptx(source, metadata)
+            if metadata.get("profile_scratch_size"):
+                return ptx  # Proton instruments this kernel: the slot is taken
+            exits: passes.Exits = "spare-barrier" if is_warp_specialised(ptx) else "barrier"
+            try:
+                reported = passes.apply(ptx, PassConfig("trace", exits=exits, pointer_param=-1))
+            except PaellaError:
+                return ptx  # a kernel that cannot be instrumented still has to run
+            # One byte per block: the allocator is then asked for as many bytes as there are blocks.
+            metadata["profile_scratch_size"] = 1
+            metadata["profile_scratch_align"] = 8
+            self._warps[metadata["name"]] = -(-_threads(reported) // 32)
+            return reported
+
+        return ptx_stage
+
+    def descriptor(self, size: int, alignment: int, stream: int | None) -> int:
+        """Triton's allocator: the address of this launch's descriptor. A plain int is what the launchers take."""
+        device = Device.open("cuda")
+        with self._lock:
+            session = device.session
+            if self._table is None:
+                self._table = device.empty((_TABLE + 1,), DESCRIPTOR)
+                self._filled_for: Any = self
+            if self._filled_for is not session:
+                self._fill(device, session)
+            self._pending.launch = None
+            if session is None or self._used >= _TABLE:
+                if session is not None:
+                    session.unreported += size
+                return int(self._table.ptr)  # row 0 has no magic number: the kernel writes nothing
+            self._used += 1
+            self._pending.launch = (session, self._ids[self._used - 1], size, stream or 0)
+            return int(self._table.ptr) + self._used * DESCRIPTOR.itemsize
+
+    def entered(self, launch_metadata: Any) -> None:
+        """Triton's launch hook: tells the kernel's name, after the descriptor was asked for."""
+        pending = getattr(self._pending, "launch", None)
+        if pending is None:
+            return
+        session, launch, blocks, stream = pending
+        self._pending.launch = None
+        facts = launch_metadata.get()
+        name = facts["name"]
+        registers, shared = Device.open("cuda").function_resources(facts["function"])
+        session.add_foreign(name, launch, blocks, self._warps.get(name, 1), registers, shared, stream)
+
+    def _fill(self, device: Any, session: Any) -> None:
+        rows = np.zeros(_TABLE + 1, DESCRIPTOR)
+        if session is not None:
+            self._ids = session.reserve(_TABLE)
+            rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
+            rows["ring_mask"] = device.rings.shape[1] - 1
+            rows["launch"][1:] = self._ids
+            rows["magic"][1:] = MAGIC
+        device.synchronize()  # kernels of an earlier trace may still read the table
+        self._table.set(rows)
+        self._filled_for, self._used = session, 0
+
+
+def _threads(ptx: str) -> int:
+    found = re.search(r"\.reqntid\s+(\d+)", ptx)
+    return int(found[1]) if found else 32

@@ -1,0 +1,33 @@
+"""What all tests share: caches of their own, and skipping GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from instrument.device import Device
+from instrument.errors import NoDeviceError
+
+
+def _gpu_or_reason() -> str | None:
+    try:
+        Device.open("cuda")
+    except NoDeviceError as e:
+        return str(e)
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    if reason := _gpu_or_reason():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def gpu() -> Device:
+    """The first real GPU, made current."""
+    device = Device.open("cuda")
+    with device:
+        yield device
