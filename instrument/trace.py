@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
-import platform
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +31,6 @@ class DeviceFacts:
     max_warps_per_sm: int
     compute_capability: tuple[int, int]
     versions: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, name: str, title: str, n_sm: int, max_warps_per_sm: int, capability: tuple[int, int]) -> DeviceFacts:
-        """The facts of an open device, with the versions installed here."""
-        versions = {"python": platform.python_version()}
-        for package in ("paellapy", "numpy", "triton"):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(package)
-        return cls(f"{title} ({name})", n_sm, max_warps_per_sm, capability, versions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +88,10 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(self.title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=Text(self.title), box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         for name in self.COLUMNS:
             if name == "kernel":
-                table.add_column(name, overflow="fold")
+                table.add_column(name, overflow="fold", min_width=8)
             else:
                 table.add_column(name, justify="right", no_wrap=True)
         for row in self.cells():
@@ -130,11 +118,6 @@ class Trace:
     ) -> None:
         self.fill(blocks, launches, kernels, device, dropped, unfinished)
 
-    @classmethod
-    def empty(cls) -> Trace:
-        """A trace of nothing, to hand out before there is something to `fill` it with."""
-        return cls(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), DeviceFacts("no device", 1, 1, (0, 0)))
-
     def fill(
         self,
         blocks: Records,
@@ -144,7 +127,7 @@ class Trace:
         dropped: int = 0,
         unfinished: int = 0,
     ) -> None:
-        """Replaces the contents."""
+        """Replaces the contents: `trace()` hands a trace out when it starts and fills it when it ends."""
         if blocks.dtype != BLOCK or launches.dtype != LAUNCH:
             raise TraceError("a trace takes arrays of records.BLOCK and records.LAUNCH")
         self.blocks: Records = _frozen(blocks[np.lexsort((blocks["sm"], blocks["start_ns"]))])
@@ -281,7 +264,7 @@ class Trace:
         return Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to one compact file, for `Trace.load`: about 5 bytes a block."""
+        """Write the trace to one compact file, for `Trace.load`: 3 to 6 bytes a block."""
         meta = {
             "blocks": len(self.blocks),
             "launches": len(self.launches),
@@ -406,7 +389,8 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
 def _time(ns: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if ns >= size:
-            return f"{ns / size:.2f} {unit}"
+            value = ns / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
     return f"{ns:.0f} ns"
 
 
