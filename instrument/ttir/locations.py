@@ -1,4 +1,4 @@
-"""MLIR location attributes: `#loc12 = loc("kernel.py":43:11)` and the nested forms, resolved to source lines on demand."""
+"""MLIR locations: `#loc12 = loc("kernel.py":43:11)` and the nested forms, resolved to source lines on demand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""TTIR text to a tree of ops. TTIR prints one op per line: a region opens with `{` at a line's end and closes on a line that
-starts with `}`. Every op keeps its location. The same code reads the text of Triton 3.6 to 3.9."""
+"""TTIR text to a tree of ops.
+
+TTIR prints one op per line: a region opens with `{` at a line's end and closes on a line that starts with `}`. Every op
+keeps its location. The same code reads the text of Triton 3.6 to 3.9."""
 
 from __future__ import annotations
 
@@ -143,7 +145,7 @@ def _take_locations(line: str) -> tuple[str, str]:
 
 
 def _attributes(body: str) -> tuple[str, dict[str, str]]:
-    """Cut the attribute dictionaries `{...}` and `<{...}>` out of an op's body, and the `key = word` pairs beside them."""
+    """Cut the dictionaries `{...}` and `<{...}>` out of an op's body; `key = word` pairs beside them count too."""
     attributes: dict[str, str] = {}
     rest = ""
     i = 0
@@ -212,7 +214,9 @@ class _Reader:
             name = m[2].strip('"')
             funcs[name] = Func(name, args, region, m[1] != "private", loc)
         if not funcs:
-            raise UnsupportedOpError(f"kernel {self.kernel}: the text holds no tt.func; pass the TTIR of triton.compile")
+            raise UnsupportedOpError(
+                f"kernel {self.kernel}: the text holds no tt.func; pass the TTIR of triton.compile"
+            )
         return Module(funcs, self.locations)
 
     def type(self, text: str, loc: str) -> Type:
@@ -283,9 +287,7 @@ class _Reader:
     def operands(self, op: Op, body: str) -> None:
         if op.name in ("cf.br", "cf.cond_br", "cf.switch"):
             full = body
-            op.successors = [
-                (m[1], _SSA.findall((m[2] or "").split(":")[0])) for m in _SUCCESSOR.finditer(full)
-            ]
+            op.successors = [(m[1], _SSA.findall((m[2] or "").split(":")[0])) for m in _SUCCESSOR.finditer(full)]
             op.operands = _SSA.findall(full.partition("^")[0])
             return
         op.body, op.attributes = _attributes(body)
@@ -296,8 +298,11 @@ class _Reader:
         if not text or op.successors or op.name == "cf.switch":
             return
         before, arrow, after = self.arrow(text)
-        ins = [x for part in split_top(before.removeprefix("(").removesuffix(")") if before.startswith("(") else before)
-               for x in part.split(" * ")]
+        ins = [
+            x
+            for part in split_top(before.removeprefix("(").removesuffix(")") if before.startswith("(") else before)
+            for x in part.split(" * ")
+        ]
         outs = split_top(after[1:-1] if after.startswith("(") and after.endswith(")") else after) if arrow else ins[-1:]
         for source, target in ((ins, op.in_types), (outs, op.out_types)):
             for i, x in enumerate(source):
@@ -323,7 +328,10 @@ class _Reader:
 
     def loop(self, name: str, results: list[str], rest: str) -> Op:
         m = re.match(
-            r"^ (?:unsigned )?(%\S+) = (%\S+) to (%\S+) step (%\S+)(?: iter_args\((.*?)\) -> \((.*)\))?(?: +: (\w+))?$", rest, re.S
+            r"^ (?:unsigned )?(%\S+) = (%\S+) to (%\S+) step (%\S+)"
+            r"(?: iter_args\((.*?)\) -> \((.*)\))?(?: +: (\w+))?$",
+            rest,
+            re.S,
         )
         if not m:
             raise self.fail(f"scf.for{rest}", "unknown")

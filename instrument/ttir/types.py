@@ -1,8 +1,8 @@
 """TTIR types, and how each element type is stored in memory and held while computing.
 
-Floats below 32 bits are held as float32 rounded to their own precision: NumPy's half arithmetic and ml_dtypes' loops are
-several times slower than float32's, dots want float32 anyway, and a float32 result rounded once more is the correctly
-rounded one for +, -, *, / and sqrt (24 >= 2 * 11 + 2 bits).
+Floats below 32 bits are held as float32 rounded to their own precision: NumPy's half arithmetic and ml_dtypes' loops
+are several times slower than float32's, dots want float32 anyway, and a float32 result rounded once more is the
+correctly rounded one for +, -, *, / and sqrt (24 >= 2 * 11 + 2 bits).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One scalar type. `memory`: dtype in arrays; `compute`: dtype while evaluating; `limit`: clamp before narrowing."""
+    """One scalar type. `memory`: dtype in arrays; `compute`: while evaluating; `limit`: clamp before narrowing."""
 
     name: str
     memory: np.dtype[Any]
@@ -43,7 +43,7 @@ class Element:
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """`memory`, or plain bits where NumPy has no such type of its own (take and buffers are slow or refused there)."""
+        """`memory`, or plain bits where NumPy has no such type itself (take and buffers are slow or refused there)."""
         return self.bits if self.memory.num > 23 else self.memory  # ml_dtypes' type numbers start beyond NumPy's own
 
     @property
@@ -98,7 +98,7 @@ class Type:
 
 @lru_cache(maxsize=4096)
 def parse_type(text: str) -> Type:
-    """`tensor<128x!tt.ptr<f32>>`, `i32`, `!tt.ptr<tensor<16x16xf32>>`, `!tt.tensordesc<16x16xf32>`. Raises KeyError if unknown."""
+    """`tensor<128x!tt.ptr<f32>>`, `i32`, `!tt.ptr<tensor<16x16xf32>>`, `!tt.tensordesc<16x16xf32>`; else KeyError."""
     text = text.strip()
     if text.startswith("tensor<"):
         depth_comma = _top_comma(text[7:-1])
@@ -146,7 +146,7 @@ def _top_comma(text: str) -> int:
     return -1
 
 
-# ---- between memory and computation -----------------------------------------------------------------------------------
+# ---- between memory and computation ----------------------------------------------------------------------------------
 
 
 def decode(raw: Any, element: Element) -> Any:

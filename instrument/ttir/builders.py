@@ -1,0 +1,327 @@
+"""Translations of the ops that compute: elementwise, shapes, reductions, dots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from instrument.ttir import elementwise as ew
+from instrument.ttir import libdevice, reduction, shapes
+from instrument.ttir.code import Code, Run, Slots
+from instrument.ttir.lower import Lowering, builds, pure
+from instrument.ttir.machine import Active, Machine
+from instrument.ttir.parser import Op, walk
+from instrument.ttir.types import Type, rounder
+from instrument.ttir.values import Ptr, is_array
+
+Ints = tuple[int, ...]
+
+
+@builds(*ew.FLOAT)
+def float_op(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    fn, flops = ew.FLOAT[op.name]
+    return pure(ew.rounded(fn, op.out_types[0].element), args, outs[0], flops * op.out_types[0].size)
+
+
+@builds(*ew.INTEGER)
+def integer_op(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    if op.out_types[0].element.name == "i1":
+        if op.name not in ew.BOOLEAN:
+            low.refuse(op, "on i1")
+        return pure(ew.BOOLEAN[op.name], args, outs[0])
+    return pure(ew.INTEGER[op.name], args, outs[0])
+
+
+@builds("arith.cmpf")
+def compare_float(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    if op.word in ("false", "true"):
+        result = np.bool_(op.word == "true")
+        return pure(lambda a, b: result, args, outs[0])
+    return pure(ew.FLOAT_PREDICATES[op.word], args, outs[0])
+
+
+@builds("arith.cmpi")
+def compare_integer(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    if op.in_types[0].kind == "pointer":
+        low.refuse(op, "on pointers")
+    return pure(ew.integer_predicate(op.word, op.in_types[0].element), args, outs[0])
+
+
+@builds("tt.clampf")
+def clamp(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    fn = ew.clamp(op.attributes.get("propagateNan") == "all")
+    return pure(fn, args, outs[0], 2 * op.out_types[0].size)
+
+
+@builds(
+    "arith.extf", "arith.truncf", "tt.fp_to_fp", "arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui",
+    "arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "arith.index_castui",
+)  # fmt: skip
+def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    fn = ew.convert(op.name, op.in_types[0].element, op.out_types[0].element, op.attributes.get("rounding", ""))
+    return pure(fn, args, outs[0])
+
+
+@builds("arith.select")
+def select(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    condition, a, b = args
+    (out,) = outs
+    if op.out_types[0].kind == "pointer":
+        low.same_pointer(a, b, out)
+
+        def choose_pointer(active: Active, slots: Slots) -> None:
+            c, call = slots[condition], active.machine.call
+            pair = (slots[a], slots[b])
+            bases, whiches = active.common_bases(pair)
+            which = None if len(bases) == 1 else call(ew.where, c, *whiches)
+            slots[out] = Ptr(bases, which, call(ew.where, c, pair[0].offset, pair[1].offset), pair[0].element)
+
+        return choose_pointer
+
+    def choose(active: Active, slots: Slots) -> None:
+        c = slots[condition]
+        if type(active.machine) is not Machine and is_array(
+            c
+        ):  # recorded: a constant choice is free
+            if c.all():
+                slots[out] = slots[a]
+                return
+            if not c.any():
+                slots[out] = slots[b]
+                return
+        slots[out] = active.machine.call(ew.where, c, slots[a], slots[b])
+
+    return choose
+
+
+@builds("tt.extern_elementwise")
+def extern(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    symbol = op.attributes.get("symbol", "")
+    fn = libdevice.lookup(symbol)
+    if fn is None:
+        low.refuse(op, f"symbol {symbol}")
+    element = op.out_types[0].element
+    dtype = element.compute
+    return pure(ew.rounded(lambda *xs: fn(*xs).astype(dtype, copy=False), element), args, outs[0], op.out_types[0].size)
+
+
+@builds("tt.bitcast", "arith.bitcast")
+def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    source, target = op.in_types[0], op.out_types[0]
+    (a,), (out,) = args, outs
+    if source.kind == "pointer":
+        low.same_pointer(a, out)
+        old, new = source.element, target.element
+
+        def rescale(offset: Any) -> Any:
+            if np.any(offset * old.size % new.size):
+                raise ValueError(f"a pointer to {old.name} that is not aligned is cast to {new.name}")
+            return offset * old.size // new.size
+
+        def recast(active: Active, slots: Slots) -> None:
+            p = slots[a]
+            offset = p.offset if old.size == new.size else active.machine.call(rescale, p.offset)
+            slots[out] = Ptr(p.bases, p.which, offset, new)
+
+        return recast
+    return pure(ew.bitcast(source.element, target.element), args, outs[0])
+
+
+# ---- indices and shapes ----------------------------------------------------------------------------------------------
+
+
+@builds("tt.get_program_id")
+def program_id(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    axis, (out,) = "xyz".index(op.word), outs
+
+    def run(active: Active, slots: Slots) -> None:
+        slots[out] = active.pid[axis]
+
+    return run
+
+
+@builds("tt.get_num_programs")
+def num_programs(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    axis, (out,) = "xyz".index(op.word), outs
+
+    def run(active: Active, slots: Slots) -> None:
+        slots[out] = np.int32(active.machine.grid[axis])
+
+    return run
+
+
+@builds("tt.make_range")
+def make_range(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
+    low.function.template[outs[0]] = np.arange(op.integer("start"), op.integer("end"), dtype=np.int32)[None]
+
+
+def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., Any] | None) -> Run:
+    """A step that moves elements without changing them, for numbers and for pointers; None: nothing to move."""
+    (out,) = outs
+    if op.out_types[0].kind != "pointer":
+        if fn is not None:
+            return pure(fn, args, out)
+        (a,) = args
+
+        def same(active: Active, slots: Slots) -> None:
+            slots[out] = slots[a]
+
+        return same
+    low.same_pointer(*args, out)
+
+    def move(active: Active, slots: Slots) -> None:
+        pointers = [slots[i] for i in args]
+        bases, whiches = active.common_bases(pointers)
+        call = active.machine.call
+        offset = pointers[0].offset if fn is None else call(fn, *[p.offset for p in pointers])
+        which = None if len(bases) == 1 else whiches[0] if fn is None else call(fn, *whiches)
+        slots[out] = Ptr(bases, which, offset, pointers[0].element)
+
+    return move
+
+
+@builds("tt.splat", "tt.unsplat")
+def splat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.splat(len(op.out_types[0].shape)))
+
+
+@builds("tt.broadcast", "ttg.convert_layout")
+def broadcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, None)
+
+
+@builds("tt.expand_dims")
+def expand_dims(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.expand_dims(op.integer("axis")))
+
+
+@builds("tt.reshape")
+def reshape(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.reshape(op.in_types[0].shape, op.out_types[0].shape))
+
+
+@builds("tt.trans")
+def trans(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.transpose(op.integers("order")))
+
+
+@builds("tt.join")
+def join(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.join(op.in_types[0].shape))
+
+
+@builds("tt.cat")
+def cat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    return shape_step(low, op, args, outs, shapes.cat(op.in_types[0].shape))
+
+
+@builds("tt.split")
+def split(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    halves = [shapes.half(op.in_types[0].shape, i) for i in range(2)]
+    steps = [shape_step(low, op, args, (out,), fn) for out, fn in zip(outs, halves, strict=True)]
+
+    def run(active: Active, slots: Slots) -> None:
+        for step in steps:
+            step(active, slots)
+
+    return run
+
+
+@builds("tt.gather")
+def gather(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    source, index = (t.shape for t in op.in_types[:2])
+    return pure(shapes.gather(op.integer("axis"), source, index), args, outs[0])
+
+
+@builds("tt.histogram")
+def histogram(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    fn = shapes.histogram(op.in_types[0].shape, op.out_types[0].size, op.out_types[0].element.compute)
+    return pure(fn, args, outs[0])
+
+
+# ---- reductions and products -----------------------------------------------------------------------------------------
+
+
+def combine_region(low: Lowering, op: Op) -> tuple[reduction.Combine, Code]:
+    """A combine region as a function of arrays: it never touches memory, so it runs the same in every mode."""
+    body = low.nested(op.regions[0])
+    if body.free:
+        low.refuse(op, "its combine function reads values from outside")
+    template = low.function.template
+
+    def combine(*operands: Any) -> tuple[Any, ...]:
+        slots = list(template)
+        for slot, value in zip(body.args, operands, strict=True):
+            slots[slot] = value
+        for step in body.steps:
+            step.run(_PURE, slots)
+        return tuple(slots[i] for i in body.values)
+
+    return combine, body
+
+
+class _PureActive:
+    """Stands in for the active blocks where only arithmetic can happen."""
+
+    flops = 0
+
+    class machine:
+        call = staticmethod(lambda fn, *args: fn(*args))
+
+
+_PURE: Any = _PureActive()
+
+
+def combine_flops(op: Op) -> int:
+    return sum(ew.FLOAT[o.name][1] for o in walk(op.regions[0]) if o.name in ew.FLOAT)
+
+
+def rounded_many(fn: Callable[..., Any], types: list[Type]) -> Callable[..., Any]:
+    to = rounder(types[0].element)
+    return fn if to is None or len(types) > 1 else lambda *xs: to(fn(*xs))
+
+
+@builds("tt.reduce", "tt.scan")
+def reduce_or_scan(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    axis, shape = op.integer("axis"), op.in_types[0].shape
+    scan, reverse = op.name == "tt.scan", op.flag("reverse")
+    flops = combine_flops(op) * (op.in_types[0].size - op.in_types[0].size // shape[axis])
+    ufunc = reduction.as_ufunc(op.regions[0])
+    if ufunc is not None and len(args) == 1:
+        one = reduction.scan_ufunc(ufunc, axis, shape, reverse) if scan else reduction.reduce_ufunc(ufunc, axis, shape)
+        return pure(rounded_many(one, op.out_types), args, outs[0], flops)
+    combine, _ = combine_region(low, op)
+    pick = None if scan else reduction.as_arg_reduction(op.regions[0])
+    if scan:
+        many = reduction.scan_general(combine, axis, shape, reverse)
+    elif pick is not None:
+        many = reduction.reduce_arg(pick, combine, axis, shape)
+    else:
+        many = reduction.reduce_general(combine, axis, shape)
+
+    def run(active: Active, slots: Slots) -> None:
+        values = active.machine.call_many(many, len(outs), *[slots[i] for i in args])
+        for out, value in zip(outs, values, strict=True):
+            slots[out] = value
+        active.flops += flops
+
+    return run
+
+
+@builds("tt.dot")
+def dot(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    a, b = op.in_types[:2]
+    low.facts.dot_dtype = low.facts.dot_dtype or a.element.name
+    result = op.out_types[0]
+    fn = reduction.dot(a.shape, b.shape, not a.element.is_float, result.element.compute)
+    flops = 2 * result.size * a.shape[-1]
+    (out,) = outs
+    fn = ew.rounded(fn, result.element)
+
+    def run(active: Active, slots: Slots) -> None:
+        slots[out] = active.machine.call(fn, *[slots[i] for i in args])
+        active.dot_flops += flops
+
+    return run

@@ -1,0 +1,290 @@
+"""Elementwise operations: what each op of `arith` and `math` (and a few of `tt`) is in NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from instrument.ttir.types import Element, decode, encode, narrowed, rounder
+from instrument.ttir.values import is_array
+
+Function = Callable[..., Any]
+
+
+def unsigned(x: Any) -> Any:
+    """The same bits as unsigned integers."""
+    return x.view(np.uint8) if x.dtype == np.bool_ else x.view(f"u{x.dtype.itemsize}")
+
+
+def signed(x: Any) -> Any:
+    return x.view(f"i{x.dtype.itemsize}")
+
+
+def _on_unsigned(fn: Function) -> Function:
+    return lambda a, b: signed(fn(unsigned(a), unsigned(b)))
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Signed division truncates towards zero; NumPy's floors."""
+    q = a // b
+    return np.add(q, (q * b != a) & ((a < 0) != (b < 0)), dtype=q.dtype)
+
+
+def _ceil_divide(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
+def _high_product(a: Any, b: Any, sign: bool) -> Any:
+    """The upper half of a product twice as wide."""
+    bits = 8 * a.dtype.itemsize
+    if bits < 64:
+        wide: Any = np.int64 if sign else np.uint64
+        x, y = (a, b) if sign else (unsigned(a), unsigned(b))
+        product = x.astype(wide) * y.astype(wide) >> wide(bits)
+        return product.astype(f"u{a.dtype.itemsize}").view(a.dtype)
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x, y = unsigned(a), unsigned(b)
+    x0, x1, y0, y1 = x & low, x >> shift, y & low, y >> shift
+    middle = x1 * y0 + (x0 * y0 >> shift)
+    high = x1 * y1 + (middle >> shift) + ((middle & low) + x0 * y1 >> shift)
+    if sign:
+        zero = np.uint64(0)
+        high = high - np.where(a < 0, y, zero) - np.where(b < 0, x, zero)
+    return high.view(a.dtype)
+
+
+def erf(x: Any) -> Any:
+    """Error function; to float32's precision by Abramowitz and Stegun 7.1.26, in float64 by the C library."""
+    if x.dtype == np.float64:
+        return np.vectorize(math.erf, otypes=[np.float64])(x) if is_array(x) else np.float64(math.erf(x))
+    a = np.abs(x).astype(np.float64)
+    t = 1 / (1 + 0.3275911 * a)
+    p = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.copysign(1 - p * np.exp(-a * a), x).astype(x.dtype)
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    return np.where(condition, a, b) if is_array(condition) else (a if condition else b)
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    return a * b + c
+
+
+def _rsqrt(x: Any) -> Any:
+    return x.dtype.type(1) / np.sqrt(x)
+
+
+def _round_half_away(x: Any) -> Any:
+    return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
+
+
+def leading_zeros(x: Any) -> Any:
+    bits = 8 * x.dtype.itemsize
+    u = unsigned(x)
+    for shift in (1, 2, 4, 8, 16, 32):
+        if shift < bits:
+            u = u | (u >> u.dtype.type(shift))
+    return (bits - np.bitwise_count(u)).astype(x.dtype)
+
+
+def _trailing_zeros(x: Any) -> Any:
+    return np.bitwise_count(unsigned(~x & (x - x.dtype.type(1)))).astype(x.dtype)
+
+
+# op -> (function, floating point operations per element)
+FLOAT: dict[str, tuple[Function, int]] = {
+    "arith.addf": (np.add, 1),
+    "arith.subf": (np.subtract, 1),
+    "arith.mulf": (np.multiply, 1),
+    "arith.divf": (np.divide, 1),
+    "arith.remf": (np.fmod, 1),
+    "arith.negf": (np.negative, 1),
+    "arith.maxnumf": (np.fmax, 1),
+    "arith.minnumf": (np.fmin, 1),
+    "arith.maximumf": (np.maximum, 1),
+    "arith.minimumf": (np.minimum, 1),
+    "math.exp": (np.exp, 1),
+    "math.exp2": (np.exp2, 1),
+    "math.expm1": (np.expm1, 1),
+    "math.log": (np.log, 1),
+    "math.log2": (np.log2, 1),
+    "math.log10": (np.log10, 1),
+    "math.log1p": (np.log1p, 1),
+    "math.sqrt": (np.sqrt, 1),
+    "math.rsqrt": (_rsqrt, 2),
+    "math.cbrt": (np.cbrt, 1),
+    "math.sin": (np.sin, 1),
+    "math.cos": (np.cos, 1),
+    "math.tan": (np.tan, 1),
+    "math.asin": (np.arcsin, 1),
+    "math.acos": (np.arccos, 1),
+    "math.atan": (np.arctan, 1),
+    "math.atan2": (np.arctan2, 1),
+    "math.sinh": (np.sinh, 1),
+    "math.cosh": (np.cosh, 1),
+    "math.tanh": (np.tanh, 1),
+    "math.erf": (erf, 1),
+    "math.powf": (np.power, 1),
+    "math.absf": (np.abs, 1),
+    "math.floor": (np.floor, 1),
+    "math.ceil": (np.ceil, 1),
+    "math.trunc": (np.trunc, 1),
+    "math.round": (_round_half_away, 1),
+    "math.roundeven": (np.rint, 1),
+    "math.copysign": (np.copysign, 1),
+    "math.fma": (_fma, 2),
+    "tt.precise_sqrt": (np.sqrt, 1),
+    "tt.precise_divf": (np.divide, 1),
+}
+
+INTEGER: dict[str, Function] = {
+    "arith.addi": np.add,
+    "arith.subi": np.subtract,
+    "arith.muli": np.multiply,
+    "arith.divsi": _divide,
+    "arith.ceildivsi": _ceil_divide,
+    "arith.floordivsi": np.floor_divide,
+    "arith.remsi": np.fmod,
+    "arith.divui": _on_unsigned(np.floor_divide),
+    "arith.ceildivui": _on_unsigned(lambda a, b: a // b + (a % b != 0)),
+    "arith.remui": _on_unsigned(np.remainder),
+    "arith.andi": np.bitwise_and,
+    "arith.ori": np.bitwise_or,
+    "arith.xori": np.bitwise_xor,
+    "arith.shli": np.left_shift,
+    "arith.shrsi": np.right_shift,
+    "arith.shrui": _on_unsigned(np.right_shift),
+    "arith.maxsi": np.maximum,
+    "arith.minsi": np.minimum,
+    "arith.maxui": _on_unsigned(np.maximum),
+    "arith.minui": _on_unsigned(np.minimum),
+    "math.absi": np.abs,
+    "math.ctpop": lambda x: np.bitwise_count(unsigned(x)).astype(x.dtype),
+    "math.ctlz": leading_zeros,
+    "math.cttz": _trailing_zeros,
+    "tt.mulhiui": lambda a, b: _high_product(a, b, False),
+    "tt.mulhisi": lambda a, b: _high_product(a, b, True),
+}
+
+# i1 holds 0 or -1 where it is signed, and wraps at one bit.
+BOOLEAN: dict[str, Function] = {
+    "arith.addi": np.bitwise_xor,
+    "arith.subi": np.bitwise_xor,
+    "arith.muli": np.bitwise_and,
+    "arith.andi": np.bitwise_and,
+    "arith.ori": np.bitwise_or,
+    "arith.xori": np.bitwise_xor,
+    "arith.maxsi": np.bitwise_and,
+    "arith.minsi": np.bitwise_or,
+    "arith.maxui": np.bitwise_or,
+    "arith.minui": np.bitwise_and,
+}
+
+
+def _not(fn: Function) -> Function:
+    return lambda a, b: ~fn(a, b)
+
+
+def _ordered_unequal(a: Any, b: Any) -> Any:
+    return (a < b) | (a > b)
+
+
+def _unordered(a: Any, b: Any) -> Any:
+    return np.isnan(a) | np.isnan(b)
+
+
+def _unsigned_compare(fn: Function) -> Function:
+    return lambda a, b: fn(unsigned(a), unsigned(b))
+
+
+FLOAT_PREDICATES: dict[str, Function] = {
+    "oeq": np.equal,
+    "ogt": np.greater,
+    "oge": np.greater_equal,
+    "olt": np.less,
+    "ole": np.less_equal,
+    "one": _ordered_unequal,
+    "ord": _not(_unordered),
+    "ueq": _not(_ordered_unequal),
+    "ugt": _not(np.less_equal),
+    "uge": _not(np.less),
+    "ult": _not(np.greater_equal),
+    "ule": _not(np.greater),
+    "une": np.not_equal,
+    "uno": _unordered,
+}
+
+INTEGER_PREDICATES: dict[str, Function] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "slt": np.less,
+    "sle": np.less_equal,
+    "sgt": np.greater,
+    "sge": np.greater_equal,
+    "ult": _unsigned_compare(np.less),
+    "ule": _unsigned_compare(np.less_equal),
+    "ugt": _unsigned_compare(np.greater),
+    "uge": _unsigned_compare(np.greater_equal),
+}
+
+_SIGNED_TRUE = {"slt": "sgt", "sle": "sge", "sgt": "slt", "sge": "sle"}  # true is -1, so order turns round
+
+
+def integer_predicate(name: str, element: Element) -> Function:
+    return INTEGER_PREDICATES[_SIGNED_TRUE.get(name, name) if element.name == "i1" else name]
+
+
+def clamp(propagate_nan: bool) -> Function:
+    if propagate_nan:
+        return lambda x, low, high: np.minimum(np.maximum(x, low), high)
+    return lambda x, low, high: np.fmin(np.fmax(x, low), high)
+
+
+def rounded(fn: Function, element: Element) -> Function:
+    """`fn` with its result rounded to `element`'s precision."""
+    to = rounder(element)
+    return fn if to is None else lambda *args: to(fn(*args))
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+def _towards_zero(x: Any, target: Element) -> Any:
+    raw = np.asarray(narrowed(x, target))
+    bits = raw.view(target.bits)
+    over = np.abs(raw.astype(x.dtype)) > np.abs(x)
+    out = np.where(over, bits - target.bits.type(1), bits).astype(target.bits)
+    value = decode(out.view(target.storage), target)
+    return value if is_array(x) else value[()]
+
+
+def convert(name: str, source: Element, target: Element, rounding: str = "") -> Function:
+    """The conversion op `name` from `source` to `target`."""
+    if name in ("arith.extf", "arith.truncf", "tt.fp_to_fp"):
+        if target.narrow:
+            if rounding == "rtz":
+                return lambda x: _towards_zero(x, target)
+            to = rounder(target)
+            assert to is not None
+            return to
+        return (lambda x: x) if source.compute == target.compute else (lambda x: x.astype(target.compute))
+    if name in ("arith.extui", "arith.uitofp"):
+        return rounded(lambda x: unsigned(x).astype(target.compute), target)
+    if name == "arith.fptoui":
+        return lambda x: signed(x.astype(f"u{target.compute.itemsize}")).astype(target.compute)
+    if target.name == "i1" and name == "arith.trunci":
+        return lambda x: (x & x.dtype.type(1)).astype(np.bool_)
+    if source.name == "i1" and name in ("arith.extsi", "arith.sitofp"):
+        return lambda x: np.negative(x.astype(target.compute))
+    return rounded(lambda x: x.astype(target.compute), target)
+
+
+def bitcast(source: Element, target: Element) -> Function:
+    """Same bits, other type."""
+    if not source.narrow and not target.narrow:
+        return lambda x: x.view(target.compute)
+    return lambda x: decode(encode(x, source).view(target.storage), target)

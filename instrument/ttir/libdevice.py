@@ -1,0 +1,135 @@
+"""The functions of NVIDIA's libdevice (`tt.extern_elementwise`) that kernels commonly call."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from instrument.ttir.elementwise import FLOAT, _high_product, _round_half_away, _rsqrt, erf, leading_zeros, unsigned
+
+Function = Callable[..., Any]
+
+
+def _scalar(fn: Callable[[float], float]) -> Function:
+    """A C library function NumPy lacks, element by element."""
+    vector = np.vectorize(fn, otypes=[np.float64])
+    return lambda x: vector(x).astype(x.dtype)
+
+
+def _test(fn: Function) -> Function:
+    return lambda x: fn(x).astype(np.int32)
+
+
+def _inverse_erf(x: Any) -> Any:
+    """Newton's method from Winitzki's approximation, in float64."""
+    y = np.asarray(x, np.float64)
+    w = np.log1p(-y * y)
+    a = 2 / (math.pi * 0.147) + w / 2
+    r = np.copysign(np.sqrt(np.sqrt(a * a - w / 0.147) - a), y)
+    for _ in range(3):
+        r = r - (erf(r) - y) / (2 / math.sqrt(math.pi) * np.exp(-r * r))
+    return r.astype(x.dtype)
+
+
+_NAMES: dict[str, Function] = {
+    **{
+        name: FLOAT[f"math.{name}"][0]
+        for name in [
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log2",
+            "log10",
+            "log1p",
+            "sqrt",
+            "cbrt",
+            "sin",
+            "cos",
+            "tan",
+            "asin",
+            "acos",
+            "atan",
+            "atan2",
+            "sinh",
+            "cosh",
+            "tanh",
+            "erf",
+            "floor",
+            "ceil",
+            "trunc",
+            "copysign",
+            "fma",
+        ]
+    },
+    "rsqrt": _rsqrt,
+    "pow": np.power,
+    "powi": lambda x, n: np.power(x, n.astype(x.dtype)),
+    "exp10": lambda x: np.power(x.dtype.type(10), x),
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "fabs": np.abs,
+    "abs": np.abs,
+    "llabs": np.abs,
+    "fmax": np.fmax,
+    "fmin": np.fmin,
+    "max": np.maximum,
+    "min": np.minimum,
+    "fmod": np.fmod,
+    "remainder": lambda x, y: x - y * np.rint(x / y),
+    "rint": np.rint,
+    "nearbyint": np.rint,
+    "round": _round_half_away,
+    "hypot": np.hypot,
+    "ldexp": np.ldexp,
+    "fdim": lambda x, y: np.maximum(x - y, x.dtype.type(0)),
+    "erfc": lambda x: x.dtype.type(1) - erf(x),
+    "erfinv": _inverse_erf,
+    "lgamma": _scalar(math.lgamma),
+    "tgamma": _scalar(math.gamma),
+    "normcdf": lambda x: x.dtype.type(0.5) * (1 + erf(x * x.dtype.type(math.sqrt(0.5)))),
+    "isnan": _test(np.isnan),
+    "isinf": _test(np.isinf),
+    "isfinite": _test(np.isfinite),
+    "finite": _test(np.isfinite),
+    "signbit": _test(np.signbit),
+    "saturate": lambda x: np.clip(x, x.dtype.type(0), x.dtype.type(1)),
+    "rcp": lambda x: x.dtype.type(1) / x,
+    "div": np.divide,
+    "fdivide": np.divide,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "popc": lambda x: np.bitwise_count(unsigned(x)).astype(np.int32),
+    "popcll": lambda x: np.bitwise_count(unsigned(x)).astype(np.int32),
+    "clz": lambda x: leading_zeros(x).astype(np.int32),
+    "clzll": lambda x: leading_zeros(x).astype(np.int32),
+    "umulhi": lambda a, b: _high_product(a, b, False),
+    "mulhi": lambda a, b: _high_product(a, b, True),
+}
+# Names as they end in libdevice: `tanhf`, `fast_expf`, `fdiv_rn`, `dsqrt_rn`, `isinfd`, `frcp_rn`.
+_CANDIDATES = (
+    r"^(?:fast_)?(\w+?)$",
+    r"^(?:fast_)?(\w+?)f$",
+    r"^(\w+?)d$",
+    r"^[fd](\w+?)_r[nzud]$",
+    r"^(\w+?)_r[nzud]$",
+)
+
+
+def lookup(symbol: str) -> Function | None:
+    """The NumPy function for `__nv_…`, or None.
+
+    >>> lookup("__nv_tanhf") is np.tanh
+    True
+    """
+    name = symbol.strip('"').removeprefix("__nv_")
+    for pattern in _CANDIDATES:
+        if (m := re.match(pattern, name)) and m[1] in _NAMES:
+            return _NAMES[m[1]]
+    return None

@@ -1,0 +1,157 @@
+"""The public object: one TTIR kernel that runs on NumPy arrays."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from instrument.errors import ArgumentError, LaunchError
+from instrument.ttir import access, builders, code  # noqa: F401  (they register the translations)
+from instrument.ttir.arguments import Bound, bind
+from instrument.ttir.lower import Facts, Lowering
+from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
+from instrument.ttir.parser import Module, parse
+from instrument.ttir.tape import Replay
+from instrument.ttir.types import Array
+
+COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
+
+CHUNK_ELEMENTS = 1 << 21  # elements of the kernel's largest tensor, over all blocks of a chunk: 16 MiB of addresses
+TAPE_ENTRIES = 512  # tapes kept per program
+TAPE_BYTES = 512 << 20  # and the memory their constants may take
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What is remembered of one (arguments' shapes, scalars, grid, blocks): first only that it was seen."""
+
+    replay: Replay | None = None
+    cost: Array | None = None  # the part that does not depend on data
+    bytes: int = 0
+
+
+class TtirProgram:
+    """A kernel's TTIR, translated once, run for any range of blocks.
+
+    >>> program = TtirProgram.parse(text, kernel="add")
+    >>> cost = program.run([x, y, out, n], grid=(64, 1, 1))
+    >>> cost["bytes_loaded"].sum()
+    """
+
+    def __init__(self, module: Module, kernel: str) -> None:
+        self.kernel = kernel
+        self.module = module
+        lowering = Lowering(module, kernel)
+        self._entry = lowering.program()
+        self.facts: Facts = lowering.facts
+        self._types = [t for _, t in module.entry.args]
+        self._names = [name.removeprefix("%") for name, _ in module.entry.args]
+        self._tapes: OrderedDict[Any, Recorded] = OrderedDict()
+        self._tape_bytes = 0
+        self._lock = Lock()
+        self._dynamic = self.facts.serial  # control flow depends on data: nothing to record
+        for name, type_ in module.entry.args:
+            if type_.kind == "descriptor":
+                raise ArgumentError(
+                    f"kernel {kernel}: argument {name} is a tensor descriptor; compile for sm_80, which has pointers"
+                )
+
+    @classmethod
+    def parse(cls, text: str, kernel: str) -> TtirProgram:
+        """Translate TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
+        return cls(parse(text, kernel), kernel)
+
+    @property
+    def dot_dtype(self) -> str | None:
+        """Element type of the dots' left operand, `f16` for example; None where there is no dot."""
+        return self.facts.dot_dtype
+
+    def run(
+        self, args: Sequence[Any], grid: Sequence[int], blocks: range | Array | None = None, *, record: bool = True
+    ) -> Array:
+        """Run blocks of the grid; returns one row of cost per block (dtype `COST_DTYPE`).
+
+        `blocks` are linear ids, x fastest; None runs all. What does not depend on data is folded on the second call
+        with the same scalars, shapes and blocks, and the rest replayed from then on; `record=False` turns that off.
+        """
+        shape = _grid(grid, self.kernel)
+        bound = bind(self.kernel, args, self._types, self._names, self.facts.written)
+        ids = _block_ids(blocks, shape, self.kernel)
+        size = 1 if self.facts.serial else max(1, CHUNK_ELEMENTS // self.facts.tile)
+        cost = np.zeros((len(ids), 4), np.int64)
+        with np.errstate(all="ignore"):
+            for low in range(0, len(ids), size):
+                part = ids[low : low + size]
+                cost[low : low + size] = self._chunk(bound, shape, part, record)
+        return cost.view(COST_DTYPE).reshape(-1)
+
+    def _chunk(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, record: bool) -> Array:
+        if not record or self._dynamic:
+            return self._evaluate(Machine, bound, grid, ids)[0]
+        key = (bound.key, grid, (ids.start, ids.stop, ids.step) if isinstance(ids, range) else ids.tobytes())
+        known = self._tapes.get(key)
+        if known is None:
+            self._remember(key, Recorded())
+            return self._evaluate(Machine, bound, grid, ids)[0]
+        if known.replay is None:
+            cost, machine = self._evaluate(Recorder, bound, grid, ids)
+            assert isinstance(machine, Recorder)
+            if machine.tape is None:
+                self._dynamic = machine.data_dependent or self._dynamic
+                return cost
+            recorded = Recorded(machine.tape.compile(bound.buffers.element), cost, machine.tape.bytes)
+            self._remember(key, recorded)
+            return cost + machine.dynamic_cost
+        assert known.cost is not None
+        cost = known.cost.copy()
+        known.replay(bound.buffers.flat, cost)
+        return cost
+
+    def _remember(self, key: Any, recorded: Recorded) -> None:
+        with self._lock:
+            old = self._tapes.pop(key, None)
+            self._tape_bytes += recorded.bytes - (old.bytes if old else 0)
+            self._tapes[key] = recorded
+            while len(self._tapes) > TAPE_ENTRIES or (self._tape_bytes > TAPE_BYTES and len(self._tapes) > 1):
+                _, dropped = self._tapes.popitem(last=False)
+                self._tape_bytes -= dropped.bytes
+
+    def _evaluate(
+        self, machine_type: type[Machine], bound: Bound, grid: tuple[int, int, int], ids: range | Array
+    ) -> tuple[Array, Machine]:
+        linear = np.asarray(ids, np.int64)
+        machine = machine_type(self.kernel, bound.buffers, grid, linear)
+        gx, gy, _ = grid
+        pid = (linear % gx, linear // gx % gy, linear // (gx * gy))
+        active = Active(machine, np.arange(len(linear)), tuple(_uniform(p.astype(np.int32)) for p in pid))
+        code.call(self._entry, active, bound.values)
+        active.settle()
+        return machine.cost, machine
+
+
+def _uniform(x: Array) -> Any:
+    return x[0] if (x == x[0]).all() else x
+
+
+def _grid(grid: Sequence[int], kernel: str) -> tuple[int, int, int]:
+    shape = tuple(int(g) for g in grid)
+    if not 1 <= len(shape) <= 3 or min(shape) < 0:
+        raise LaunchError(f"kernel {kernel}: the grid {tuple(grid)} is not one to three sizes")
+    return (*shape, *(1,) * (3 - len(shape)))  # type: ignore[return-value]
+
+
+def _block_ids(blocks: range | Array | None, grid: tuple[int, int, int], kernel: str) -> range | Array:
+    total = grid[0] * grid[1] * grid[2]
+    if blocks is None:
+        return range(total)
+    ids = blocks if isinstance(blocks, range) else np.ascontiguousarray(blocks, np.int64).reshape(-1)
+    if len(ids) and not (min(ids[0], ids[-1]) >= 0 if isinstance(ids, range) else ids.min() >= 0):
+        raise LaunchError(f"kernel {kernel}: a block id is negative")
+    if len(ids) and (max(ids[0], ids[-1]) if isinstance(ids, range) else ids.max()) >= total:
+        raise LaunchError(f"kernel {kernel}: a block id lies outside the grid {grid} of {total} blocks")
+    return ids

@@ -1,0 +1,172 @@
+"""`tt.reduce` and `tt.scan` with any combine region; the common ones become one NumPy call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from instrument.ttir.parser import Region
+from instrument.ttir.types import Array
+from instrument.ttir.values import full, is_array
+
+Combine = Callable[..., tuple[Any, ...]]
+
+UFUNCS = {
+    "arith.addf": np.add,
+    "arith.addi": np.add,
+    "arith.mulf": np.multiply,
+    "arith.muli": np.multiply,
+    "arith.maxnumf": np.fmax,
+    "arith.minnumf": np.fmin,
+    "arith.maximumf": np.maximum,
+    "arith.minimumf": np.minimum,
+    "arith.maxsi": np.maximum,
+    "arith.minsi": np.minimum,
+    "arith.andi": np.bitwise_and,
+    "arith.ori": np.bitwise_or,
+    "arith.xori": np.bitwise_xor,
+}
+
+
+def as_ufunc(region: Region) -> np.ufunc | None:
+    """The ufunc a combine region amounts to: one op on its two arguments."""
+    block = region[0]
+    if len(region) != 1 or len(block.ops) != 2 or len(block.args) != 2:
+        return None
+    op = block.ops[0]
+    if sorted(op.operands) != sorted(block.args) or block.ops[1].operands != op.results:
+        return None
+    if op.in_types and op.in_types[0].element.name == "i1" and op.name not in ("arith.andi", "arith.ori", "arith.xori"):
+        return None
+    return UFUNCS.get(op.name)
+
+
+def as_arg_reduction(region: Region) -> Callable[..., Any] | None:
+    """argmax or argmin with ties to the left: `(v1 == v2 and i1 < i2) or v1 > v2` selects."""
+    block = region[0]
+    if len(region) != 1 or len(block.args) != 4:
+        return None
+    ops = block.ops[:-1]
+    names = [op.name.removeprefix("arith.") + (":" + op.word if "cmp" in op.name else "") for op in ops]
+    v1, i1, v2, i2 = block.args
+    reads = ([v1, v2], [i1, i2], None, [v1, v2], None, [v1, v2], [i1, i2])  # the select's condition is left out
+    if len(ops) != len(reads) or any(r is not None and op.operands[-2:] != r for op, r in zip(ops, reads, strict=True)):
+        return None
+    for pick, comparisons in ((np.argmax, ("cmpf:oeq cmpf:ogt", "cmpi:eq cmpi:sgt")),
+                              (np.argmin, ("cmpf:oeq cmpf:olt", "cmpi:eq cmpi:slt"))):  # fmt: skip
+        for comparison in comparisons:
+            equal, better = comparison.split()
+            if names == [equal, "cmpi:slt", "andi", better, "ori", "select", "select"]:
+                return pick
+    return None
+
+
+def _pieces(x: Array, axis: int, at: slice | int) -> Array:
+    return x[(slice(None),) * axis + (at,)]
+
+
+def reduce_ufunc(ufunc: np.ufunc, axis: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """Reduce along a tensor axis. An axis of two (sort, interleave) is one elementwise call."""
+    a, n = axis + 1, shape[axis]
+    if n == 1:
+        return lambda x: full(x, shape).reshape((-1, *shape[:axis], *shape[axis + 1 :]))
+    if n == 2:
+        return lambda x: ufunc(_pieces(full(x, shape), a, 0), _pieces(full(x, shape), a, 1))
+
+    def run(x: Any) -> Any:
+        x = full(x, shape)
+        return ufunc.reduce(x, axis=a, dtype=x.dtype)
+
+    return run
+
+
+def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tuple[int, ...]) -> Combine:
+    """argmax/argmin with ties to the left, where the indices grow along the axis; else the region itself decides."""
+    a = axis + 1
+    general = reduce_general(combine, axis, shape)
+
+    def run(x: Any, index: Any) -> tuple[Any, ...]:
+        x, index = full(x, shape), full(index, shape)
+        if not bool((np.diff(index, axis=a) > 0).all()) or (x.dtype.kind == "f" and bool(np.isnan(x).any())):
+            return general(x, index)
+        at = np.expand_dims(pick(x, axis=a), a)
+        index = np.broadcast_to(index, x.shape[:1] + index.shape[1:])
+        return np.take_along_axis(x, at, a).squeeze(a), np.take_along_axis(index, at, a).squeeze(a)
+
+    return run
+
+
+def _aligned(xs: tuple[Any, ...], axis: int, shape: tuple[int, ...]) -> list[Array]:
+    """Operands at full shape with the axis last."""
+    arrays = [full(x, shape) for x in xs]
+    nb = max(x.shape[0] for x in arrays)
+    return [np.moveaxis(np.broadcast_to(x, (nb, *shape)), axis + 1, -1) for x in arrays]
+
+
+def reduce_general(combine: Combine, axis: int, shape: tuple[int, ...]) -> Combine:
+    """Any associative region: neighbours are combined until one is left."""
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        xs = _aligned(operands, axis, shape)
+        while xs[0].shape[-1] > 1:
+            xs = list(combine(*[x[..., 0::2] for x in xs], *[x[..., 1::2] for x in xs]))
+        return tuple(x[..., 0] for x in xs)
+
+    return run
+
+
+def scan_ufunc(ufunc: np.ufunc, axis: int, shape: tuple[int, ...], reverse: bool) -> Callable[[Any], Any]:
+    a = axis + 1
+
+    def run(x: Any) -> Any:
+        x = full(x, shape)
+        out = ufunc.accumulate(np.flip(x, a) if reverse else x, axis=a, dtype=x.dtype)
+        return np.flip(out, a) if reverse else out
+
+    return run
+
+
+def scan_general(combine: Combine, axis: int, shape: tuple[int, ...], reverse: bool) -> Combine:
+    """Hillis and Steele: log2(n) rounds of combining with the element 1, 2, 4, … to the left."""
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        xs = _aligned(operands, axis, shape)
+        if reverse:
+            xs = [x[..., ::-1] for x in xs]
+        distance = 1
+        while distance < shape[axis]:
+            ys = combine(*[x[..., :-distance] for x in xs], *[x[..., distance:] for x in xs])
+            xs = [
+                np.concatenate((x[..., :distance], np.broadcast_to(y, (*x.shape[:-1], x.shape[-1] - distance))), -1)
+                for x, y in zip(xs, ys, strict=True)
+            ]
+            distance *= 2
+        if reverse:
+            xs = [x[..., ::-1] for x in xs]
+        return tuple(np.moveaxis(x, -1, axis + 1) for x in xs)
+
+    return run
+
+
+def dot(a_shape: tuple[int, ...], b_shape: tuple[int, ...], integer: bool, dtype: Any) -> Callable[..., Any]:
+    """Matrix product plus accumulator, in float32 at least (tf32 is not emulated); integers in float64, exactly."""
+
+    def run(a: Any, b: Any, c: Any) -> Any:
+        a, b = full(a, a_shape), full(b, b_shape)
+        if integer:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+        if b.ndim == 3 and b.shape[0] == 1 and a.shape[0] > 1:  # one right side for all blocks: one large product
+            r = (a.reshape(-1, a_shape[1]) @ b[0]).reshape(a.shape[0], a_shape[0], b_shape[1])
+        else:
+            r = a @ b
+        r = r.astype(dtype, copy=False)
+        if not is_array(c):
+            return r if c == 0 else r + c
+        if c.shape[0] > r.shape[0]:
+            return r + c
+        r += c
+        return r
+
+    return run

@@ -1,0 +1,117 @@
+"""The tape: what is left of a run once everything that does not depend on memory has been worked out.
+
+A tape is compiled to one straight Python function of calls; values are dropped after their last use, and a value that
+dies at an elementwise call gives its memory to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from instrument.ttir import memory
+from instrument.ttir.memory import Site
+from instrument.ttir.types import Array, Element
+from instrument.ttir.values import Sym
+
+
+@dataclass(slots=True, frozen=True)
+class BufferRef:
+    """An argument's flat memory, seen as `element`."""
+
+    index: int
+    element: Element
+
+
+@dataclass(slots=True, frozen=True)
+class Ref:
+    """An earlier entry's result."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class Entry:
+    id: int
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    pure: bool
+    touches_memory: bool = False
+    shape: tuple[int, ...] | None = None  # of the result, where it is one array
+    dtype: Any = None
+    owned: bool = False  # the result is fresh memory nobody else sees
+
+
+@dataclass(slots=True)
+class Tape:
+    entries: list[Entry] = field(default_factory=list)
+    next_id: int = 0
+    by_id: dict[int, Entry] = field(default_factory=dict)
+    bytes: int = 0  # held by constants and plans
+
+    def _refs(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(Ref(a.id) if type(a) is Sym else a for a in args)
+
+    def _add(self, fn: Callable[..., Any], args: Sequence[Any], value: Any, pure: bool, touches: bool = False) -> Sym:
+        self.next_id += 1
+        entry = Entry(self.next_id, fn, self._refs(args), pure, touches)
+        if type(fn) is not np.ufunc and pure:
+            self._note_views(args, value)
+        if type(value) is np.ndarray:
+            entry.shape, entry.dtype = value.shape, value.dtype
+            entry.owned = type(fn) is np.ufunc and value.flags.c_contiguous
+        self.entries.append(entry)
+        self.bytes += _constant_bytes(entry)
+        self.by_id[entry.id] = entry
+        return Sym(self.next_id, value)
+
+    def _note_views(self, args: Sequence[Any], value: Any) -> None:
+        """Whoever is seen through a view cannot give its memory away."""
+        results = [v for v in (value if type(value) is tuple else (value,)) if type(v) is np.ndarray]
+        for a in args:
+            if type(a) is Sym and type(a.value) is np.ndarray and any(np.may_share_memory(a.value, r) for r in results):
+                self.by_id[a.id].owned = False
+
+    def pure(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Sym:
+        return self._add(fn, args, value, True)
+
+    def pure_many(self, fn: Callable[..., Any], args: Sequence[Any], values: tuple[Any, ...]) -> tuple[Sym, ...]:
+        whole = self._add(fn, args, values, True)
+        return tuple(self._add(_item, (whole, i), value, True) for i, value in enumerate(values))
+
+    def load(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Sym:
+        return self._add(fn, args, value, True, True)
+
+    def effect(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Any:
+        sym = self._add(fn, args, value, False, True)
+        return None if value is None else sym
+
+    def store(self, plan: Callable[[Array, Any], None], ref: BufferRef, value: Any) -> None:
+        self._add(plan, (ref, value), None, False, True)
+
+    def count(self, field: int, mask: Sym, size: int, site: Site) -> None:
+        self._add(memory.count_bytes, (COST, field, mask, size, site), None, False)
+
+    def compile(self, declared: Sequence[Element | None]) -> Replay:
+        from instrument.ttir.replay import compile_tape
+
+        return compile_tape(self.entries, declared)
+
+
+class _CostTable:
+    """Stands for the cost table of the replay."""
+
+
+COST = _CostTable()
+Replay = Callable[[Sequence[Array | None], Array], None]
+
+
+def _item(values: tuple[Any, ...], index: int) -> Any:
+    return values[index]
+
+
+def _constant_bytes(entry: Entry) -> int:
+    cells = [c.cell_contents for c in getattr(entry.fn, "__closure__", None) or ()]
+    return sum(x.nbytes for x in (*entry.args, *cells) if type(x) is np.ndarray)
