@@ -10,7 +10,7 @@ import numpy as np
 from instrument.ttir import code, memory
 from instrument.ttir import elementwise as ew
 from instrument.ttir.code import Run, Slots
-from instrument.ttir.lower import Lowering, builds
+from instrument.ttir.lower import Lowering, builds, waits_for_memory
 from instrument.ttir.machine import LOADED, STORED, Active
 from instrument.ttir.memory import Site
 from instrument.ttir.parser import Op
@@ -394,7 +394,9 @@ def scf_while(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         low.same_pointer(*slots)
     for slots in zip(before.values[1:], after.args, outs, strict=True):
         low.same_pointer(*slots)
-    return code.while_loop(args, before, after, outs, ranks(op), low.line(op))
+    waits = waits_for_memory(op)
+    low.facts.serial |= waits
+    return code.while_loop(args, before, after, outs, ranks(op), waits)
 
 
 @builds("tt.call")

@@ -82,9 +82,7 @@ def select(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
     def choose(active: Active, slots: Slots) -> None:
         c = slots[condition]
-        if type(active.machine) is not Machine and is_array(
-            c
-        ):  # recorded: a constant choice is free
+        if type(active.machine) is not Machine and is_array(c):  # recorded: a constant choice is free
             if c.all():
                 slots[out] = slots[a]
                 return

@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import LaunchError
 from instrument.ttir.machine import Active
 from instrument.ttir.types import Array
 from instrument.ttir.values import Value, is_array
 
 Slots = list[Any]
 Run = Callable[[Active, Slots], None]
-
-MAX_SPINS = 1_000_000  # rounds of a loop that waits for memory before it is called a deadlock
 
 
 @dataclass(slots=True)
@@ -31,7 +28,7 @@ class Step:
 
 @dataclass(slots=True)
 class Code:
-    """One basic block. `ends`: how it leaves; `values`: slots it hands on; `targets`: blocks that follow, their arguments."""
+    """One basic block. `ends`: how it leaves; `values`: slots it hands on; `targets`: what follows, with arguments."""
 
     args: tuple[int, ...]
     steps: list[Step] = field(default_factory=list)
@@ -189,16 +186,16 @@ def for_loop(
 
 
 def while_loop(
-    initial: Sequence[int], before: Code, after: Code, outs: Sequence[int], ranks: Sequence[int], note: str
+    initial: Sequence[int], before: Code, after: Code, outs: Sequence[int], ranks: Sequence[int], waits: bool
 ) -> Run:
-    """`before.values` holds the condition, then what goes on to `after` or out of the loop."""
+    """`before.values` holds the condition, then what goes on to `after` or out. `waits`: for other blocks."""
     free = tuple(dict.fromkeys((*before.free, *after.free)))
 
     def run(active: Active, slots: Slots) -> None:
         group, own, members = active, slots, np.arange(active.nb)
         parts: list[tuple[Array, tuple[Value, ...]]] = []
         values = tuple(slots[i] for i in initial)
-        for _ in range(MAX_SPINS):
+        while True:
             assign(own, before.args, values)
             execute(before, group, own)
             condition = group.machine.known(own[before.values[0]])
@@ -222,9 +219,7 @@ def while_loop(
             assign(own, after.args, values)
             execute(after, group, own)
             values = tuple(own[i] for i in after.values)
-        raise LaunchError(
-            f"kernel {active.machine.kernel}, {note}: a loop did not end after {MAX_SPINS} rounds; on the virtual GPU "
-            "a block can only wait for blocks with a smaller linear id"
-        )
+            if waits:
+                group.machine.give_way()
 
     return run

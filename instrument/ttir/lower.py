@@ -57,7 +57,7 @@ class Scope:
 class Facts:
     """What the whole program is known to do."""
 
-    serial: bool = False  # blocks wait for each other: one at a time, in order
+    serial: bool = False  # blocks wait for each other, so each runs on its own
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
@@ -86,7 +86,6 @@ class Lowering:
             self.facts.written |= roots.get(self.root(slot_key), set())
         if self.stores_anywhere:
             self.facts.written = set(range(len(entry.args)))
-        self.facts.serial = _waits(self.module)
         return entry
 
     # ---- errors ---------------------------------------------------------------------------------------------------
@@ -247,20 +246,13 @@ def _mark_dead(codes: list[Code], template: code.Slots) -> None:
             step.dead = tuple(last)
 
 
-def _waits(module: Module) -> bool:
-    """Does a loop wait for memory to change: an atomic or a volatile load in it, or any load in its condition?"""
-    for func in module.funcs.values():
-        for op in walk(func.region):
-            if op.name != "scf.while":
-                continue
-            inside = [inner for region in op.regions for inner in walk(region)]
-            if any(i.name in ("tt.atomic_rmw", "tt.atomic_cas") for i in inside):
-                return True
-            if any(i.name == "tt.load" and i.flag("isVolatile") for i in inside):
-                return True
-            if any(i.name == "tt.load" for i in walk(op.regions[0])):
-                return True
-    return False
+def waits_for_memory(loop: Op) -> bool:
+    """Does a loop only watch memory until another block changes it? Its condition reads memory, or its body polls."""
+    if any(op.name in ("tt.load", "tt.atomic_rmw", "tt.atomic_cas") for op in walk(loop.regions[0])):
+        return True
+    body = list(walk(loop.regions[1]))
+    polls = any(op.name in ("tt.atomic_rmw", "tt.atomic_cas") or op.flag("isVolatile") for op in body)
+    return polls and not any(op.name == "tt.store" for op in body)
 
 
 # ---- building blocks for builders ------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Machine:
     def __init__(self, kernel: str, buffers: Buffers, grid: tuple[int, int, int], ids: Array) -> None:
         self.kernel, self.buffers, self.grid, self.ids = kernel, buffers, grid, ids
         self.cost = np.zeros((len(ids), 4), np.int64)
+        self.give_way: Callable[[], None] = lambda: None  # called by a block while it waits for others
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)

@@ -14,7 +14,7 @@ from instrument.ttir.locations import Locations, closing
 from instrument.ttir.types import Type, parse_type
 
 _SSA = re.compile(r"%[\w$.\-]+(?:#\d+)?")
-_OP = re.compile(r"^(?:(%[\w$.\-]+)(?::(\d+))? = )?\"?([A-Za-z_][\w$]*(?:\.[\w$]+)+)\"?(.*)$", re.S)
+_OP = re.compile(r"^(?:((?:%[\w$.\-]+(?::\d+)?(?:, )?)+) = )?\"?([A-Za-z_][\w$]*(?:\.[\w$]+)+)\"?(.*)$", re.S)
 _LABEL = re.compile(r"^(\^\w+)(?:\((.*)\))?:$", re.S)
 _FUNC = re.compile(r"^tt\.func (?:(public|private) )?@(\"[^\"]*\"|[\w$.\-]+)\(")
 _SUCCESSOR = re.compile(r"(\^\w+)(?:\(([^()]*)\))?")
@@ -249,8 +249,11 @@ class _Reader:
         m = _OP.match(line)
         if not m:
             raise self.fail(f"{line!r}", loc)
-        name, rest = m[3], m[4]
-        results = [] if not m[1] else [f"{m[1]}#{i}" for i in range(int(m[2]))] if m[2] else [m[1]]
+        name, rest = m[2], m[3]
+        results = []
+        for group in (m[1] or "").split(", "):
+            first, colon, count = group.partition(":")
+            results += [f"{first}#{i}" for i in range(int(count))] if colon else [first] if first else []
         opens = rest.endswith("{")
         if opens:
             rest = rest[:-1].rstrip().removesuffix("(").rstrip()

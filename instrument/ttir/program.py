@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -17,6 +17,7 @@ from instrument.ttir.lower import Facts, Lowering
 from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
 from instrument.ttir.parser import Module, parse
 from instrument.ttir.tape import Replay
+from instrument.ttir.turns import take_turns
 from instrument.ttir.types import Array
 
 COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
@@ -82,9 +83,12 @@ class TtirProgram:
         shape = _grid(grid, self.kernel)
         bound = bind(self.kernel, args, self._types, self._names, self.facts.written)
         ids = _block_ids(blocks, shape, self.kernel)
-        size = 1 if self.facts.serial else max(1, CHUNK_ELEMENTS // self.facts.tile)
+        size = max(1, CHUNK_ELEMENTS // self.facts.tile)
         cost = np.zeros((len(ids), 4), np.int64)
         with np.errstate(all="ignore"):
+            if self.facts.serial:
+                self._take_turns(bound, shape, ids, cost)
+                return cost.view(COST_DTYPE).reshape(-1)
             for low in range(0, len(ids), size):
                 part = ids[low : low + size]
                 cost[low : low + size] = self._chunk(bound, shape, part, record)
@@ -112,6 +116,19 @@ class TtirProgram:
         known.replay(bound.buffers.flat, cost)
         return cost
 
+    def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, cost: Array) -> None:
+        """Blocks that wait for each other run one by one."""
+
+        def body(row: int) -> Callable[[Callable[[], None]], None]:
+            def run(give_way: Callable[[], None]) -> None:
+                machine = Machine(self.kernel, bound.buffers, grid, np.asarray([ids[row]], np.int64))
+                machine.give_way = give_way
+                cost[row] = self._execute(machine, bound)[0]
+
+            return run
+
+        take_turns(self.kernel, [body(row) for row in range(len(ids))])
+
     def _remember(self, key: Any, recorded: Recorded) -> None:
         with self._lock:
             old = self._tapes.pop(key, None)
@@ -124,14 +141,16 @@ class TtirProgram:
     def _evaluate(
         self, machine_type: type[Machine], bound: Bound, grid: tuple[int, int, int], ids: range | Array
     ) -> tuple[Array, Machine]:
-        linear = np.asarray(ids, np.int64)
-        machine = machine_type(self.kernel, bound.buffers, grid, linear)
-        gx, gy, _ = grid
+        machine = machine_type(self.kernel, bound.buffers, grid, np.asarray(ids, np.int64))
+        return self._execute(machine, bound), machine
+
+    def _execute(self, machine: Machine, bound: Bound) -> Array:
+        linear, (gx, gy, _) = machine.ids, machine.grid
         pid = (linear % gx, linear // gx % gy, linear // (gx * gy))
         active = Active(machine, np.arange(len(linear)), tuple(_uniform(p.astype(np.int32)) for p in pid))
         code.call(self._entry, active, bound.values)
         active.settle()
-        return machine.cost, machine
+        return machine.cost
 
 
 def _uniform(x: Array) -> Any:
