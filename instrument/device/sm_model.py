@@ -1,0 +1,479 @@
+"""A discrete-event model of one GPU: SMs, streams, hardware queues, block placement, shared bandwidth, copies.
+
+    sim = SmModel(part("h200"))
+    s = sim.stream()
+    k = sim.launch(s, 1024, threads=256, registers=32, cost=BlockCost(bytes=12288))
+    sim.run()
+    sim.finish_ns(k)
+
+The core is compiled (`sm_core`); this class checks what it is given, keeps the arrays large enough, and reads results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from instrument.device import sm_core as core
+from instrument.device.parts import Part
+from instrument.device.sm_state import doubled, more_commands, more_streams, new_state, unfinished_launches, who_waits
+from instrument.device.timing import Timing
+from instrument.errors import LaunchError, PaellaError
+from instrument.occupancy import footprint, occupancy
+
+CopyKind = Literal["h2d", "d2h", "d2d"]
+_ENGINES: dict[CopyKind, int] = {"h2d": 0, "d2h": 1, "d2d": 2}
+_NAN = float("nan")
+
+
+class DeadlockError(PaellaError):
+    """Streams wait for what can no longer happen; the message says who waits for what."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """One block's work: numbers for all blocks alike, or one value per block.
+
+    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half.
+    """
+
+    bytes: ArrayLike = 0.0
+    flops: ArrayLike = 0.0
+    tensor_flops: ArrayLike = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch as a program holds it: what `SmModel.launch` takes, less the stream and the time."""
+
+    n_blocks: int
+    threads: int
+    registers: int = 32
+    shared_bytes: int = 0
+    cost: BlockCost | None = None
+    duration_ns: ArrayLike | None = None
+    latency_ns: float | None = None
+    cluster: int = 1
+    kernel: int = 0
+    first: int = 0
+
+
+@dataclass(slots=True)
+class Program:
+    """Kernels checked once, to be launched often as one graph: see `SmModel.program`."""
+
+    ints: NDArray[np.int64]
+    floats: NDArray[np.float64]
+    costs: NDArray[np.float64]
+    n_blocks: int
+    epoch: int = field(default=-1)  # of the cost table that `ints` refers to
+
+
+class SmModel:
+    """One GPU in simulated time. Streams with a greater `priority` go first (CUDA's numbers are the negatives)."""
+
+    def __init__(
+        self,
+        part: Part,
+        seed: int = 0,
+        *,
+        timing: Timing | None = None,
+        false_dependencies: bool = False,
+        connections: int | None = None,
+        backfill: bool = False,
+        history: int | None = None,
+        lines: NDArray[Any] | None = None,
+    ) -> None:
+        """`false_dependencies`: streams that share one of `connections` hardware queues wait for each other's heads.
+
+        `backfill`: a grid may pass one that fits nowhere at the moment; hardware lets later grids wait behind it.
+        `history`: forget commands that `completed()` has handed over beyond this many, for long runs; None keeps all.
+        `lines`: the SM_LINE counters to keep, where others read them too.
+        """
+        self.part = part
+        self.timing = Timing.for_part(part) if timing is None else timing
+        self._connections = (connections or part.connections) if false_dependencies else 0
+        if not 0 <= self._connections <= part.hardware_queues:
+            raise LaunchError(f"{self._connections} hardware queues: the {part.title} has 1 to {part.hardware_queues}")
+        self._history = history
+        self._base = 0  # handles below are forgotten
+        self._next = 0
+        self._priorities: list[int] = []
+        self._events = 0
+        self._graphs = 0
+        self._trace_rows = 0
+        self._cost_rows = 0
+        self._cost_epoch = 0
+        self._known_costs: dict[tuple[float, ...], int] = {}
+        self._footprints: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+        self._s = new_state(part, self.timing, seed, backfill, lines)
+
+    # --- submitting ------------------------------------------------------------------------------------------------
+
+    def stream(self, priority: int = 0) -> int:
+        """A new stream; its handle."""
+        number = len(self._priorities)
+        if number == len(self._s.stream):
+            self._s = more_streams(self._s)
+        self._priorities.append(priority)
+        self._s.stream[number, core.S_QUEUE] = number % self._connections if self._connections else number
+        return number
+
+    def graph(self) -> int:
+        """A number for launches that belong to one graph: consecutive ones follow each other at the graph's pace."""
+        self._graphs += 1
+        return self._graphs
+
+    def launch(
+        self,
+        stream: int,
+        n_blocks: int,
+        threads: int,
+        registers: int = 32,
+        shared_bytes: int = 0,
+        *,
+        cost: BlockCost | None = None,
+        duration_ns: ArrayLike | None = None,
+        latency_ns: float | None = None,
+        cluster: int = 1,
+        graph: int = 0,
+        launch_id: int | None = None,
+        kernel: int = 0,
+        first: int = 0,
+        trace: bool = True,
+        report: bool = True,
+        submit_ns: float | None = None,
+    ) -> int:
+        """Put a kernel on a stream; its handle. Blocks take `cost` at shared rates, or exactly `duration_ns`.
+
+        `first` numbers the first block (slices of a larger grid); `launch_id` defaults to the handle. With
+        `report=False` the end is not among `completed()`.
+        """
+        at = self._check(stream, submit_ns)
+        warps, whole, allocated, shared = self._footprint(n_blocks, threads, registers, shared_bytes, cluster)
+        row, stride = self._cost_row(n_blocks, cost, duration_ns)
+        handle, i = self._reserve()
+        latency = self.timing.block_overhead_ns if latency_ns is None else latency_ns
+        trace_row = self._reserve_trace(n_blocks) if trace else -1
+        number = handle if launch_id is None else launch_id
+        # The order of sm_core's columns, KIND to ENGINE and SUBMIT to FINISH: one assignment is five times faster.
+        self._s.ci[i] = (core.LAUNCH, stream, self._priorities[stream], -1, core.QUEUED, n_blocks, 0, 0, warps, whole,
+                         allocated, shared, cluster, row, stride, trace_row, number, kernel, first, 0, graph, report,
+                         -1, -1, 0)  # fmt: skip
+        self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
+        return handle
+
+    def program(self, kernels: Sequence[Kernel]) -> Program:
+        """Check a segment's kernels once; `launch_program` then costs the same however many they are."""
+        ints = np.zeros((len(kernels), core.CI_SIZE), np.int64)
+        floats = np.full((len(kernels), core.CF_SIZE), _NAN)
+        costs = []
+        row = 0
+        for k, each in enumerate(kernels):
+            block = self._footprint(each.n_blocks, each.threads, each.registers, each.shared_bytes, each.cluster)
+            table = _cost_table(each.n_blocks, each.cost, each.duration_ns)
+            ints[k, [core.WARPS, core.THREADS, core.REGISTERS, core.SHARED]] = block
+            ints[k, [core.BLOCKS, core.CLUSTER, core.KERNEL, core.FIRST]] = (
+                each.n_blocks, each.cluster, each.kernel, each.first)  # fmt: skip
+            ints[k, [core.COST, core.COST_STRIDE]] = (row, len(table) > 1)
+            floats[k, core.LATENCY] = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
+            costs.append(table)
+            row += len(table)
+        if not kernels:
+            raise LaunchError("a program without kernels: give it at least one")
+        ints[:, [core.LINK, core.TRACE, core.DONE_LINK, core.BLOCKED_AT]] = -1
+        ints[-1, core.REPORT] = 1
+        return Program(ints, floats, np.concatenate(costs), sum(each.n_blocks for each in kernels))
+
+    def launch_program(
+        self,
+        stream: int,
+        program: Program,
+        *,
+        launch_id: int | None = None,
+        trace: bool = True,
+        submit_ns: float | None = None,
+    ) -> int:
+        """Put a program on a stream as one graph; the handle of its last kernel, which alone is reported.
+
+        Its kernels have the handles before that one, and `launch_id` counts up from the one given (default: handles).
+        """
+        at = self._check(stream, submit_ns)
+        n = len(program.ints)
+        if program.epoch != self._cost_epoch:
+            row = self._reserve_costs(len(program.costs))
+            self._s.cost[row : row + len(program.costs)] = program.costs
+            program.ints[:, core.COST] += row - program.ints[0, core.COST]
+            program.epoch = self._cost_epoch
+        handle, _ = self._reserve(n)
+        rows = np.arange(handle, handle + n) & (len(self._s.ci) - 1)
+        ints = program.ints.copy()
+        ints[:, core.STREAM] = stream
+        ints[:, core.PRIORITY] = self._priorities[stream]
+        ints[:, core.GRAPH] = self.graph()
+        first_id = handle if launch_id is None else launch_id
+        ints[:, core.LAUNCH_ID] = np.arange(first_id, first_id + n)
+        if trace:
+            ends = np.cumsum(ints[:, core.BLOCKS])
+            ints[:, core.TRACE] = self._reserve_trace(program.n_blocks) + ends - ints[:, core.BLOCKS]
+        self._s.ci[rows] = ints
+        self._s.cf[rows] = program.floats
+        self._s.cf[rows, core.SUBMIT] = at
+        return handle + n - 1
+
+    def copy(
+        self, stream: int, nbytes: int, kind: CopyKind, *, report: bool = True, submit_ns: float | None = None
+    ) -> int:
+        """Copy on the direction's engine, one copy at a time; its handle."""
+        at = self._check(stream, submit_ns)
+        if kind not in _ENGINES or nbytes < 0:
+            raise LaunchError(f"cannot copy {nbytes} bytes {kind!r}: zero bytes or more, one of {', '.join(_ENGINES)}")
+        t = self.timing
+        rate = self.part.pcie_gbps * t.pcie_efficiency
+        if kind == "d2d":  # reads and writes
+            rate = self.part.bandwidth_gbps * t.bandwidth_efficiency / 2
+        handle, i = self._simple(core.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
+        self._s.ci[i, core.ENGINE] = _ENGINES[kind]
+        self._s.ci[i, core.REPORT] = report
+        return handle
+
+    def event(self) -> int:
+        """An event nobody has recorded yet. Unlike in CUDA, waiting for it waits for a record to come."""
+        number = self._events
+        self._events += 1
+        if number == len(self._s.event):
+            self._s = self._s._replace(event=doubled(self._s.event))
+        self._s.event[number] = (0, 0, -1)
+        return number
+
+    def record(self, stream: int, event: int | None = None, submit_ns: float | None = None) -> int:
+        """The event happens when all that is on the stream so far is done."""
+        at = self._check(stream, submit_ns)
+        event = self.event() if event is None else self._check_event(event)
+        if self._s.event[event, core.E_RECORDED]:
+            raise LaunchError(f"event {event} is already recorded: record each event once")
+        self._s.event[event, core.E_RECORDED] = 1
+        _, i = self._simple(core.RECORD, stream, at)
+        self._s.ci[i, core.EVENT] = event
+        return event
+
+    def wait(self, stream: int, event: int, submit_ns: float | None = None) -> None:
+        """What follows on the stream waits for the event."""
+        at = self._check(stream, submit_ns)
+        self._check_event(event)
+        _, i = self._simple(core.WAIT, stream, at)
+        self._s.ci[i, core.EVENT] = event
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def run(self, until_ns: float | None = None, *, stop_on_completion: bool = False) -> float:
+        """Advance to `until_ns`, or until all is done; the time then. May stop early at the first completion."""
+        if until_ns is not None and until_ns < self.now_ns:
+            raise LaunchError(f"cannot run until {until_ns} ns: it is {self.now_ns} ns already")
+        result = core.run(self._s, np.inf if until_ns is None else float(until_ns), stop_on_completion)
+        if result == core.IDLE and until_ns is None and self._s.g[core.PENDING] > 0:
+            raise DeadlockError(who_waits(self._s, self._base))
+        return self.now_ns
+
+    @property
+    def now_ns(self) -> float:
+        return float(self._s.t[core.NOW])
+
+    @property
+    def next_event_ns(self) -> float:
+        """When something will happen next, if nothing else is submitted; infinite when nothing will."""
+        return float(core.next_event(self._s))
+
+    def completed(self) -> NDArray[np.int64]:
+        """Handles of launches and copies that ended since the last call, in order of time."""
+        handles = np.empty(int(self._s.g[core.UNREPORTED]), np.int64)
+        if len(handles):
+            core.fetch_completed(self._s.g, self._s.ci, handles)
+        return handles
+
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    def done(self, handle: int) -> bool:
+        return bool(self._s.ci[self._row(handle), core.STATUS] >= core.DONE)
+
+    def start_ns(self, handle: int) -> float:
+        """When the first block started, or the copy. NaN before."""
+        return float(self._s.cf[self._row(handle), core.START])
+
+    def notify_ns(self, handle: int) -> float:
+        """When the last block started: all of the launch is on the SMs. NaN before."""
+        return float(self._s.cf[self._row(handle), core.NOTIFY])
+
+    def finish_ns(self, handle: int) -> float:
+        """When the last block ended, or the copy. NaN before."""
+        return float(self._s.cf[self._row(handle), core.FINISH])
+
+    @property
+    def lines(self) -> NDArray[Any]:
+        """Each SM's live counters (SM_LINE)."""
+        return self._s.lines
+
+    @property
+    def block_events(self) -> int:
+        """Blocks that have ended so far."""
+        return int(self._s.g[core.BLOCK_EVENTS])
+
+    def blocks(self) -> NDArray[Any]:
+        """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
+        rows = self._s.trace[: self._trace_rows]
+        return rows[rows["end_ns"] >= 0].copy()
+
+    def clear_blocks(self) -> None:
+        """Forget the blocks of finished launches, for long traced runs."""
+        s = self._s
+        rows = unfinished_launches(s, self._base)
+        rows = rows[s.ci[rows, core.TRACE] >= 0]
+        kept = [s.trace[s.ci[i, core.TRACE] :][: s.ci[i, core.BLOCKS]].copy() for i in rows]
+        self._trace_rows = 0
+        for i, blocks in zip(rows, kept, strict=True):
+            s.ci[i, core.TRACE] = self._trace_rows
+            s.trace[self._trace_rows :][: len(blocks)] = blocks
+            self._trace_rows += len(blocks)
+
+    def check_integrity(self) -> None:
+        """With nothing in flight all resources are free and all counters agree; AssertionError otherwise."""
+        s, sm = self._s, self.part.sm
+        assert s.g[core.PENDING] == s.g[core.ACTIVE] == s.g[core.WAITING_N] == s.g[core.READY_N] == 0, "work in flight"
+        assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM has not got all back"
+        assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
+        assert (s.clock[:, core.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
+        assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
+        assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _check(self, stream: int, submit_ns: float | None) -> float:
+        """The time of a submission to this stream."""
+        if not 0 <= stream < len(self._priorities):
+            raise LaunchError(f"no stream {stream}: there are {len(self._priorities)}")
+        now = self.now_ns
+        if submit_ns is None:
+            return now
+        if submit_ns < now:
+            raise LaunchError(f"cannot submit at {submit_ns} ns: it is {now} ns already")
+        return submit_ns
+
+    def _check_event(self, event: int) -> int:
+        if not 0 <= event < self._events:
+            raise LaunchError(f"no event {event}: there are {self._events}")
+        return event
+
+    def _row(self, handle: int) -> int:
+        if not self._base <= handle < self._next:
+            raise LaunchError(f"no command {handle}: known are {self._base} to {self._next - 1}")
+        return handle & (len(self._s.ci) - 1)
+
+    def _footprint(
+        self, n_blocks: int, threads: int, registers: int, shared: int, cluster: int
+    ) -> tuple[int, int, int, int]:
+        key = (threads, registers, shared, cluster)
+        if key not in self._footprints:
+            occupancy(self.part, threads, registers, shared, cluster)  # refuses what fits no SM or no GPC
+            block = footprint(self.part.sm, threads, registers, shared)
+            self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
+        if n_blocks < 1 or n_blocks % cluster:
+            raise LaunchError(f"a grid of {n_blocks} blocks in clusters of {cluster}: one cluster or more, all whole")
+        return self._footprints[key]
+
+    def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
+        handle, i = self._reserve()
+        self._s.ci[i] = 0
+        self._s.ci[i, [core.KIND, core.STREAM, core.LINK, core.DONE_LINK]] = (kind, stream, -1, -1)
+        self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
+        return handle, i
+
+    def _reserve(self, n: int = 1) -> tuple[int, int]:
+        """Handles for n commands, and the row of the first; the core sees them at its next call."""
+        handle = self._next
+        if handle + n - self._base > len(self._s.ci):
+            self._make_room(handle, n)
+        self._next = handle + n
+        self._s.g[core.NEXT] = self._next
+        return handle, handle & (len(self._s.ci) - 1)
+
+    def _make_room(self, handle: int, n: int) -> None:
+        status = self._s.ci[:, core.STATUS]
+        mask = len(status) - 1
+        if self._history is not None:
+            while self._base < handle - self._history and status[self._base & mask] == core.REPORTED:
+                self._base += 1
+        while handle + n - self._base > len(self._s.ci) // 2:  # half: the next call for room is that far away
+            self._s = more_commands(self._s, self._base, handle)
+
+    def _cost_row(self, n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None) -> tuple[int, int]:
+        """Where the blocks' costs are, and how far apart. Costs that are the same for all blocks are kept once."""
+        if cost is None and isinstance(duration_ns, int | float):
+            key: tuple[float, ...] = (duration_ns,)
+        elif cost is not None and duration_ns is None:
+            key = (cost.bytes, cost.flops, cost.tensor_flops)  # type: ignore[assignment]
+        else:
+            key = ()
+        known = self._known_costs.get(key) if all(isinstance(value, int | float) for value in key) else None
+        if known is not None:
+            return known, 0
+        table = _cost_table(n_blocks, cost, duration_ns)
+        row = self._reserve_costs(len(table))
+        self._s.cost[row : row + len(table)] = table
+        if len(table) == 1 and all(isinstance(value, int | float) for value in key):
+            self._known_costs[key] = row
+        return row, int(len(table) > 1)
+
+    def _reserve_costs(self, n: int) -> int:
+        if self._cost_rows + n > len(self._s.cost):
+            self._make_cost_room(n)
+        row = self._cost_rows
+        self._cost_rows += n
+        return row
+
+    def _make_cost_room(self, n: int) -> None:
+        """Keep only what unfinished launches refer to, in an array at least twice as large as that."""
+        self._cost_epoch += 1
+        self._known_costs.clear()
+        s = self._s
+        rows = unfinished_launches(s, self._base)
+        lengths = np.where(s.ci[rows, core.COST_STRIDE] > 0, s.ci[rows, core.BLOCKS], 1)
+        kept = [s.cost[row : row + k] for row, k in zip(s.ci[rows, core.COST], lengths, strict=True)]
+        self._cost_rows = int(lengths.sum())
+        size = len(s.cost)
+        while 2 * (self._cost_rows + n) > size:
+            size *= 2
+        cost = np.zeros((size, 4))
+        if kept:
+            cost[: self._cost_rows] = np.concatenate(kept)
+        s.ci[rows, core.COST] = np.cumsum(lengths) - lengths
+        self._s = s._replace(cost=cost)
+
+    def _reserve_trace(self, n: int) -> int:
+        row = self._trace_rows
+        while row + n > len(self._s.trace):
+            self._s = self._s._replace(trace=doubled(self._s.trace))
+        self._s.trace["end_ns"][row : row + n] = -1
+        self._trace_rows += n
+        return row
+
+
+def _cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None) -> NDArray[np.float64]:
+    """The core's cost rows: one for all blocks, or one for each."""
+    if cost is not None and duration_ns is None:
+        given = [np.asarray(value, np.float64) for value in (cost.bytes, cost.flops, cost.tensor_flops)]
+    elif cost is None and duration_ns is not None:
+        given = [np.asarray(duration_ns, np.float64)]
+    else:
+        raise LaunchError("a launch takes either a cost or a duration_ns")
+    for column in given:
+        if column.shape not in ((), (n_blocks,)) or not (np.isfinite(column) & (column >= 0)).all():
+            raise LaunchError(f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks")
+    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, 4))
+    table[:, core.DURATION] = given[0] if cost is None else -1.0
+    if cost is not None:
+        table[:, : core.POOLS] = np.stack(np.broadcast_arrays(*given), axis=-1)
+    return table

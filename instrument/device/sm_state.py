@@ -1,0 +1,143 @@
+"""The SM model's state: made for a part, made larger, and read when it is stuck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device import sm_core as core
+from instrument.device.heaps import new_tree
+from instrument.device.parts import Part
+from instrument.device.timing import Timing
+from instrument.errors import LaunchError
+from instrument.records import BLOCK, SM_LINE
+
+_KINDS = ("launch", "copy", "record", "wait")
+
+
+def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDArray[Any] | None) -> core.State:
+    sm, n, streams = part.sm, part.sms, 32
+    slots = n * sm.blocks
+    g = np.zeros(core.G_SIZE, np.int64)
+    g[core.BACKFILL], g[core.GRID_LIMIT], g[core.SEED], g[core.FP_THREADS] = backfill, part.concurrent_grids, seed, -1
+    t = np.zeros(core.T_SIZE)
+    t[core.LAUNCH_NS], t[core.JITTER] = timing.launch_ns, timing.jitter
+    t[core.KERNEL_GAP], t[core.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
+    t[core.GRID_ISSUE], t[core.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
+    trees = [new_tree(n) for _ in range(core.POOLS + 1)]
+    if lines is None:
+        lines = np.zeros(n, SM_LINE)
+    elif lines.dtype != SM_LINE or lines.shape != (n,):
+        raise LaunchError(f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}")
+    queue = np.zeros((streams, 6), np.int64)
+    queue[:, [core.Q_HEAD, core.Q_TAIL]] = -1
+    return core.State(
+        g=g,
+        t=t,
+        ci=np.zeros((1024, core.CI_SIZE), np.int64),
+        cf=np.zeros((1024, core.CF_SIZE)),
+        cost=np.zeros((1024, 4)),
+        stream=np.zeros((streams, 5), np.int64),
+        stream_t=np.full(streams, -np.inf),
+        queue=queue,
+        todo=np.zeros(streams + 1, np.int64),
+        event=np.zeros((64, 3), np.int64),
+        engine=np.zeros(3),
+        ready=np.zeros(streams),
+        ready_id=np.zeros(streams, np.int64),
+        waiting=np.zeros(part.concurrent_grids + 1, np.int64),
+        timed=np.zeros(slots + 2 * streams),
+        timed_id=np.zeros(slots + 2 * streams, np.int64),
+        free=np.tile(np.array([sm.threads, sm.registers, sm.shared_bytes, sm.blocks], np.int64), (n, 1)),
+        gpc=np.concatenate([[0], np.cumsum(part.gpc_sms)]).astype(np.int64),
+        # The stack's top is taken first: slot 0 of an SM before its others.
+        stack=np.arange(slots).reshape(n, sm.blocks)[:, ::-1].copy(),
+        slot=np.zeros((slots, 3), np.int64),
+        dirty=np.zeros((2, n), np.int64),
+        pool=np.zeros((core.POOLS, n, 3)),
+        pool_n=np.zeros((core.POOLS, n), np.int64),
+        heap=np.zeros(core.POOLS * slots),
+        heap_id=np.zeros(core.POOLS * slots, np.int64),
+        clock=_clocks(part, timing),
+        tree_key=np.stack([keys for keys, _ in trees]),
+        tree=np.stack([winners for _, winners in trees]),
+        trace=np.zeros(1024, BLOCK),
+        lines=lines,
+    )
+
+
+def _clocks(part: Part, timing: Timing) -> NDArray[np.float64]:
+    """The pools' rates per nanosecond: GB/s are bytes per ns, TFLOPS are a thousand flops per ns."""
+    clock = np.zeros((core.POOLS, 5))
+    clock[core.MEMORY, core.C_TOTAL] = part.bandwidth_gbps * timing.bandwidth_efficiency
+    clock[core.MEMORY, core.C_PER_SM] = timing.sm_bytes_per_clock * part.clock_mhz / 1000
+    clock[[core.FP32, core.TENSOR], core.C_TOTAL] = np.inf
+    clock[core.FP32, core.C_PER_SM] = part.fp32_tflops * 1000 * timing.flops_efficiency / part.sms
+    clock[core.TENSOR, core.C_PER_SM] = part.fp16_tensor_tflops * 1000 * timing.tensor_efficiency / part.sms
+    return clock
+
+
+def doubled(array: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([array, np.zeros_like(array)])
+
+
+def more_streams(s: core.State) -> core.State:
+    """Twice the streams and queues. Timers of streams follow those of queues in number, so they are renumbered."""
+    old = len(s.queue)
+    count = int(s.g[core.TODO_N])
+    todo = np.zeros(2 * old + 1, np.int64)
+    todo[:count] = s.todo[(int(s.g[core.TODO_HEAD]) + np.arange(count)) % len(s.todo)]
+    s.g[core.TODO_HEAD] = 0
+    timed_id = np.concatenate([s.timed_id, np.zeros(2 * old, np.int64)])
+    timed_id[timed_id >= len(s.slot) + old] += old
+    queue = doubled(s.queue)
+    queue[old:, [core.Q_HEAD, core.Q_TAIL]] = -1
+    return s._replace(
+        stream=doubled(s.stream),
+        stream_t=np.concatenate([s.stream_t, np.full(old, -np.inf)]),
+        queue=queue,
+        todo=todo,
+        ready=doubled(s.ready),
+        ready_id=doubled(s.ready_id),
+        timed=np.concatenate([s.timed, np.zeros(2 * old)]),
+        timed_id=timed_id,
+    )
+
+
+def more_commands(s: core.State, first: int, end: int) -> core.State:
+    """Twice the rows, with commands `first` to `end` in their new places."""
+    size = len(s.ci)
+    handles = np.arange(first, end)
+    ci = np.zeros((2 * size, core.CI_SIZE), np.int64)
+    cf = np.zeros((2 * size, core.CF_SIZE))
+    ci[handles & (2 * size - 1)] = s.ci[handles & (size - 1)]
+    cf[handles & (2 * size - 1)] = s.cf[handles & (size - 1)]
+    return s._replace(ci=ci, cf=cf)
+
+
+def unfinished_launches(s: core.State, first: int) -> NDArray[np.int64]:
+    """Rows of the launches from handle `first` on that are not over, oldest first."""
+    rows: NDArray[np.int64] = np.arange(first, int(s.g[core.NEXT])) & (len(s.ci) - 1)
+    rows = rows[(s.ci[rows, core.KIND] == core.LAUNCH) & (s.ci[rows, core.STATUS] < core.DONE)]
+    return rows
+
+
+def who_waits(s: core.State, first: int) -> str:
+    """For a state in which nothing can happen any more: each queue's head, and what it waits for."""
+    rows = np.arange(first, int(s.g[core.NEXT])) & (len(s.ci) - 1)
+    records = rows[s.ci[rows, core.KIND] == core.RECORD]
+    waits = []
+    for handle in s.queue[s.queue[:, core.Q_HEAD] >= 0, core.Q_HEAD]:
+        command = s.ci[handle & (len(s.ci) - 1)]
+        event = command[core.EVENT]
+        who = f"stream {command[core.STREAM]} ({_KINDS[command[core.KIND]]} {handle})"
+        if command[core.KIND] != core.WAIT:
+            waits.append(f"{who} waits for what its stream is doing")
+        elif not s.event[event, core.E_RECORDED]:
+            waits.append(f"{who} waits for event {event}, which nobody records")
+        else:
+            by = s.ci[records[s.ci[records, core.EVENT] == event][0], core.STREAM]
+            waits.append(f"{who} waits for event {event}, recorded further down stream {by}")
+    return f"{s.g[core.PENDING]} commands can never run: " + "; ".join(waits)

@@ -1,0 +1,66 @@
+"""What a GPU's timing is calibrated with: every time and efficiency of the SM model, in one place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from instrument.device.parts import Part
+from instrument.errors import NoDeviceError
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Defaults are figures measured on one H200; `Timing.for_part` prefers a recorded profile of the part."""
+
+    # From the host's call to the first block on an idle GPU: 3.4–4.0 µs of cuLaunchKernel, then the doorbell across
+    # PCIe and the fetch. With a 2.4 µs kernel and the end word's way back this makes the measured 9–10 µs loop.
+    launch_ns: float = 5700.0
+    kernel_gap_ns: float = 4000.0  # kernel to kernel in one stream, launched one by one
+    graph_gap_ns: float = 1000.0  # kernel to kernel inside one graph
+    # The front end starts one grid after the other, over all streams: 1.35 M kernels/s at saturation.
+    grid_issue_ns: float = 740.0
+    block_issue_ns: float = 0.5  # the block scheduler places one block after the other
+    block_overhead_ns: float = 600.0  # a block's fixed latency before its work flows: setup and the first load
+    # 16384 blocks of 3 x 4 KiB in 48 µs; an fp16 GEMM of 2048³ in 27 µs.
+    bandwidth_efficiency: float = 0.92
+    flops_efficiency: float = 0.9
+    tensor_efficiency: float = 0.7
+    sm_bytes_per_clock: float = 64.0  # one SM's port to L2 (A100 whitepaper): what a lone SM can draw at most
+    copy_latency_ns: float = 1500.0
+    pcie_efficiency: float = 0.85
+    jitter: float = 0.0  # blocks vary by up to this share either way, drawn from the model's seed
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"timing {field.name} is {value!r}: it must be a number, zero or more")
+        for name in ("bandwidth_efficiency", "flops_efficiency", "tensor_efficiency", "pcie_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"timing {name} is {getattr(self, name)}: it must lie in (0, 1]")
+        if self.jitter >= 1 or self.sm_bytes_per_clock == 0:
+            raise ValueError("timing jitter must be below 1 and sm_bytes_per_clock above 0")
+
+    @classmethod
+    def load(cls, path: Path) -> Timing:
+        """Read a recorded profile: JSON, any of these names under "timing"; the rest keep their defaults."""
+        recorded: dict[str, Any] = json.loads(path.read_text())["timing"]
+        unknown = set(recorded) - {field.name for field in fields(cls)}
+        if unknown:
+            raise NoDeviceError(f"{path.name} sets timing this version does not know: {', '.join(sorted(unknown))}")
+        return cls(**recorded)
+
+    @classmethod
+    def for_part(cls, part: Part) -> Timing:
+        """The part's recorded profile where there is one, the defaults otherwise."""
+        path = PROFILES / f"{part.name}.json"
+        return cls.load(path) if path.exists() else cls()
+
+    def save(self, path: Path, **about: object) -> None:
+        """Write a profile; `about` says where it was recorded (device, driver, date, error against the part)."""
+        path.write_text(json.dumps({**about, "timing": asdict(self)}, indent=2) + "\n")
