@@ -250,7 +250,7 @@ class _Reader:
         if not m:
             raise self.fail(f"{line!r}", loc)
         name, rest = m[2], m[3]
-        results = []
+        results: list[str] = []
         for group in (m[1] or "").split(", "):
             first, colon, count = group.partition(":")
             results += [f"{first}#{i}" for i in range(int(count))] if colon else [first] if first else []

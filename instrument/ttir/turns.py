@@ -15,7 +15,7 @@ from collections.abc import Callable
 from instrument.errors import LaunchError
 
 MAX_WAITING = 4096  # threads; more blocks than any GPU holds at once
-MAX_ROUNDS = 2000  # turns every waiting block gets while none of them finishes
+MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes
 
 
 class Worker:
