@@ -116,6 +116,8 @@ class SmModel:
 
     def stream(self, priority: int = 0) -> int:
         """A new stream; its handle."""
+        if abs(priority) > 100:
+            raise LaunchError(f"a stream priority of {priority}: choose one from -100 to 100")
         number = len(self._priorities)
         if number == len(self._s.stream):
             self._s = more_streams(self._s)

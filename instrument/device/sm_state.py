@@ -120,8 +120,8 @@ def more_commands(s: core.State, first: int, end: int) -> core.State:
 def unfinished_launches(s: core.State, first: int) -> NDArray[np.int64]:
     """Rows of the launches from handle `first` on that are not over, oldest first."""
     rows: NDArray[np.int64] = np.arange(first, int(s.g[core.NEXT])) & (len(s.ci) - 1)
-    rows = rows[(s.ci[rows, core.KIND] == core.LAUNCH) & (s.ci[rows, core.STATUS] < core.DONE)]
-    return rows
+    unfinished: NDArray[np.bool_] = (s.ci[rows, core.KIND] == core.LAUNCH) & (s.ci[rows, core.STATUS] < core.DONE)
+    return rows[unfinished]
 
 
 def who_waits(s: core.State, first: int) -> str:
