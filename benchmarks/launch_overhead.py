@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from common import save
 from kernels import add
+from rich.console import Console
+from rich.table import Table
 
 import paellapy as pp
 

@@ -10,21 +10,17 @@ the alternative: all blocks of the GPU on one counter, as Paella counts them.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kernels as bench_kernels
 import numpy as np
+from common import save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
-
-import kernels as bench_kernels
-from common import save
 
 import paellapy as pp
 from instrument import assemble
@@ -62,7 +58,7 @@ class Graph:
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
     compiled = launcher.compiled
-    shared = compiled.ptx.replace("mad.wide.u32 %paellapy_a, %paellapy_u, 64, %paellapy_a;", "")
+    shared = compiled.ptx.replace("mad.wide.u32 %paellapy_a, %paellapy_sm, 64, %paellapy_a;", "")
     assert shared != compiled.ptx
     source = compiled.source
     code = assemble.assemble(shared, source.arch, source.name, source.ptxas_options, source.ptxas_path)

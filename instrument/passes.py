@@ -7,7 +7,8 @@ Why the reports look as they do (H200, see docs/architecture.md):
 * Counters and rings are per SM. One word shared by all blocks costs 30–96 % on short blocks.
 * A trace record's slot is reserved by an atomic when the block starts, but its result is first needed when the block
   ends, so the round trip to L2 hides behind the kernel's own work.
-* Only thread 0 reports; the other threads run the kernel's own instructions plus one predicate.
+* Only thread 0 reports, behind a branch: reading special registers in every warp costs more than the branch does
+  (+4 % on a kernel of 2.5 µs). Other threads run the kernel's own instructions plus one predicate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Exits = Literal["auto", "barrier", "spare-barrier", "count-out"]
 
 _SPARE_BARRIER = 15
 _STATIC_SHARED_LIMIT = 48 * 1024
-_PARAM_LIMIT = 4096
+_STARTED, _ENDED, _TAIL = (field_offset(SM_LINE, n) for n in ("started", "ended", "tail"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,6 @@ class _Editor:
         if self.config.pointer_param is None:
             return ""
         return f"""
-	.reg .b64 %paellapy_desc, %paellapy_magic;
-	.reg .pred %paellapy_foreign;
 	ld.param.u64 %paellapy_desc, [{self._param}];
 	setp.eq.u64 %paellapy_foreign, %paellapy_desc, 0;
 	@%paellapy_foreign bra {skip};
@@ -154,33 +153,25 @@ class _Editor:
 	mov.b64 %paellapy_w, {%paellapy_u, %paellapy_t};"""
 
     def _line_address(self) -> str:
-        """%paellapy_a = this SM's line of counters."""
+        """%paellapy_a = the line of counters of SM %paellapy_sm."""
         return f"""{self._load("%paellapy_a", "lines")}
-	mov.u32 %paellapy_u, %smid;
-	mad.wide.u32 %paellapy_a, %paellapy_u, {SM_LINE.itemsize}, %paellapy_a;"""
+	mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;"""
 
     # -- start and end
 
     def _report_start_and_end(self, *, trace: bool) -> None:
         exits = self._choose_exits()
         self._redirect_exits()
-        counted = exits == "count-out"
-        start = self._trace_start() if trace else self._count(field_offset(SM_LINE, "started"))
-        end = self._trace_end(counted) if trace else self._count(field_offset(SM_LINE, "ended"))
-        declarations = """
-	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_start, %paellapy_slot;
-	.reg .b64 %paellapy_a, %paellapy_w;
-	.reg .pred %paellapy_other;"""
-        prologue = f"""{declarations}
+        self.entry.insert_prologue(f"""
+	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
+	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
+	.reg .pred %paellapy_other, %paellapy_foreign;
 	{self._thread_index_bits()}
 	setp.ne.u32 %paellapy_other, %paellapy_t, 0;
 	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
-	{start}
-$paellapy_started:"""
-        if counted:
-            prologue += self._count_out_begin()
-        self.entry.insert_prologue(prologue)
-        self.entry.insert_epilogue(self._epilogue(exits, end, trace))
+	{self._reserve_slot() if trace else self._count_start()}
+$paellapy_started:{self._count_out_begin() if exits == "count-out" else ""}""")
+        self.entry.insert_epilogue(self._epilogue(exits, trace))
 
     def _choose_exits(self) -> Exits:
         chosen = self.config.exits
@@ -224,33 +215,40 @@ $paellapy_started:"""
                 s.tokens = [*guard, Token(opcode.trivia, "bra"), Token(" ", "$paellapy_exit"), Token("", ";")]
                 s.opcode = "bra"
 
-    def _count(self, offset: int) -> str:
-        return f"""{self._weight()}
+    def _count_start(self) -> str:
+        return f"""mov.u32 %paellapy_sm, %smid;
+	{self._weight()}
 	{self._line_address()}
-	red.relaxed.gpu.global.add.u64 [%paellapy_a+{offset}], %paellapy_w;"""
+	red.relaxed.gpu.global.add.u64 [%paellapy_a+{_STARTED}], %paellapy_w;"""
 
-    def _trace_start(self) -> str:
+    def _reserve_slot(self) -> str:
         # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
-        return f"""{self._line_address()}
-	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{field_offset(SM_LINE, "tail")}], 1;
+        return f"""mov.u32 %paellapy_sm, %smid;
+	{self._line_address()}
+	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
 	mov.u32 %paellapy_start, %globaltimer_lo;"""
 
-    def _trace_end(self, counted: bool) -> str:
-        fetch = ""
-        if counted:  # the last thread out is rarely thread 0: slot and start time wait in shared memory
-            fetch = """ld.shared.u32 %paellapy_slot, [paellapy_out+4];
-	ld.shared.u32 %paellapy_start, [paellapy_out+8];
-	"""
-        return f"""{fetch}{self._load("%paellapy_v", "ring_mask")}
+    def _prepare_count(self) -> str:
+        return f"""{self._weight()}
+	{self._line_address()}"""
+
+    def _prepare_record(self) -> str:
+        """%paellapy_a = the record's place in this SM's ring, %paellapy_t = block, %paellapy_v = launch."""
+        return f"""{self._load("%paellapy_v", "ring_mask")}
 	and.b32 %paellapy_slot, %paellapy_slot, %paellapy_v;
 	add.u32 %paellapy_v, %paellapy_v, 1;
-	mov.u32 %paellapy_u, %smid;
-	mad.lo.u32 %paellapy_slot, %paellapy_u, %paellapy_v, %paellapy_slot;
+	mad.lo.u32 %paellapy_slot, %paellapy_sm, %paellapy_v, %paellapy_slot;
 	{self._load("%paellapy_a", "rings")}
 	mad.wide.u32 %paellapy_a, %paellapy_slot, {RING_RECORD.itemsize}, %paellapy_a;
-	{self._load("%paellapy_v", "launch")}
-	mov.u32 %paellapy_u, %globaltimer_lo;
-	st.global.v4.u32 [%paellapy_a], {{%paellapy_start, %paellapy_u, %paellapy_t, %paellapy_v}};"""
+	{self._linear_block()}
+	{self._load("%paellapy_v", "launch")}"""
+
+    @staticmethod
+    def _write_end(trace: bool) -> str:
+        if not trace:
+            return f"red.relaxed.gpu.global.add.u64 [%paellapy_a+{_ENDED}], %paellapy_w;"
+        return """mov.u32 %paellapy_u, %globaltimer_lo;
+	st.global.v4.u32 [%paellapy_a], {%paellapy_start, %paellapy_u, %paellapy_t, %paellapy_v};"""
 
     @staticmethod
     def _linear_block() -> str:
@@ -263,30 +261,33 @@ $paellapy_started:"""
 	mov.u32 %paellapy_v, %ctaid.x;
 	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, %paellapy_v;"""
 
-    def _epilogue(self, exits: Exits, end: str, trace: bool) -> str:
-        # The block's number is read while the block waits, so it costs nothing after the barrier.
-        prepare = self._linear_block() if trace else ""
-        guard = ""
-        if self.config.pointer_param is not None:
-            guard = "\n\t@%paellapy_foreign bra $paellapy_done;"
+    def _epilogue(self, exits: Exits, trace: bool) -> str:
+        prepare = self._prepare_record() if trace else self._prepare_count()
+        write = self._write_end(trace)
         if exits == "count-out":
+            fetch = "mov.u32 %paellapy_sm, %smid;"
+            if trace:  # the last thread out is rarely thread 0: slot and start time wait in shared memory
+                fetch += """
+	ld.shared.u32 %paellapy_slot, [paellapy_out+4];
+	ld.shared.u32 %paellapy_start, [paellapy_out+8];"""
             return f"""
-$paellapy_exit:{self._count_out_end(trace)}{guard}
+$paellapy_exit:{self._count_out_end(trace)}
+	{fetch}
 	{prepare}
-	{end}
+	{write}
 $paellapy_done:
 	ret;
 """
-        if exits == "spare-barrier":
-            wait = f"barrier.sync {_SPARE_BARRIER};"
-        else:
-            wait = "barrier.sync 0;"
+        foreign = "" if self.config.pointer_param is None else "\n\t@%paellapy_foreign bra $paellapy_wait;"
+        # Thread 0 works out where to write before the barrier, while it would wait for the slowest warp anyway.
         return f"""
 $paellapy_exit:
+	@%paellapy_other bra $paellapy_wait;{foreign}
 	{prepare}
-	{wait}
-	@%paellapy_other bra $paellapy_done;{guard}
-	{end}
+$paellapy_wait:
+	barrier.sync {_SPARE_BARRIER if exits == "spare-barrier" else 0};
+	@%paellapy_other bra $paellapy_done;{foreign.replace("wait", "done")}
+	{write}
 $paellapy_done:
 	ret;
 """
@@ -339,8 +340,8 @@ $paellapy_leaving:"""
         index = self._thread_index_bits("%paellapy_nt", "%paellapy_nu")
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_nt, %paellapy_nu;
-	.reg .b64 %paellapy_na, %paellapy_nw;
-	.reg .pred %paellapy_np;{tests}
+	.reg .b64 %paellapy_na, %paellapy_nw, %paellapy_desc, %paellapy_magic;
+	.reg .pred %paellapy_np, %paellapy_foreign;{tests}
 	{index}
 	setp.ne.u32 %paellapy_np, %paellapy_nt, 0;
 	@%paellapy_np bra $paellapy_notified;{self._guard_pointer("$paellapy_notified")}

@@ -115,7 +115,7 @@ class trace:
 
     def _facts(self) -> DeviceFacts:
         device = self._device
-        return DeviceFacts(device.title, device.sm_count, device.limits.warps, device.capability, versions())
+        return DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         session, self._device.session = self._device.session, None
@@ -139,5 +139,4 @@ class trace:
         marks = (Mark(self._begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
         decoded = decode(tails, rings, launches, marks)
         dropped = decoded.dropped + session.unreported
-        finished = Trace(decoded.blocks, launches, kernels, self._facts(), dropped, decoded.unfinished)
-        vars(self.result).update(vars(finished))
+        self.result.fill(decoded.blocks, launches, kernels, self._facts(), dropped, decoded.unfinished)

@@ -87,6 +87,7 @@ class Device(ABC):
     title: str  # the part's marketing name
     capability: tuple[int, int]
     sm_count: int
+    sm_ids: int  # SM numbers in reports are below this; on parts with SMs switched off it may exceed sm_count
     limits: SmLimits
     handlers: Handlers
     session: Any = None  # the active trace, if any

@@ -16,7 +16,7 @@ from instrument.compiled import Source
 from instrument.device.base import Device
 from instrument.device.cuda_launch import CudaLauncher
 from instrument.device.cuda_memory import CudaArray, CudaStream
-from instrument.device.driver import check, driver
+from instrument.device.driver import check, driver, fail, library
 from instrument.device.parts import limits_for_capability
 from instrument.errors import ArgumentError, NoDeviceError
 from instrument.passes import PassConfig
@@ -53,7 +53,7 @@ class CudaDevice(Device):
             raise NoDeviceError(f"there is no GPU 'cuda:{which}' here; there are {count}")
         self.index, self.name = index, f"cuda:{index}"
         self._device = check(cu.cuDeviceGet(index), "opening the GPU")
-        self.title = check(cu.cuDeviceGetName(128, self._device), "naming the GPU").rstrip(b"\0").decode()
+        self.title = check(cu.cuDeviceGetName(128, self._device), "naming the GPU").split(b"\0")[0].decode()
         attribute = cu.CUdevice_attribute
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
@@ -67,10 +67,12 @@ class CudaDevice(Device):
             {**SCALARS, CudaArray: self._cuda_array_handler(), np.ndarray: _refuse_numpy}, self._find_handler
         )
         self._pinned = self._allocate_pinned(16 + 8 * _NOTIFY_WORDS)
+        self._pinned_address = self._pinned.ctypes.data
         self._notified = 0
         self._probe = self._load_probe()
         self._clock_offset_ns = 0
         self.clock_ns()
+        # Switched-off SMs may leave holes in the numbering: rings are laid out by number.
         self.sm_ids = max(self.sm_count, int(self._pinned.view(np.uint32)[2]))
         self.lines = CudaArray(self, (self.sm_ids,), SM_LINE)
         self.zero(self.lines)
@@ -168,16 +170,17 @@ class CudaDevice(Device):
 
     def is_capturing(self, stream: int) -> bool:
         """Whether what is launched on `stream` goes into a CUDA graph instead of onto the GPU."""
-        cu = driver()
-        status = check(cu.cuStreamIsCapturing(stream), "asking for a capture")
-        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+        status = ctypes.c_int()
+        if code := library().cuStreamIsCapturing(stream, ctypes.byref(status)):
+            fail(code, "asking for a capture")
+        return status.value != 0  # CU_STREAM_CAPTURE_STATUS_NONE
 
-    def next_notify_word(self) -> NDArray[np.uint64]:
-        """A cleared word of pinned memory. Words are reused after 4096 launches."""
+    def next_notify_word(self) -> tuple[NDArray[np.uint64], int, int]:
+        """A cleared word of pinned memory: array, index and address. Words are reused after 4096 launches."""
         self._notified = (self._notified + 1) % _NOTIFY_WORDS
-        word = self._pinned[2 + self._notified : 3 + self._notified]
-        word[0] = 0
-        return word
+        index = 2 + self._notified
+        self._pinned[index] = 0
+        return self._pinned, index, self._pinned_address + 8 * index
 
     def counts(self) -> Records:
         lines = np.empty(self.sm_ids, SM_LINE)
@@ -221,9 +224,10 @@ class CudaDevice(Device):
     def clock_ns(self) -> int:
         cu = driver()
         self.activate()
-        address = self._pinned.ctypes.data
+        address = self._pinned_address
         before = time.perf_counter_ns()
-        check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, ((address,), (None,)), 0), "reading the clock")
+        params = ((address,), (ctypes.c_void_p,))
+        check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, params, 0), "reading the clock")
         check(cu.cuStreamSynchronize(0), "reading the clock")
         after = time.perf_counter_ns()
         now = int(self._pinned[0])

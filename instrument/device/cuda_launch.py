@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.compiled import Compiled
 from instrument.device.base import Launcher
@@ -22,6 +23,7 @@ _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
 _FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify"))
 
@@ -29,7 +31,7 @@ _FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "laun
 class _ParamBuffer:
     """One launch's parameters: the kernel's own, then the descriptor, and the `extra` array that points at them."""
 
-    __slots__ = ("bytes", "extra", "size")
+    __slots__ = ("address", "bytes", "extra", "size")
 
     def __init__(self, size: int) -> None:
         self.bytes = ctypes.create_string_buffer(size)
@@ -37,23 +39,24 @@ class _ParamBuffer:
         self.extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(self.bytes), _BUFFER_SIZE, ctypes.addressof(self.size), _END
         )
+        self.address = ctypes.addressof(self.extra) if size else None
 
 
 class Notification:
     """What a launch at level `notify` returns: set once its last block is on an SM."""
 
-    __slots__ = ("_word",)
+    __slots__ = ("_index", "_words")
 
-    def __init__(self, word: Any) -> None:
-        self._word = word
+    def __init__(self, words: NDArray[np.uint64], index: int) -> None:
+        self._words, self._index = words, index
 
     @property
     def time_ns(self) -> int:
         """When the last block started, on the device's clock; 0 before that."""
-        return int(self._word[0])
+        return int(self._words[self._index])
 
     def __bool__(self) -> bool:
-        return bool(self._word[0])
+        return bool(self._words[self._index])
 
 
 class CudaLauncher(Launcher):
@@ -97,7 +100,7 @@ class CudaLauncher(Launcher):
         self._allowed_shared = max(nbytes, _DEFAULT_SHARED_LIMIT)
 
     def _new_buffer(self) -> _ParamBuffer:
-        buffer = _ParamBuffer(max(self._size, 1))
+        buffer = _ParamBuffer(self._size)
         if self.compiled.config.changes_anything:
             rings = self.device.rings
             descriptor = np.zeros((), DESCRIPTOR)
@@ -148,17 +151,17 @@ class CudaLauncher(Launcher):
             _SLICE.pack_into(buffer.bytes, self._descriptor_at + _FIRST, first, gx, gy, gz)
         if self._trace:
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
-            struct.pack_into("<I", buffer.bytes, self._descriptor_at + _LAUNCH, launch)
+            _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
         elif self._notify:
-            word = device.next_notify_word()
-            notification = Notification(word)
-            struct.pack_into("<Q", buffer.bytes, self._descriptor_at + _NOTIFY, word.ctypes.data)
+            words, index, address = device.next_notify_word()
+            notification = Notification(words, index)
+            _QWORD.pack_into(buffer.bytes, self._descriptor_at + _NOTIFY, address)
         if self._sliced:
             gx, gy, gz = count, 1, 1
         if self._special:
             status = self._launch_special((gx, gy, gz), (bx, by, bz), shared_bytes, stream, buffer)
         else:
-            extra = ctypes.addressof(buffer.extra)
+            extra = buffer.address
             status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
             if status == _INVALID_CONTEXT:
                 device.activate()
@@ -201,5 +204,4 @@ class CudaLauncher(Launcher):
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        extra = ctypes.addressof(buffer.extra)
-        return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), 0, extra)[0])
+        return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), 0, buffer.address or 0)[0])

@@ -41,6 +41,8 @@ def library() -> Any:
     u32, ptr = ctypes.c_uint, ctypes.c_void_p
     lib.cuLaunchKernel.argtypes = [ptr, u32, u32, u32, u32, u32, u32, u32, ptr, ptr, ptr]
     lib.cuLaunchKernel.restype = ctypes.c_int
+    lib.cuStreamIsCapturing.argtypes = [ptr, ptr]
+    lib.cuStreamIsCapturing.restype = ctypes.c_int
     return lib
 
 
