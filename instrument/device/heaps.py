@@ -78,39 +78,45 @@ def heap_pop(keys: Floats, ids: Ints, base: int, count: int) -> None:
 
 
 @inlined
-def tree_set(keys: Floats, winners: Ints, leaf: int, key: float) -> None:
-    """Change one key; `winners[1]` is then the leaf with the least key, the lowest leaf on a tie."""
-    keys[leaf] = key
-    node = (leaf + keys.shape[0]) >> 1
-    while node >= 1:
-        a = winners[2 * node]
-        b = winners[2 * node + 1]
-        winner = a if keys[a] <= keys[b] else b
-        if winners[node] == winner and winner != leaf:
-            break
-        winners[node] = winner
+def tree_set(keys: Floats, leaf: int, key: float) -> None:
+    """Change one leaf's key; `keys[1]` is then the least of all."""
+    node = leaf + keys.shape[0] // 2
+    keys[node] = key
+    while node > 1:
         node >>= 1
+        a = keys[2 * node]
+        b = keys[2 * node + 1]
+        least = a if a <= b else b
+        if keys[node] == least:
+            break
+        keys[node] = least
 
 
 @inlined
-def tree_rebuild(keys: Floats, winners: Ints) -> None:
-    for node in range(keys.shape[0] - 1, 0, -1):
-        a = winners[2 * node]
-        b = winners[2 * node + 1]
-        winners[node] = a if keys[a] <= keys[b] else b
+def tree_first(keys: Floats) -> int:
+    """The leaf with the least key, the lowest on a tie."""
+    width: int = keys.shape[0] // 2
+    node = 1
+    while node < width:
+        node *= 2
+        if keys[node] > keys[node + 1]:
+            node += 1
+    return node - width
 
 
-def new_tree(leaves: int) -> tuple[Floats, Ints]:
-    """Keys (all infinite) and winners of a tree with room for `leaves`.
+@inlined
+def tree_rebuild(keys: Floats) -> None:
+    """Make the tree true after its leaves, the upper half of `keys`, were written directly."""
+    for node in range(keys.shape[0] // 2 - 1, 0, -1):
+        a = keys[2 * node]
+        b = keys[2 * node + 1]
+        keys[node] = a if a <= b else b
 
-    >>> keys, winners = new_tree(3)
-    >>> len(keys), int(winners[1])
-    (4, 0)
+
+def new_tree(leaves: int) -> Floats:
+    """A tree with room for this many leaves, all at infinity.
+
+    >>> len(new_tree(3))
+    8
     """
-    width = 1 << max(1, leaves - 1).bit_length()
-    winners = np.zeros(2 * width, np.int64)
-    first = np.arange(width)
-    while len(first) > 0:  # all keys tie, so each node's winner is the first leaf below it
-        winners[len(first) : 2 * len(first)] = first
-        first = first[::2] if len(first) > 1 else first[:0]
-    return np.full(width, np.inf), winners
+    return np.full(2 << max(1, leaves - 1).bit_length(), np.inf)

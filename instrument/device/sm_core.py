@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import Floats, Ints, compiled, heap_pop, heap_push, inlined, tree_rebuild, tree_set
+from instrument.device.heaps import (
+    Floats,
+    Ints,
+    compiled,
+    heap_pop,
+    heap_push,
+    inlined,
+    tree_first,
+    tree_rebuild,
+    tree_set,
+)
 
 INF = np.inf
 MEMORY, FP32, TENSOR = 0, 1, 2
@@ -97,8 +107,7 @@ class State(NamedTuple):
     heap: Floats
     heap_id: Ints
     clock: Floats
-    tree_key: Floats
-    tree: Ints
+    tree: Floats
     trace: NDArray[Any]  # BLOCK
     lines: NDArray[Any]  # SM_LINE
 
@@ -111,10 +120,10 @@ def pool_rekey(s: State, r: int, sm: int) -> None:
     """Bring the SM's share up to the pool's clock; then say at which clock its next block is served."""
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
     if s.pool_n[r, sm] == 0:
-        tree_set(s.tree_key[r], s.tree[r], sm, INF)
+        tree_set(s.tree[r], sm, INF)
     else:
         left = (s.heap[base] - s.pool[r, sm, P_SERVED]) * s.pool[r, sm, P_WEIGHT]
-        tree_set(s.tree_key[r], s.tree[r], sm, s.clock[r, C_CLOCK] + max(left, 0.0))
+        tree_set(s.tree[r], sm, s.clock[r, C_CLOCK] + max(left, 0.0))
 
 
 @inlined
@@ -300,15 +309,15 @@ def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
     if s.g[FP_THREADS] != threads or s.g[FP_REGISTERS] != registers or s.g[FP_SHARED] != shared:
         s.g[FP_THREADS], s.g[FP_REGISTERS], s.g[FP_SHARED] = threads, registers, shared
         for sm in range(s.free.shape[0]):
-            s.tree_key[PLACE_TREE, sm] = load(s, sm, threads, registers, shared)
-        tree_rebuild(s.tree_key[PLACE_TREE], s.tree[PLACE_TREE])
+            s.tree[PLACE_TREE, s.tree.shape[1] // 2 + sm] = load(s, sm, threads, registers, shared)
+        tree_rebuild(s.tree[PLACE_TREE])
         for k in range(s.g[DIRTY_N]):
             s.dirty[1, s.dirty[0, k]] = 0
     else:
         for k in range(s.g[DIRTY_N]):
             sm = s.dirty[0, k]
             s.dirty[1, sm] = 0
-            tree_set(s.tree_key[PLACE_TREE], s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+            tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
     s.g[DIRTY_N] = 0
 
 
@@ -318,11 +327,11 @@ def place_one(s: State, handle: int) -> bool:
     i = handle & (s.ci.shape[0] - 1)
     threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
     refresh_tree(s, threads, registers, shared)
-    sm = s.tree[PLACE_TREE, 1]
-    if s.tree_key[PLACE_TREE, sm] == INF:
+    if s.tree[PLACE_TREE, 1] == INF:
         return False
+    sm = tree_first(s.tree[PLACE_TREE])
     start_block(s, handle, sm)
-    tree_set(s.tree_key[PLACE_TREE], s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+    tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
     return True
 
 
@@ -549,7 +558,7 @@ def link_new(s: State) -> None:
 def pool_due(s: State, r: int) -> float:
     if s.clock[r, C_ACTIVE] == 0.0:
         return INF
-    due: float = s.t[CLOCKS_AT] + (s.tree_key[r, s.tree[r, 1]] - s.clock[r, C_CLOCK]) / s.clock[r, C_RATE]
+    due: float = s.t[CLOCKS_AT] + (s.tree[r, 1] - s.clock[r, C_CLOCK]) / s.clock[r, C_RATE]
     return due
 
 
@@ -572,7 +581,7 @@ def advance(s: State, at: float) -> None:
     """Move the time and the pools' clocks; a clock whose next completion is due stands exactly there."""
     for r in range(POOLS):
         if s.clock[r, C_ACTIVE] > 0.0:
-            key = s.tree_key[r, s.tree[r, 1]]
+            key = s.tree[r, 1]
             if pool_due(s, r) <= at:
                 s.clock[r, C_CLOCK] = key
             else:
@@ -598,8 +607,8 @@ def step(s: State, at: float) -> None:
         else:
             finish_work(s, s.stream[identity - slots - s.queue.shape[0], S_CURRENT])
     for r in range(POOLS):
-        while s.clock[r, C_ACTIVE] > 0.0 and s.tree_key[r, s.tree[r, 1]] <= s.clock[r, C_CLOCK]:
-            pool_serve(s, r, s.tree[r, 1])
+        while s.clock[r, C_ACTIVE] > 0.0 and s.tree[r, 1] <= s.clock[r, C_CLOCK]:
+            pool_serve(s, r, tree_first(s.tree[r]))
     drain_todo(s)
     while s.g[READY_N] > 0 and s.g[ACTIVE] < s.g[GRID_LIMIT] and s.t[FRONT_FREE] <= at:
         handle = s.ready_id[0]

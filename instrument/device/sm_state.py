@@ -26,7 +26,6 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     t[core.LAUNCH_NS], t[core.JITTER] = timing.launch_ns, timing.jitter
     t[core.KERNEL_GAP], t[core.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
     t[core.GRID_ISSUE], t[core.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
-    trees = [new_tree(n) for _ in range(core.POOLS + 1)]
     if lines is None:
         lines = np.zeros(n, SM_LINE)
     elif lines.dtype != SM_LINE or lines.shape != (n,):
@@ -61,8 +60,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         heap=np.zeros(core.POOLS * slots),
         heap_id=np.zeros(core.POOLS * slots, np.int64),
         clock=_clocks(part, timing),
-        tree_key=np.stack([keys for keys, _ in trees]),
-        tree=np.stack([winners for _, winners in trees]),
+        tree=np.stack([new_tree(n)] * (core.POOLS + 1)),
         trace=np.zeros(1024, BLOCK),
         lines=lines,
     )
