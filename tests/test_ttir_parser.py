@@ -17,7 +17,7 @@ TEXT = r"""
 #loc5 = loc("/py/triton/language/standard.py":43:13)
 #loc9 = loc("x"(#loc))
 module attributes {tt.note = "}"} {
-  tt.func public @k(%x: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("x"(#loc)), %n: i32 loc("n"(#loc))) attributes {a = 0} {
+  tt.func public @k(%x: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("x"(#loc)), %n: i32 loc("n"(#loc))) {
     %cst = arith.constant dense<[1, -2, 3, 4]> : tensor<4xi32> loc(#loc1)
     %off = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc3)
     %0 = tt.splat %x : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>> loc(#loc3)

@@ -313,10 +313,10 @@ def dot(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     a, b = op.in_types[:2]
     low.facts.dot_dtype = low.facts.dot_dtype or a.element.name
     result = op.out_types[0]
-    fn = reduction.dot(a.shape, b.shape, not a.element.is_float, result.element.compute)
+    product = reduction.Dot(a.shape, b.shape, not a.element.is_float, result.element.compute)
     flops = 2 * result.size * a.shape[-1]
     (out,) = outs
-    fn = ew.rounded(fn, result.element)
+    fn = ew.rounded(product, result.element)
 
     def run(active: Active, slots: Slots) -> None:
         slots[out] = active.machine.call(fn, *[slots[i] for i in args])

@@ -7,6 +7,7 @@ compiled loop, and a gather or scatter over an index array. Bounds are checked h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from instrument.ttir.types import Array, Element, decode, encode
 from instrument.ttir.values import is_array
 
 MIN_RUN = 4  # elements per run below which an index array is as quick
+MAX_KEPT = 1 << 20  # addresses of one load kept for joining it with others
+
+Shape = tuple[int, ...]
+Runs = tuple[Array, Array, Array, Shape]
 
 
 def reinterpret(flat: Array, element: Element) -> Array:
@@ -41,10 +46,8 @@ def _affine(offset: Array) -> tuple[int, tuple[int, ...]] | None:
     return (start, tuple(strides)) if bool((offset == expected).all()) else None
 
 
-def _collapse(offset: Array, mask: Array | None, other: Any) -> tuple[Array, Array | None]:
+def _collapse(offset: Array, mask: Array | None) -> tuple[Array, Array | None]:
     """Drop axes along which neither address nor mask changes: every block that loads the same tile shares one."""
-    if is_array(other) and other.ndim and max(other.shape) > 1:
-        return offset, mask
     for axis in range(offset.ndim):
         first = (slice(None),) * axis + (slice(0, 1),)
         if offset.shape[axis] > 1 and bool((offset == offset[first]).all()):
@@ -55,7 +58,7 @@ def _collapse(offset: Array, mask: Array | None, other: Any) -> tuple[Array, Arr
     return offset, mask
 
 
-def _runs(offset: Array, mask: Array | None) -> tuple[Array, Array, Array, tuple[int, ...]] | None:
+def _runs(offset: Array, mask: Array | None) -> Runs | None:
     """(memory start, tile start, length) of every stretch of consecutive elements, after moving the best axis last."""
     best, order = -1.0, tuple(range(offset.ndim))
     for axis in range(offset.ndim):
@@ -82,10 +85,25 @@ def _runs(offset: Array, mask: Array | None) -> tuple[Array, Array, Array, tuple
     return flat[starts].astype(np.int64), starts.astype(np.int64), (ends - starts).astype(np.int64), order
 
 
-def load_plan(
-    offset: Any, mask: Any, other: Any, element: Element, size: int, site: Site, fragile: bool
-) -> Callable[[Array], Any]:
-    """A function from flat memory to the loaded value. `fragile`: memory may change before the value is used."""
+@dataclass(slots=True)
+class StaticLoad:
+    """A load whose addresses are known: distinct tiles are read once and handed to the blocks that want them."""
+
+    read: Callable[[Array], Any]
+    rows: Array | None  # which tile each block gets; None: as they come
+    element: Element
+    fill: Any
+    fragile: bool
+    offset: Array | None = None  # kept for products (see products.py) until the tape is compiled
+    mask: Array | None = None
+
+    def __call__(self, flat: Array) -> Any:
+        tiles = self.read(flat)
+        return tiles if self.rows is None else tiles[self.rows]
+
+
+def load_plan(offset: Any, mask: Any, other: Any, element: Element, size: int, site: Site, fragile: bool) -> StaticLoad:
+    """How to load at these addresses. `fragile`: memory may change before the value is used."""
     rank = 1 + len(site.shape)
     offset = offset if is_array(offset) else np.asarray(offset).reshape((1,) * rank)
     if mask is not None and not is_array(mask):
@@ -94,24 +112,64 @@ def load_plan(
     if mask is not None:
         offset, mask = np.broadcast_arrays(offset, mask)
     memory.check(offset, mask, size, site)
-    offset, mask = _collapse(offset, mask, other)
     if mask is not None and bool(mask.all()):
         mask = None
+    rows = None
+    if not _varies(fill):
+        fill = np.asarray(fill, element.compute).reshape(-1)[0]
+        offset, mask = _collapse(offset, mask)
+        offset, mask, rows = _distinct(offset, mask)
+    keep = fragile and not element.narrow
+    load = StaticLoad(reader(offset, mask, fill, element, keep), rows, element, fill, fragile)
+    if not fragile and rank == 3 and offset.size <= MAX_KEPT and not _varies(fill):
+        load.offset, load.mask = offset, mask
+    return load
+
+
+def _varies(fill: Any) -> bool:
+    return is_array(fill) and fill.ndim > 0 and max(fill.shape) > 1
+
+
+def _distinct(offset: Array, mask: Array | None) -> tuple[Array, Array | None, Array | None]:
+    """The distinct tiles among the blocks' tiles, and which one each block has; unchanged where few are shared."""
+    nb = offset.shape[0]
+    if nb < 4 or offset.ndim < 2:
+        return offset, mask, None
+    flat = offset.reshape(nb, -1)
+    weights = np.random.default_rng(1).integers(1, 2**62, flat.shape[1])
+    digest: Array = flat @ weights  # wraps around; equal tiles agree, and what agrees is compared below
+    if mask is not None:
+        digest = digest + mask.reshape(nb, -1) @ weights[::-1]
+    _, first, rows = np.unique(digest, return_index=True, return_inverse=True)
+    if 2 * len(first) > nb:
+        return offset, mask, None
+    order = np.argsort(first)  # tiles in the order in which blocks first want them
+    first, rows = first[order], np.argsort(order)[rows]
+    if not bool((offset[first[rows]] == offset).all()):
+        return offset, mask, None
+    if mask is not None and not bool((mask[first[rows]] == mask).all()):
+        return offset, mask, None
+    return offset[first], None if mask is None else mask[first], rows
+
+
+def reader(
+    offset: Array, mask: Array | None, fill: Any, element: Element, copy: bool = False
+) -> Callable[[Array], Any]:
+    """A function from flat memory to the values at `offset`, `fill` where masked; `copy`: never a view of memory."""
     if mask is not None and not mask.any():
         return lambda flat: fill
     shape, storage = offset.shape, element.storage
     if mask is None and (affine := _affine(offset)) is not None:
         start, steps = affine
         start_bytes, strides = start * element.size, tuple(s * element.size for s in steps)
-        keep = fragile and not element.narrow
 
         def view(flat: Array) -> Any:
             window = np.ndarray(shape, storage, flat, start_bytes, strides)
-            return window.copy() if keep else decode(window, element)
+            return window.copy() if copy else decode(window, element)
 
         return view
     if (runs := _runs(offset, mask)) is not None:
-        return _run_load(runs, shape, mask, fill, element)
+        return _run_reader(runs, shape, mask, fill, element)
     if mask is None:
         index = np.ascontiguousarray(offset)
         return lambda flat: decode(flat.take(index), element)
@@ -123,29 +181,23 @@ def load_plan(
         np.copyto(value, fill, where=hidden)
         return value
 
-    if is_array(fill) and fill.ndim and max(fill.shape) > 1:
-        return lambda flat: np.where(mask, decode(flat.take(index), element), fill)
-    return masked
+    return masked if not _varies(fill) else lambda flat: np.where(mask, decode(flat.take(index), element), fill)
 
 
-def _run_load(
-    runs: tuple[Array, Array, Array, tuple[int, ...]],
-    shape: tuple[int, ...],
-    mask: Array | None,
-    fill: Any,
-    element: Element,
-) -> Callable[[Array], Any]:
+def _run_reader(runs: Runs, shape: Shape, mask: Array | None, fill: Any, element: Element) -> Callable[[Array], Any]:
     source, target, length, order = runs
     moved = tuple(shape[a] for a in order)
     back = tuple(int(i) for i in np.argsort(order))
     storage, bits = element.storage, element.bits
-    varying = is_array(fill) and fill.ndim > 0 and max(fill.shape) > 1
-    raw_fill = (
-        None if mask is None or varying else encode(np.asarray(fill, element.compute), element).view(bits).ravel()[0]
-    )
+    varying = mask is not None and _varies(fill)
+    raw_fill = None
+    if mask is not None and not varying:
+        raw_fill = encode(np.asarray(fill, element.compute), element).view(bits).ravel()[0]
 
     def load(flat: Array) -> Any:
-        raw = np.empty(moved, bits) if raw_fill is None else np.full(moved, raw_fill, bits)
+        raw = np.empty(moved, bits)
+        if raw_fill is not None:
+            raw.fill(raw_fill)
         native.copy_runs(flat.view(bits), raw.reshape(-1), source, target, length)
         value = decode(raw.view(storage).transpose(back), element)
         return np.where(mask, value, fill) if mask is not None and varying else value

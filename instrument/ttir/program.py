@@ -12,7 +12,7 @@ import numpy as np
 
 from instrument.errors import ArgumentError, LaunchError
 from instrument.ttir import access, builders, code  # noqa: F401  (they register the translations)
-from instrument.ttir.arguments import Bound, bind
+from instrument.ttir.arguments import Bound, Signature
 from instrument.ttir.lower import Facts, Lowering
 from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
 from instrument.ttir.parser import Module, parse
@@ -50,8 +50,8 @@ class TtirProgram:
         lowering = Lowering(module, kernel)
         self._entry = lowering.program()
         self.facts: Facts = lowering.facts
-        self._types = [t for _, t in module.entry.args]
-        self._names = [name.removeprefix("%") for name, _ in module.entry.args]
+        names = [name.removeprefix("%") for name, _ in module.entry.args]
+        self._signature = Signature(kernel, [t for _, t in module.entry.args], names, self.facts.written)
         self._tapes: OrderedDict[Any, Recorded] = OrderedDict()
         self._tape_bytes = 0
         self._lock = Lock()
@@ -81,17 +81,19 @@ class TtirProgram:
         with the same scalars, shapes and blocks, and the rest replayed from then on; `record=False` turns that off.
         """
         shape = _grid(grid, self.kernel)
-        bound = bind(self.kernel, args, self._types, self._names, self.facts.written)
+        bound = self._signature.bind(args)
         ids = _block_ids(blocks, shape, self.kernel)
+        if not len(ids):
+            return np.zeros(0, COST_DTYPE)
         size = max(1, CHUNK_ELEMENTS // self.facts.tile)
-        cost = np.zeros((len(ids), 4), np.int64)
         with np.errstate(all="ignore"):
             if self.facts.serial:
-                self._take_turns(bound, shape, ids, cost)
-                return cost.view(COST_DTYPE).reshape(-1)
-            for low in range(0, len(ids), size):
-                part = ids[low : low + size]
-                cost[low : low + size] = self._chunk(bound, shape, part, record)
+                cost = self._take_turns(bound, shape, ids)
+            elif len(ids) <= size:
+                cost = self._chunk(bound, shape, ids, record)
+            else:
+                parts = [ids[low : low + size] for low in range(0, len(ids), size)]
+                cost = np.concatenate([self._chunk(bound, shape, part, record) for part in parts])
         return cost.view(COST_DTYPE).reshape(-1)
 
     def _chunk(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, record: bool) -> Array:
@@ -116,8 +118,9 @@ class TtirProgram:
         known.replay(bound.buffers.flat, cost)
         return cost
 
-    def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, cost: Array) -> None:
+    def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
         """Blocks that wait for each other run one by one."""
+        cost = np.zeros((len(ids), 4), np.int64)
 
         def body(row: int) -> Callable[[Callable[[], None]], None]:
             def run(give_way: Callable[[], None]) -> None:
@@ -128,6 +131,7 @@ class TtirProgram:
             return run
 
         take_turns(self.kernel, [body(row) for row in range(len(ids))])
+        return cost
 
     def _remember(self, key: Any, recorded: Recorded) -> None:
         with self._lock:
@@ -148,7 +152,7 @@ class TtirProgram:
         linear, (gx, gy, _) = machine.ids, machine.grid
         pid = (linear % gx, linear // gx % gy, linear // (gx * gy))
         active = Active(machine, np.arange(len(linear)), tuple(_uniform(p.astype(np.int32)) for p in pid))
-        code.call(self._entry, active, bound.values)
+        code.call(self._entry, active, self._signature.values(bound))
         active.settle()
         return machine.cost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -150,23 +151,31 @@ def scan_general(combine: Combine, axis: int, shape: tuple[int, ...], reverse: b
     return run
 
 
-def dot(a_shape: tuple[int, ...], b_shape: tuple[int, ...], integer: bool, dtype: Any) -> Callable[..., Any]:
+@dataclass(slots=True, frozen=True)
+class Dot:
     """Matrix product plus accumulator, in float32 at least (tf32 is not emulated); integers in float64, exactly."""
 
-    def run(a: Any, b: Any, c: Any) -> Any:
-        a, b = full(a, a_shape), full(b, b_shape)
-        if integer:
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    integer: bool
+    dtype: np.dtype[Any]
+
+    def __call__(self, a: Any, b: Any, c: Any) -> Any:
+        a, b = full(a, self.a_shape), full(b, self.b_shape)
+        if self.integer:
             a, b = a.astype(np.float64), b.astype(np.float64)
         if b.ndim == 3 and b.shape[0] == 1 and a.shape[0] > 1:  # one right side for all blocks: one large product
-            r = (a.reshape(-1, a_shape[1]) @ b[0]).reshape(a.shape[0], a_shape[0], b_shape[1])
+            r = (a.reshape(-1, self.a_shape[1]) @ b[0]).reshape(a.shape[0], self.a_shape[0], self.b_shape[1])
         else:
             r = a @ b
-        r = r.astype(dtype, copy=False)
-        if not is_array(c):
-            return r if c == 0 else r + c
-        if c.shape[0] > r.shape[0]:
-            return r + c
-        r += c
-        return r
+        return accumulate(r.astype(self.dtype, copy=False), c)
 
-    return run
+
+def accumulate(r: Any, c: Any) -> Any:
+    """r + c, in r's own memory where it has room for the result."""
+    if not is_array(c):
+        return r if c == 0 else r + c
+    if c.shape[0] > r.shape[0]:
+        return r + c
+    r += c
+    return r

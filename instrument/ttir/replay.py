@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.plans import ViewStore, reinterpret
+from instrument.ttir.plans import StaticLoad, ViewStore, reinterpret
+from instrument.ttir.products import join_products
 from instrument.ttir.tape import COST, BufferRef, Entry, Ref, Replay
 from instrument.ttir.types import Element
 
 
 def compile_tape(entries: list[Entry], declared: Sequence[Element | None]) -> Replay:
     """The function `replay(flat arguments, cost table)`. Entries nobody needs are left out."""
+    entries = join_products(entries)
+    for entry in entries:
+        if isinstance(entry.fn, StaticLoad):
+            entry.fn.offset = entry.fn.mask = None
     live: set[int] = set()
     kept: list[tuple[Entry, list[int]]] = []  # with the values that are read there for the last time
     for entry in reversed(entries):

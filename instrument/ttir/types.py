@@ -21,39 +21,35 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One scalar type. `memory`: dtype in arrays; `compute`: while evaluating; `limit`: clamp before narrowing."""
+    """One scalar type."""
 
     name: str
-    memory: np.dtype[Any]
-    compute: np.dtype[Any]
-    limit: float | None = None
-
-    @property
-    def is_float(self) -> bool:
-        return self.name[0] in "fb"
-
-    @property
-    def size(self) -> int:
-        return self.memory.itemsize
-
-    @property
-    def narrow(self) -> bool:
-        """Computed in a wider type than it is stored in."""
-        return self.is_float and self.memory != self.compute
-
-    @property
-    def storage(self) -> np.dtype[Any]:
-        """`memory`, or plain bits where NumPy has no such type itself (take and buffers are slow or refused there)."""
-        return self.bits if self.memory.num > 23 else self.memory  # ml_dtypes' type numbers start beyond NumPy's own
-
-    @property
-    def bits(self) -> np.dtype[Any]:
-        """Unsigned integer of the same size."""
-        return np.dtype(f"u{self.size}")
+    memory: np.dtype[Any]  # in the user's arrays
+    compute: np.dtype[Any]  # while evaluating
+    storage: np.dtype[Any]  # in flat memory: `memory`, or plain bits where NumPy itself has no such type
+    bits: np.dtype[Any]  # unsigned integer of the same size
+    size: int
+    is_float: bool
+    narrow: bool  # computed in a wider type than it is stored in
+    limit: float | None  # largest number, where narrowing saturates
 
 
 def _element(name: str, memory: Any, compute: Any = None, limit: float | None = None) -> Element:
-    return Element(name, np.dtype(memory), np.dtype(compute if compute is not None else memory), limit)
+    stored = np.dtype(memory)
+    wide = np.dtype(memory if compute is None else compute)
+    bits = np.dtype(f"u{stored.itemsize}")
+    own = stored.num <= np.dtype(np.float16).num  # ml_dtypes' type numbers lie beyond NumPy's own
+    return Element(
+        name,
+        stored,
+        wide,
+        stored if own else bits,
+        bits,
+        stored.itemsize,
+        stored.kind == "f" or not own,
+        wide != stored,
+        limit,
+    )
 
 
 # NVIDIA's conversions to fp8 saturate (cvt.rn.satfinite); ml_dtypes would give NaN or infinity.
