@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from instrument.errors import ArgumentError
+from instrument.ttir.conversion import rounder
 from instrument.ttir.machine import Buffers
-from instrument.ttir.types import Array, Element, Type, rounder
+from instrument.ttir.types import Array, Element, Type
 from instrument.ttir.values import Ptr
 
 

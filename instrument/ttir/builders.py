@@ -10,10 +10,11 @@ import numpy as np
 from instrument.ttir import elementwise as ew
 from instrument.ttir import libdevice, reduction, shapes
 from instrument.ttir.code import Code, Run, Slots
+from instrument.ttir.conversion import rounder
 from instrument.ttir.lower import Lowering, builds, pure
 from instrument.ttir.machine import Active, Machine
 from instrument.ttir.parser import Op, walk
-from instrument.ttir.types import Type, rounder
+from instrument.ttir.types import Type
 from instrument.ttir.values import Ptr, is_array
 
 Ints = tuple[int, ...]

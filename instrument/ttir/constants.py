@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.types import ELEMENTS, Element, Type, decode
+from instrument.ttir.conversion import decode
+from instrument.ttir.types import ELEMENTS, Element, Type
 
 _NUMBER = re.compile(r"[-+]?(?:0x[0-9A-Fa-f]+|[\w.]+(?:[eE][-+]\d+)?)")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.types import Element, decode, encode, narrowed, rounder
+from instrument.ttir.conversion import decode, encode, narrowed, rounder
+from instrument.ttir.types import Element
 from instrument.ttir.values import is_array
 
 Function = Callable[..., Any]

@@ -9,7 +9,8 @@ import numpy as np
 
 from instrument.errors import LaunchError, OutOfBoundsError
 from instrument.ttir import native
-from instrument.ttir.types import Array, Element, decode, encode
+from instrument.ttir.conversion import decode, encode
+from instrument.ttir.types import Array, Element
 from instrument.ttir.values import is_array
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numba import njit
 
 if TYPE_CHECKING:
@@ -65,3 +66,46 @@ def compare_and_swap(memory: Any, index: Any, expected: Any, value: Any, old: An
         old[i] = memory[at]
         if memory[at] == expected[i]:
             memory[at] = value[i]
+
+
+# float16 and back. NumPy converts element by element (1.5 and 3 ns); these loops are vectorised by the compiler.
+
+_ONE_HALF = np.uint32(0x3F000000)  # 0.5, whose last bit is worth 2**-24: float16's smallest subnormal
+_SMALLEST_NORMAL = np.uint32(0x38800000)  # 2**-14
+_TOO_LARGE = np.uint32(0x47800000)  # 2**16
+_INFINITY = np.uint32(0x7F800000)
+_REBIAS = np.uint32(112 << 23)  # between the exponents' biases, 127 - 15
+
+
+@jit
+def to_half(value: Any, bits: Any, out: Any) -> None:
+    """out = value as float16 bits, to nearest even; `bits` is `value` seen as uint32."""
+    for i in range(out.size):
+        u = np.uint32(bits[i] & np.uint32(0x7FFFFFFF))
+        sign = (bits[i] >> np.uint32(16)) & np.uint32(0x8000)
+        odd = np.uint32((u >> np.uint32(13)) & np.uint32(1))
+        normal = np.uint32(np.uint32(u + np.uint32(0xFFF) + odd - _REBIAS) >> np.uint32(13))
+        special = np.uint32(0x7E00) if u > _INFINITY else np.uint32(0x7C00)
+        tiny = np.float32(abs(value[i]) + np.float32(0.5)).view(np.uint32) - _ONE_HALF
+        magnitude = special if u >= _TOO_LARGE else (tiny if u < _SMALLEST_NORMAL else normal)
+        out[i] = np.uint16(sign | magnitude)
+
+
+@jit
+def from_half(half: Any, out: Any) -> None:
+    """out (float32 seen as uint32) = float16 bits."""
+    for i in range(out.size):
+        h = np.uint32(half[i])
+        exponent = h & np.uint32(0x7C00)
+        shifted = np.uint32((h & np.uint32(0x7FFF)) << np.uint32(13))
+        # Scaling by 2**112 moves the exponent and normalises subnormals in one exact step.
+        scaled = np.float32(shifted.view(np.float32) * np.float32(2.0**112)).view(np.uint32)
+        magnitude = (shifted | _INFINITY) if exponent == np.uint32(0x7C00) else scaled
+        out[i] = magnitude | ((h & np.uint32(0x8000)) << np.uint32(16))
+
+
+@jit
+def look_up(table: Any, index: Any, out: Any) -> None:
+    """out = table[index] for one-byte indices."""
+    for i in range(out.size):
+        out[i] = table[index[i]]

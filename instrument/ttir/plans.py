@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from instrument.ttir import memory, native
+from instrument.ttir.conversion import decode, encode
 from instrument.ttir.memory import Site
-from instrument.ttir.types import Array, Element, decode, encode
+from instrument.ttir.types import Array, Element
 from instrument.ttir.values import is_array
 
 MIN_RUN = 4  # elements per run below which an index array is as quick
@@ -199,7 +200,7 @@ def _run_reader(runs: Runs, shape: Shape, mask: Array | None, fill: Any, element
         if raw_fill is not None:
             raw.fill(raw_fill)
         native.copy_runs(flat.view(bits), raw.reshape(-1), source, target, length)
-        value = decode(raw.view(storage).transpose(back), element)
+        value = decode(raw.view(storage), element).transpose(back)
         return np.where(mask, value, fill) if mask is not None and varying else value
 
     return load

@@ -8,7 +8,6 @@ correctly rounded one for +, -, *, / and sqrt (24 >= 2 * 11 + 2 bits).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -140,36 +139,3 @@ def _top_comma(text: str) -> int:
         elif c == "," and depth == 0:
             return i
     return -1
-
-
-# ---- between memory and computation ----------------------------------------------------------------------------------
-
-
-def decode(raw: Any, element: Element) -> Any:
-    """What memory holds (array or scalar of `element.storage`) to the compute type."""
-    return raw.view(element.memory).astype(element.compute) if element.narrow else raw
-
-
-def narrowed(value: Any, element: Element) -> Any:
-    """Compute values as `element.memory`, rounded to nearest even and saturated where the hardware saturates."""
-    if element.limit is not None:
-        value = np.clip(value, np.float32(-element.limit), np.float32(element.limit))
-    return value.astype(element.memory)
-
-
-def encode(value: Any, element: Element) -> Any:
-    """Compute values to what memory holds (`element.storage`)."""
-    if not element.narrow:
-        return value
-    return narrowed(value, element).view(element.storage)
-
-
-def rounder(element: Element) -> Callable[[Any], Any] | None:
-    """Function that rounds compute values to `element`'s precision, or None where they already have it."""
-    if not element.narrow:
-        return None
-
-    def round_to(value: Any) -> Any:
-        return narrowed(value, element).astype(element.compute)
-
-    return round_to
