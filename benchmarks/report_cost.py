@@ -26,6 +26,7 @@ import paellapy as pp
 from instrument import assemble
 from instrument.device.cuda_launch import CudaLauncher
 from instrument.device.driver import check, driver
+from instrument.records import SM_LINE
 
 VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "one counter")
 
@@ -58,7 +59,7 @@ class Graph:
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
     compiled = launcher.compiled
-    shared = compiled.ptx.replace("mad.wide.u32 %paellapy_a, %paellapy_sm, 64, %paellapy_a;", "")
+    shared = compiled.ptx.replace(f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;", "")
     assert shared != compiled.ptx
     source = compiled.source
     code = assemble.assemble(shared, source.arch, source.name, source.ptxas_options, source.ptxas_path)

@@ -162,15 +162,17 @@ class _Editor:
     def _report_start_and_end(self, *, trace: bool) -> None:
         exits = self._choose_exits()
         self._redirect_exits()
+        self.entry.insert_after_first_loads(f"""
+	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
+	{self._reserve_slot() if trace else self._count_start()}
+$paellapy_started:""")
+        clock = "mov.u32 %paellapy_start, %globaltimer_lo;\n\t" if trace else ""
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
 	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
 	.reg .pred %paellapy_other, %paellapy_foreign;
-	{self._thread_index_bits()}
-	setp.ne.u32 %paellapy_other, %paellapy_t, 0;
-	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
-	{self._reserve_slot() if trace else self._count_start()}
-$paellapy_started:{self._count_out_begin() if exits == "count-out" else ""}""")
+	{clock}{self._thread_index_bits()}
+	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{self._count_out_begin() if exits == "count-out" else ""}""")
         self.entry.insert_epilogue(self._epilogue(exits, trace))
 
     def _choose_exits(self) -> Exits:
@@ -225,8 +227,7 @@ $paellapy_started:{self._count_out_begin() if exits == "count-out" else ""}""")
         # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._line_address()}
-	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
-	mov.u32 %paellapy_start, %globaltimer_lo;"""
+	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;"""
 
     def _prepare_count(self) -> str:
         return f"""{self._weight()}

@@ -122,6 +122,25 @@ class Function:
         at = next(i for i, s in enumerate(self.body) if i and s.kind is not Kind.DIRECTIVE)
         self.body[at:at] = statements(text)
 
+    def insert_after_first_loads(self, text: str) -> None:
+        """Puts statements after the last global load of the straight line the body begins with.
+
+        That line ends at the first label, branch, barrier or call; without a load in it this is the prologue.
+        """
+        assert self.body is not None
+        best = at = next(i for i, s in enumerate(self.body) if i and s.kind is not Kind.DIRECTIVE)
+        depth = 0
+        reached_code = False
+        for i, s in enumerate(self.body[at:], at):
+            depth += (s.kind is Kind.OPEN) - (s.kind is Kind.CLOSE)
+            leaves = s.is_op("bra", "brx", "bar", "barrier", "call", "ret", "exit", "trap")
+            if depth < 0 or leaves or (s.kind is Kind.LABEL and reached_code):
+                break
+            reached_code |= s.kind is Kind.INSTRUCTION
+            if depth == 0 and s.is_op("ld", "cp") and ".global" in s.opcode:
+                best = i + 1
+        self.body[best:best] = statements(text)
+
     def insert_epilogue(self, text: str) -> None:
         """Puts statements before the closing brace."""
         assert self.body is not None

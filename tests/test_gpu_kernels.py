@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpus import CUDA_CASES, TRITON_CASES, relative_error
 
 import paellapy as pp
 from instrument.occupancy import occupancy
-from corpus import CUDA_CASES, TRITON_CASES, relative_error
 
 pytestmark = pytest.mark.gpu
 LEVELS = (None, "count", "notify")
