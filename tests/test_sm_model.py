@@ -196,7 +196,7 @@ def test_no_sm_has_room_for_the_block_that_waits_first(script: list[Launch], pri
 @settings(max_examples=40, deadline=None)
 @given(scripts, priorities, st.booleans(), st.lists(st.integers(1, 97), min_size=1, max_size=5))
 def test_running_step_by_step_changes_nothing(script: list[Launch], priority: list[int], work: bool, steps: list[int]):
-    whole, _ = play(script, priority, work=work)
+    whole, handles = play(script, priority, work=work)
     whole.run()
     again, _ = play(script, priority, work=work)
     for k in range(2000):
@@ -205,6 +205,7 @@ def test_running_step_by_step_changes_nothing(script: list[Launch], priority: li
             break
     again.run()
     assert again.blocks().tobytes() == whole.blocks().tobytes()
+    assert [again.finish_ns(k) for k in handles] == [whole.finish_ns(k) for k in handles]  # to the last bit
 
 
 @settings(max_examples=40, deadline=None)
@@ -383,6 +384,13 @@ def test_the_front_end_starts_one_grid_after_the_other():
     k = [sim.launch(sim.stream(), 1, 32, duration_ns=100) for _ in range(3)]
     sim.run()
     assert [sim.start_ns(each) for each in k] == [0, 740, 1480]
+
+
+def test_the_front_end_takes_the_most_urgent_grid_first():
+    sim = SmModel(SMALL, timing=dataclasses.replace(EXACT, grid_issue_ns=740))
+    k = [sim.launch(sim.stream(priority), 1, 32, duration_ns=100) for priority in (-1, 0, 2, 0)]
+    sim.run()
+    assert [sim.start_ns(each) for each in k] == [2220, 740, 0, 1480]
 
 
 def test_blocks_are_issued_one_after_the_other_to_the_sm_with_most_room():
