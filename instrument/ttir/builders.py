@@ -11,7 +11,7 @@ from instrument.ttir import elementwise as ew
 from instrument.ttir import libdevice, reduction, shapes
 from instrument.ttir.code import Code, Run, Slots
 from instrument.ttir.conversion import rounder
-from instrument.ttir.lower import Lowering, builds, pure
+from instrument.ttir.lower import Lowering, builds, copy_slot, pure
 from instrument.ttir.machine import Active, Machine
 from instrument.ttir.parser import Op, walk
 from instrument.ttir.types import Type
@@ -61,8 +61,10 @@ def clamp(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     "arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "arith.index_castui",
 )  # fmt: skip
 def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    fn = ew.convert(op.name, op.in_types[0].element, op.out_types[0].element, op.attributes.get("rounding", ""))
-    return pure(fn, args, outs[0])
+    source, target = op.in_types[0].element, op.out_types[0].element
+    if source.is_float and target.is_float and source.compute == target.compute and not target.narrow:
+        return copy_slot(args[0], outs[0])  # already held that wide
+    return pure(ew.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
 
 
 @builds("arith.select")
@@ -160,14 +162,7 @@ def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., 
     """A step that moves elements without changing them, for numbers and for pointers; None: nothing to move."""
     (out,) = outs
     if op.out_types[0].kind != "pointer":
-        if fn is not None:
-            return pure(fn, args, out)
-        (a,) = args
-
-        def same(active: Active, slots: Slots) -> None:
-            slots[out] = slots[a]
-
-        return same
+        return copy_slot(args[0], out) if fn is None else pure(fn, args, out)
     low.same_pointer(*args, out)
 
     def move(active: Active, slots: Slots) -> None:
@@ -203,7 +198,7 @@ def reshape(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.trans")
 def trans(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    return shape_step(low, op, args, outs, shapes.transpose(op.integers("order")))
+    return shape_step(low, op, args, outs, shapes.Transpose(op.integers("order")))
 
 
 @builds("tt.join")

@@ -272,7 +272,7 @@ def convert(name: str, source: Element, target: Element, rounding: str = "") -> 
             to = rounder(target)
             assert to is not None
             return to
-        return (lambda x: x) if source.compute == target.compute else (lambda x: x.astype(target.compute))
+        return lambda x: x.astype(target.compute)
     if name in ("arith.extui", "arith.uitofp"):
         return rounded(lambda x: unsigned(x).astype(target.compute), target)
     if name == "arith.fptoui":

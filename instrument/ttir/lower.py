@@ -282,3 +282,12 @@ def pure(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) 
         active.flops += flops
 
     return run
+
+
+def copy_slot(source: int, out: int) -> Run:
+    """A step that only gives a value another name."""
+
+    def run(active: Active, slots: code.Slots) -> None:
+        slots[out] = slots[source]
+
+    return run

@@ -11,7 +11,7 @@ from instrument.errors import LaunchError, OutOfBoundsError
 from instrument.ttir import native
 from instrument.ttir.conversion import decode, encode
 from instrument.ttir.types import Array, Element
-from instrument.ttir.values import is_array
+from instrument.ttir.values import full, is_array
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,25 +58,34 @@ def check(offset: Array, mask: Any, size: int, site: Site) -> None:
         site.out_of_bounds(offset, bad, size)
 
 
+_NO_MASK = np.ones((1, 1), np.bool_)
+
+
+def _rows(x: Any, shape: tuple[int, ...]) -> Array:
+    """(blocks or 1, elements of the tensor), for the compiled loops."""
+    return np.ascontiguousarray(full(x, shape)).reshape(x.shape[0] if is_array(x) else 1, -1)
+
+
 def gather(flat: Array, offset: Any, mask: Any, other: Any, element: Element, site: Site) -> Any:
     """Load. Without `other`, masked elements read as 0 (undefined on a GPU)."""
-    if other is None:
-        other = element.compute.type(0)
-    if mask is None or (not is_array(mask) and mask):
-        if not is_array(offset):
-            check(np.asarray(offset).reshape((1,) * (1 + len(site.shape))), None, flat.size, site)
-            return decode(flat[offset], element)
-        check(offset, None, flat.size, site)
-        return decode(flat.take(offset), element)
-    if not is_array(mask):
-        return other
-    if not is_array(offset):
-        offset = np.asarray(offset).reshape((1,) * mask.ndim)
-    check(offset, mask, flat.size, site)
-    if not mask.any():
-        return other if not is_array(other) else np.broadcast_to(other, np.broadcast_shapes(other.shape, mask.shape))
-    value = decode(flat.take(np.where(mask, offset, offset.dtype.type(0))), element)
-    return np.where(mask, value, other)
+    if mask is not None and not is_array(mask):
+        if not mask:
+            return element.compute.type(0) if other is None else other
+        mask = None
+    if mask is None and not is_array(offset):
+        check(np.asarray(offset).reshape((1,) * (1 + len(site.shape))), None, flat.size, site)
+        return decode(flat[offset], element)
+    tensor = np.broadcast_shapes(np.shape(offset)[1:], np.shape(mask)[1:])  # axes may still be lazy
+    at, keep = _rows(offset, tensor), _NO_MASK if mask is None else _rows(mask, tensor)
+    out = np.empty((max(at.shape[0], keep.shape[0]), at.shape[1]), element.bits)
+    varying = is_array(other) and other.size > 1
+    if mask is not None:
+        fill = element.compute.type(0) if other is None or varying else np.asarray(other).reshape(-1)[0]
+        out.fill(encode(np.asarray(fill, element.compute), element).view(element.bits).reshape(-1)[0])
+    if not native.gather(flat.view(element.bits), at, keep, mask is not None, out):
+        check(np.broadcast_to(offset, (at.shape[0], *tensor)), mask, flat.size, site)
+    value = decode(out.view(element.storage), element).reshape((out.shape[0], *tensor))
+    return np.where(mask, value, other) if varying and mask is not None else value
 
 
 def broadcast(site: Site, *values: Any) -> list[Array]:
@@ -90,14 +99,10 @@ def scatter(flat: Array, offset: Any, value: Any, mask: Any, element: Element, s
         if not mask:
             return
         mask = None
-    offset, value = broadcast(site, offset, value)
-    if mask is None:
-        check(offset, None, flat.size, site)
-        flat[offset] = encode(value, element)
-        return
-    mask = np.broadcast_to(mask, site.full_shape)
-    check(offset, mask, flat.size, site)
-    flat[offset[mask]] = encode(value[mask], element)
+    check(np.broadcast_to(offset, (np.shape(offset) or (1,))[:1] + site.shape), mask, flat.size, site)
+    at, keep = _rows(offset, site.shape), _NO_MASK if mask is None else _rows(mask, site.shape)
+    raw = _rows(encode(value, element), site.shape).view(element.bits)
+    native.scatter(flat.view(element.bits), at, keep, mask is not None, raw)
 
 
 def count_bytes(cost: Array, field: int, mask: Any, size: int, site: Site) -> None:

@@ -27,6 +27,32 @@ def copy_runs(source: Any, target: Any, source_start: Any, target_start: Any, le
 
 
 @jit
+def gather(memory: Any, offset: Any, mask: Any, masked: bool, out: Any) -> bool:
+    """out[b, i] = memory[offset[b, i]] where mask[b, i]; rows of one stand for all. False: some offset is outside."""
+    for b in range(out.shape[0]):
+        at, keep = (b if offset.shape[0] > 1 else 0), (b if mask.shape[0] > 1 else 0)
+        for i in range(out.shape[1]):
+            if masked and not mask[keep, i]:
+                continue
+            where = offset[at, i]
+            if where < 0 or where >= memory.size:
+                return False
+            out[b, i] = memory[where]
+    return True
+
+
+@jit
+def scatter(memory: Any, offset: Any, mask: Any, masked: bool, value: Any) -> None:
+    """memory[offset[b, i]] = value[b, i] where mask[b, i], in order; the offsets have been checked."""
+    for b in range(max(offset.shape[0], value.shape[0], mask.shape[0])):
+        at, keep = (b if offset.shape[0] > 1 else 0), (b if mask.shape[0] > 1 else 0)
+        own = b if value.shape[0] > 1 else 0
+        for i in range(offset.shape[1]):
+            if not masked or mask[keep, i]:
+                memory[offset[at, i]] = value[own, i]
+
+
+@jit
 def atomic(memory: Any, index: Any, value: Any, kind: int, old: Any) -> None:
     """memory[index[i]] = op(memory[index[i]], value[i]) in order, with the old values kept in `old`."""
     for i in range(index.size):

@@ -17,6 +17,7 @@ import numpy as np
 
 from instrument.ttir.plans import StaticLoad, reader
 from instrument.ttir.reduction import Dot, accumulate
+from instrument.ttir.shapes import Transpose
 from instrument.ttir.tape import BufferRef, Entry, Ref
 from instrument.ttir.types import Array
 
@@ -68,8 +69,8 @@ def join_products(entries: list[Entry]) -> list[Entry]:
 
 
 def _product(chain: list[Entry], by_id: dict[int, Entry]) -> Entry | None:
-    a = _side([by_id.get(e.args[0].id) if type(e.args[0]) is Ref else None for e in chain], 2)
-    b = _side([by_id.get(e.args[1].id) if type(e.args[1]) is Ref else None for e in chain], 1)
+    a = _side([e.args[0] for e in chain], by_id, 2)
+    b = _side([e.args[1] for e in chain], by_id, 1)
     last = chain[-1]
     dot = last.fn
     assert isinstance(dot, Dot)
@@ -83,29 +84,49 @@ def _product(chain: list[Entry], by_id: dict[int, Entry]) -> Entry | None:
     return Entry(last.id, fn, (a.ref, b.ref, chain[0].args[2]), True, True, last.shape, last.dtype)
 
 
-def _side(loads: list[Entry | None], axis: int) -> Side | None:
-    """Join the loads of one operand along `axis`, if they are alike and their addresses were kept."""
-    first = loads[0]
-    if first is None or not isinstance(first.fn, StaticLoad):
+@dataclass(slots=True)
+class Tiles:
+    """One operand of one dot: a load with its addresses, turned as the dot reads it."""
+
+    ref: BufferRef
+    load: StaticLoad
+    offset: Array
+    mask: Array | None
+
+
+def _tiles(operand: Any, by_id: dict[int, Entry]) -> Tiles | None:
+    """What an operand loads, if it is a load whose addresses were kept, or its transpose."""
+    entry = by_id.get(operand.id) if type(operand) is Ref else None
+    if entry is None:
         return None
-    plans: list[StaticLoad] = []
-    for entry in loads:
-        if entry is None or not isinstance(entry.fn, StaticLoad) or entry.args != first.args:
+    if isinstance(entry.fn, Transpose):
+        tiles = _tiles(entry.args[0], by_id)
+        if tiles is None:
             return None
-        plan = entry.fn
-        if plan.offset is None or plan.fill != first.fn.fill or not _same(plan.rows, first.fn.rows):
+        turn = entry.fn
+        return Tiles(tiles.ref, tiles.load, turn(tiles.offset), None if tiles.mask is None else turn(tiles.mask))
+    if not isinstance(entry.fn, StaticLoad) or entry.fn.offset is None:
+        return None
+    return Tiles(entry.args[0], entry.fn, entry.fn.offset, entry.fn.mask)
+
+
+def _side(operands: list[Any], by_id: dict[int, Entry], axis: int) -> Side | None:
+    """Join the loads of one operand along `axis`, if they are alike."""
+    parts = [_tiles(operand, by_id) for operand in operands]
+    tiles = [t for t in parts if t is not None]
+    if len(tiles) < len(parts):
+        return None
+    first = tiles[0]
+    for t in tiles:
+        if t.ref != first.ref or t.load.fill != first.load.fill or not _same(t.load.rows, first.load.rows):
             return None
-        plans.append(plan)
-    offsets = [plan.offset for plan in plans if plan.offset is not None]
+    offsets = [t.offset for t in tiles]
     if sum(o.size for o in offsets) > MAX_JOINED or len({(o.shape[0], o.shape[3 - axis]) for o in offsets}) > 1:
         return None
-    masks = None
-    if any(plan.mask is not None for plan in plans):
-        masks = np.concatenate(
-            [np.ones(o.shape, np.bool_) if p.mask is None else p.mask for p, o in zip(plans, offsets, strict=True)],
-            axis,
-        )
-    return Side(first.args[0], first.fn, np.concatenate(offsets, axis), masks)
+    mask = None
+    if any(t.mask is not None for t in tiles):
+        mask = np.concatenate([np.ones(t.offset.shape, np.bool_) if t.mask is None else t.mask for t in tiles], axis)
+    return Side(first.ref, first.load, np.concatenate(offsets, axis), mask)
 
 
 def _same(a: Array | None, b: Array | None) -> bool:

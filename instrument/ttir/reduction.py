@@ -90,20 +90,23 @@ def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tup
 
     def run(x: Any, index: Any) -> tuple[Any, ...]:
         x, index = full(x, shape), full(index, shape)
-        if not bool((np.diff(index, axis=a) > 0).all()) or (x.dtype.kind == "f" and bool(np.isnan(x).any())):
+        if index.shape[0] > x.shape[0] or not bool((np.diff(index, axis=a) > 0).all()):
             return general(x, index)
         at = np.expand_dims(pick(x, axis=a), a)
+        best = np.take_along_axis(x, at, a).squeeze(a)
+        if x.dtype.kind == "f" and bool(np.isnan(best).any()):  # NumPy picks a NaN where there is one
+            return general(x, index)
         index = np.broadcast_to(index, x.shape[:1] + index.shape[1:])
-        return np.take_along_axis(x, at, a).squeeze(a), np.take_along_axis(index, at, a).squeeze(a)
+        return best, np.take_along_axis(index, at, a).squeeze(a)
 
     return run
 
 
 def _aligned(xs: tuple[Any, ...], axis: int, shape: tuple[int, ...]) -> list[Array]:
-    """Operands at full shape with the axis last."""
+    """Operands at full shape with the axis in front, so that neighbours along it are whole rows of memory."""
     arrays = [full(x, shape) for x in xs]
     nb = max(x.shape[0] for x in arrays)
-    return [np.moveaxis(np.broadcast_to(x, (nb, *shape)), axis + 1, -1) for x in arrays]
+    return [np.ascontiguousarray(np.moveaxis(np.broadcast_to(x, (nb, *shape)), axis + 1, 0)) for x in arrays]
 
 
 def reduce_general(combine: Combine, axis: int, shape: tuple[int, ...]) -> Combine:
@@ -111,9 +114,12 @@ def reduce_general(combine: Combine, axis: int, shape: tuple[int, ...]) -> Combi
 
     def run(*operands: Any) -> tuple[Any, ...]:
         xs = _aligned(operands, axis, shape)
-        while xs[0].shape[-1] > 1:
-            xs = list(combine(*[x[..., 0::2] for x in xs], *[x[..., 1::2] for x in xs]))
-        return tuple(x[..., 0] for x in xs)
+        n = shape[axis]
+        while n > 1:
+            n //= 2
+            combined = combine(*[x[0::2] for x in xs], *[x[1::2] for x in xs])
+            xs = [np.broadcast_to(y, (n, *x.shape[1:])) for x, y in zip(xs, combined, strict=True)]
+        return tuple(x[0] for x in xs)
 
     return run
 
@@ -135,18 +141,18 @@ def scan_general(combine: Combine, axis: int, shape: tuple[int, ...], reverse: b
     def run(*operands: Any) -> tuple[Any, ...]:
         xs = _aligned(operands, axis, shape)
         if reverse:
-            xs = [x[..., ::-1] for x in xs]
+            xs = [x[::-1] for x in xs]
         distance = 1
         while distance < shape[axis]:
-            ys = combine(*[x[..., :-distance] for x in xs], *[x[..., distance:] for x in xs])
+            ys = combine(*[x[:-distance] for x in xs], *[x[distance:] for x in xs])
             xs = [
-                np.concatenate((x[..., :distance], np.broadcast_to(y, (*x.shape[:-1], x.shape[-1] - distance))), -1)
+                np.concatenate((x[:distance], np.broadcast_to(y, (len(x) - distance, *x.shape[1:]))))
                 for x, y in zip(xs, ys, strict=True)
             ]
             distance *= 2
         if reverse:
-            xs = [x[..., ::-1] for x in xs]
-        return tuple(np.moveaxis(x, -1, axis + 1) for x in xs)
+            xs = [x[::-1] for x in xs]
+        return tuple(np.moveaxis(x, 0, axis + 1) for x in xs)
 
     return run
 

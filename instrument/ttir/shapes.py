@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,12 @@ def reshape(old: Shape, new: Shape) -> Function:
     return lambda x: full(x, old).reshape((x.shape[0], *new)) if is_array(x) else x
 
 
-def transpose(order: Shape) -> Function:
-    axes = (0, *(o + 1 for o in order))
-    return lambda x: x.transpose(axes) if is_array(x) else x
+@dataclass(slots=True, frozen=True)
+class Transpose:
+    order: Shape
+
+    def __call__(self, x: Any) -> Any:
+        return x.transpose((0, *(o + 1 for o in self.order))) if is_array(x) else x
 
 
 def join(shape: Shape) -> Function:
