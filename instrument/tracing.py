@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ class Session:
         Session._next_id += 1
         shared = shared_bytes + compiled.code.static_shared_bytes
         warps = -(-threads // 32)
-        submit = time.perf_counter_ns()
+        submit = self.device.host_ns()
         row = (launch, 0, warps, compiled.registers, 0, shared, grid, first, blocks, submit, stream)
         self.note(compiled.name, row)
         if self.device.is_capturing(stream):
@@ -64,7 +63,7 @@ class Session:
         self, kernel: str, launch: int, blocks: int, warps: int, registers: int, shared_bytes: int, stream: int
     ) -> None:
         """Notes a launch made by Triton's own launcher, under an id from `reserve`."""
-        submit = time.perf_counter_ns()
+        submit = self.device.host_ns()
         grid = (blocks, 1, 1)
         row = (int(launch), 0, warps, registers, 0, shared_bytes, grid, 0, blocks, submit, stream)
         self.note(kernel, row)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.device import Array, Device, Stream
+from instrument.device import Array, Device, Stream, devices
 from instrument.errors import (
     ArgumentError,
     CompileError,
@@ -58,6 +58,7 @@ __all__ = [
     "UnsupportedOpError",
     "array",
     "counts",
+    "devices",
     "empty",
     "instrument_torch",
     "kernel",

@@ -2,5 +2,19 @@
 
 from instrument.device.base import Array, Device, Event, Launcher, Stream
 from instrument.device.cuda import CudaDevice
+from instrument.device.parts import PARTS
+from instrument.device.virtual import VirtualDevice
+from instrument.errors import NoDeviceError
 
-__all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream"]
+__all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream", "VirtualDevice", "devices"]
+
+
+def devices() -> list[str]:
+    """Names of the devices that can be opened here: GPUs first, then the virtual parts."""
+    from instrument.device.driver import check, driver
+
+    try:
+        found = [f"cuda:{i}" for i in range(check(driver().cuDeviceGetCount(), "counting GPUs"))]
+    except NoDeviceError:
+        found = []
+    return found + [f"virtual:{name}" for name in PARTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self
@@ -204,6 +205,10 @@ class Device(ABC):
     def clock_ns(self) -> int:
         """Now, on the clock of the device's reports."""
 
+    def host_ns(self) -> int:
+        """Now, on the host's clock that launches are stamped with."""
+        return time.perf_counter_ns()
+
     def to_device_ns(self, host_ns: int) -> int:
-        """A host time (`time.perf_counter_ns`) on the clock of the device's reports."""
+        """A time from `host_ns()` on the clock of the device's reports."""
         return host_ns

@@ -297,6 +297,20 @@ class SmModel:
             core.fetch_completed(self._s.g, self._s.ci, handles)
         return handles
 
+    def run_until_done(self, handle: int) -> float:
+        """Advance just far enough that the command has ended; when that was."""
+        while not self.done(handle):
+            following = self.next_event_ns
+            if following == np.inf:
+                raise DeadlockError(who_waits(self._s, self._base))
+            self.run(following)
+        return self.finish_ns(handle)
+
+    @property
+    def last_handle(self) -> int:
+        """The handle of the command submitted last; records and waits have one too."""
+        return self._next - 1
+
     # --- results ---------------------------------------------------------------------------------------------------
 
     def done(self, handle: int) -> bool:

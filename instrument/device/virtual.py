@@ -1,0 +1,214 @@
+"""A GPU that is not there: kernels evaluated with NumPy, their blocks placed and timed by the SM model.
+
+A launch computes its data at once, in the order of the host's calls; that order respects every event and stream, since
+a wait can only name what was recorded before. Its blocks then enter the SM model with what each of them cost, and time
+passes there: a host clock of its own advances with every call, so that the same program gives the same trace anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from instrument.compiled import Source
+from instrument.device.base import Device, Event, Stream
+from instrument.device.parts import part
+from instrument.device.sm_model import SmModel
+from instrument.device.virtual_launch import VirtualLauncher
+from instrument.errors import ArgumentError
+from instrument.passes import PassConfig
+from instrument.records import RING_RECORD, SM_LINE, Records
+
+_HISTORY = 1 << 16  # finished commands the model remembers
+
+
+class VirtualArray(np.ndarray[Any, Any]):
+    """Memory of a virtual GPU: a NumPy array that also answers as arrays of a real GPU do."""
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy on the host."""
+        return np.array(self, subok=False)
+
+    def set(self, data: NDArray[Any]) -> None:
+        """Overwrites the array with host data of the same shape."""
+        if np.shape(data) != self.shape:
+            raise ValueError(f"array has shape {self.shape}, data {np.shape(data)}")
+        self[...] = data
+
+
+class VirtualDevice(Device):
+    """`Device("virtual:h200")`; the parts are in parts.py."""
+
+    def _setup(self, which: str) -> None:
+        self.part = part(which or "h200")
+        self.name, self.title = f"virtual:{self.part.name}", f"{self.part.title} (virtual)"
+        self.limits, self.capability = self.part.sm, self.part.sm.capability
+        self.sm_count = self.sm_ids = self.part.sms
+        self.model = SmModel(self.part, history=_HISTORY)
+        self.handlers = Handlers({**SCALARS}, _find_handler)
+        self._default_stream = self.model.stream()
+        self._streams: list[int] = []
+        self._host_ns = 0.0
+        self._ring_size = 0
+        self._lines_before = self.model.lines.copy()
+
+    # -- memory and order
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> VirtualArray:
+        # Poisoned, so that a kernel that reads what nobody wrote does not work here by accident.
+        out = np.empty(shape, dtype)
+        out.view(np.uint8).fill(0xFF) if out.dtype.kind in "fV" and out.size else out.fill(0)
+        return out.view(VirtualArray)
+
+    def array(self, data: NDArray[Any]) -> VirtualArray:
+        return np.array(data, order="C").view(VirtualArray)
+
+    def stream(self, priority: int = 0) -> VirtualStream:
+        return VirtualStream(self, self.model.stream(priority))
+
+    def current_stream(self) -> int:
+        return self._streams[-1] if self._streams else self._default_stream
+
+    def push_stream(self, stream: int) -> None:
+        self._streams.append(stream)
+
+    def pop_stream(self) -> None:
+        self._streams.pop()
+
+    def synchronize(self) -> None:
+        self.wait_until(self.model.run())
+
+    # -- the host's clock
+
+    def host_ns(self) -> int:
+        return int(self._host_ns)
+
+    def submit(self) -> float:
+        """The time of a submission: a call takes the host as long as a launch does beside the real part."""
+        self._host_ns = max(self._host_ns, self.model.now_ns) + self.part.launch_ns
+        return self._host_ns
+
+    def wait_until(self, ns: float) -> None:
+        self._host_ns = max(self._host_ns, ns)
+
+    def clock_ns(self) -> int:
+        return int(self.model.now_ns)
+
+    # -- kernels and their reports
+
+    def prepare(
+        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> VirtualLauncher:
+        return VirtualLauncher(self, source.build(config), pick)
+
+    def counts(self) -> Records:
+        self.model.run(max(self._host_ns, self.model.now_ns))
+        return self.model.lines.copy()
+
+    def begin_trace(self, records_per_sm: int) -> None:
+        self.synchronize()
+        self.model.clear_blocks()
+        self._ring_size = records_per_sm
+
+    def end_trace(self) -> tuple[Records, Records]:
+        self.synchronize()
+        blocks = self.model.blocks()
+        self.model.clear_blocks()
+        return _rings(blocks, self.sm_ids, self._ring_size)
+
+
+def _rings(blocks: Records, sm_ids: int, size: int) -> tuple[Records, Records]:
+    """The blocks as the rings of a real GPU would hold them."""
+    lines, rings = np.zeros(sm_ids, SM_LINE), np.zeros((sm_ids, size), RING_RECORD)
+    ordered = blocks[np.lexsort((blocks["start_ns"], blocks["sm"]))]
+    tails = np.bincount(ordered["sm"], minlength=sm_ids)
+    lines["tail"] = tails
+    first = np.cumsum(tails) - tails
+    slot = np.arange(len(ordered)) - first[ordered["sm"]]
+    kept = slot >= tails[ordered["sm"]] - size
+    ordered, slot = ordered[kept], slot[kept] & (size - 1)
+    where = (ordered["sm"], slot)
+    rings["start_lo"][where] = ordered["start_ns"].astype(np.uint64).astype(np.uint32)
+    rings["end_lo"][where] = ordered["end_ns"].astype(np.uint64).astype(np.uint32)
+    rings["block"][where] = ordered["block"]
+    rings["launch"][where] = ordered["launch"]
+    return lines, rings
+
+
+class VirtualStream(Stream):
+    def __init__(self, device: VirtualDevice, handle: int) -> None:
+        self.device, self.handle = device, handle
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def record(self) -> VirtualEvent:
+        model = self.device.model
+        event = model.record(self.handle, submit_ns=max(self.device.host_ns(), model.now_ns))
+        return VirtualEvent(self.device, event, model.last_handle)
+
+    def wait(self, event: VirtualEvent) -> None:
+        model = self.device.model
+        model.wait(self.handle, event.number, submit_ns=max(self.device.host_ns(), model.now_ns))
+
+    def __enter__(self) -> Self:
+        self.device.push_stream(self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.pop_stream()
+
+
+class VirtualEvent(Event):
+    def __init__(self, device: VirtualDevice, number: int, handle: int) -> None:
+        self.device, self.number, self.handle = device, number, handle
+        self._at_ns = math.nan
+
+    def done(self) -> bool:
+        model = self.device.model
+        model.run(max(self.device.host_ns(), model.now_ns))
+        return not math.isnan(self._at_ns) or model.done(self.handle)
+
+    def synchronize(self) -> None:
+        if math.isnan(self._at_ns):
+            self._at_ns = self.device.model.run_until_done(self.handle)
+        self.device.wait_until(self._at_ns)
+
+    def elapsed_ns(self, earlier: VirtualEvent) -> float:
+        for event in (earlier, self):
+            event.synchronize()
+        return self._at_ns - earlier._at_ns
+
+
+def _find_handler(kind: type) -> Handler | None:
+    if issubclass(kind, np.ndarray):
+        return _array_handler()
+    if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "data_ptr"):
+
+        def refuse(_: Any) -> tuple[Any, Any]:
+            raise ArgumentError(
+                f"a {kind.__module__}.{kind.__name__} lives on a real GPU, the kernel runs on a virtual one: "
+                "pass NumPy arrays, or pp.array(x)"
+            )
+
+        return refuse
+    return None
+
+
+def _array_handler() -> Handler:
+    aligned, lookup = pointer_keys()
+
+    def handle(a: NDArray[Any]) -> tuple[Any, Any]:
+        if a.ctypes.data & 15:
+            return a, lookup(a.dtype, False)
+        return a, aligned.get(a.dtype) or lookup(a.dtype, True)
+
+    return handle
+
+
+Device.kinds["virtual"] = VirtualDevice

@@ -1,0 +1,119 @@
+"""A launch on the virtual GPU: compute the blocks' data, then give their costs to the SM model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from instrument.compiled import Compiled
+from instrument.device.base import Launcher
+from instrument.device.sm_model import BlockCost
+from instrument.errors import ArgumentError, LaunchError
+from instrument.occupancy import occupancy
+from instrument.records import Records
+from instrument.ttir import TtirProgram
+
+if TYPE_CHECKING:
+    from instrument.device.virtual import VirtualDevice
+
+# What a dot's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
+_TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
+
+
+class VirtualNotification:
+    """What a launch at level `notify` returns: set once its last block is on an SM."""
+
+    def __init__(self, device: VirtualDevice, handle: int) -> None:
+        self._device, self._handle = device, handle
+
+    @property
+    def time_ns(self) -> int:
+        """When the last block started, on the device's clock; 0 before that."""
+        at = self._device.model.notify_ns(self._handle)
+        return 0 if np.isnan(at) else max(1, int(at))
+
+    def __bool__(self) -> bool:
+        return self.time_ns > 0
+
+
+class VirtualLauncher(Launcher):
+    def __init__(
+        self, device: VirtualDevice, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> None:
+        source = compiled.source
+        if not source.ttir:
+            raise LaunchError(
+                f"kernel {compiled.name!r} is CUDA C, which the virtual GPU compiles but cannot run: "
+                'it evaluates Triton kernels. Run it on a real GPU: pp.Device("cuda").'
+            )
+        self.device, self.compiled, self.pick = device, compiled, pick
+        self.program = TtirProgram.parse(source.ttir, compiled.name)
+        assert source.threads is not None
+        self.threads = source.threads
+        occupancy(device.part, self.threads, compiled.registers, compiled.shared_bytes, source.cluster)
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...] = (),
+        shared_bytes: int = 0,
+        part: tuple[int, int] | None = None,
+    ) -> VirtualNotification | None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        if min(gx, gy, gz) <= 0:
+            if min(gx, gy, gz) < 0:
+                raise ArgumentError(f"kernel {self.compiled.name!r}: grid {grid} has a negative extent")
+            return None  # an empty grid is no work, as in Triton
+        first, count = part or (0, gx * gy * gz)
+        cost = self.program.run(self.pick(values), (gx, gy, gz), range(first, first + count))
+        handle = self._place(cost, (gx, gy, gz), first, count)
+        if self.compiled.config.report == "notify":
+            return VirtualNotification(self.device, handle)
+        return None
+
+    def _place(self, cost: Records, grid: tuple[int, int, int], first: int, count: int) -> int:
+        device, compiled = self.device, self.compiled
+        cluster = compiled.source.cluster
+        submit = device.submit()
+        session = device.session
+        stream = device.current_stream()
+        launch_id = 0
+        if session is not None:
+            gx, gy, gz = grid
+            wide = (gx * cluster, gy, gz)
+            launch_id = session.add(compiled, wide, self.threads, compiled.source.dynamic_shared_bytes,
+                                    first * cluster, count * cluster, stream)  # fmt: skip
+        return device.model.launch(
+            stream,
+            count * cluster,
+            self.threads,
+            compiled.registers,
+            compiled.shared_bytes,
+            cost=self._block_cost(cost, cluster),
+            cluster=cluster,
+            launch_id=launch_id,
+            first=first * cluster,
+            trace=session is not None,
+            report=False,
+            submit_ns=submit,
+        )
+
+    def _block_cost(self, cost: Records, cluster: int) -> BlockCost:
+        """The evaluator's counts as the model takes them; the blocks of a cluster share one program's work."""
+        kind = self.program.dot_dtype or "f16"
+        weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
+        columns = [
+            cost["bytes_loaded"] + cost["bytes_stored"],
+            cost["flops"],
+            cost["dot_flops"] * weight,
+        ]
+        shared = [_shared_value(np.repeat(c / cluster, cluster) if cluster > 1 else c) for c in columns]
+        return BlockCost(*shared)
+
+
+def _shared_value(column: Any) -> Any:
+    """One number where all blocks cost the same: the model keeps it once."""
+    return float(column[0]) if (column == column[0]).all() else column.astype(np.float64)
