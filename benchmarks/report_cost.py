@@ -66,7 +66,7 @@ def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     return CudaLauncher(launcher.device, replace(compiled, ptx=shared, code=code), launcher.pick)
 
 
-def measure(device: Any, work: bench_kernels.Work, rounds: int) -> dict[str, Any]:
+def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) -> dict[str, Any]:
     def variant(name: str) -> Graph:
         level = name if name in ("count", "notify") else None
         kernel = pp.kernel(work.kernel, report=level)
@@ -75,7 +75,7 @@ def measure(device: Any, work: bench_kernels.Work, rounds: int) -> dict[str, Any
             total = int(np.prod(work.grid))
             call = lambda: kernel.slice(work.grid, 0, total)(*work.args, **work.keywords)  # noqa: E731
         if name == "trace":
-            with pp.trace():
+            with pp.trace(records_per_sm=records):
                 return Graph(device, call, work.launches)
         if name == "one counter":
             counting = pp.kernel(work.kernel, report="count")
@@ -108,11 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--records", type=int, default=1 << 14, help="records per SM of the trace's rings")
     options = parser.parse_args()
     device = pp.Device("cuda")
     with device:
         works = bench_kernels.works(device)
-        results = {w.name: measure(device, w, options.rounds) for w in track(works, description="kernels")}
+        results = {
+            w.name: measure(device, w, options.rounds, options.records) for w in track(works, description="kernels")
+        }
     table = Table(title=f"instrumented ÷ plain on {device.title}")
     for column in ("kernel", "plain µs", *VARIANTS[1:]):
         table.add_column(column, justify="right")

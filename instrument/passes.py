@@ -170,7 +170,7 @@ $paellapy_started:""")
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
 	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
-	.reg .pred %paellapy_other, %paellapy_foreign;
+	.reg .pred %paellapy_other, %paellapy_foreign, %paellapy_flat;
 	{clock}{self._thread_index_bits()}
 	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{self._count_out_begin() if exits == "count-out" else ""}""")
         self.entry.insert_epilogue(self._epilogue(exits, trace))
@@ -253,14 +253,24 @@ $paellapy_started:""")
 
     @staticmethod
     def _linear_block() -> str:
-        """%paellapy_t = this block's number in its grid, x fastest."""
-        return """mov.u32 %paellapy_t, %ctaid.z;
+        """%paellapy_t = this block's number in its grid, x fastest.
+
+        Grid sizes are in constant memory, block indices in slow special registers: a flat grid, the usual case, reads
+        only the one the kernel has read already.
+        """
+        return """mov.u32 %paellapy_t, %ctaid.x;
 	mov.u32 %paellapy_u, %nctaid.y;
-	mov.u32 %paellapy_v, %ctaid.y;
-	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, %paellapy_v;
+	mov.u32 %paellapy_v, %nctaid.z;
+	mul.lo.u32 %paellapy_v, %paellapy_v, %paellapy_u;
+	setp.eq.u32 %paellapy_flat, %paellapy_v, 1;
+	@%paellapy_flat bra $paellapy_numbered;
+	mov.u32 %paellapy_v, %ctaid.z;
+	mul.lo.u32 %paellapy_v, %paellapy_v, %paellapy_u;
+	mov.u32 %paellapy_u, %ctaid.y;
+	add.u32 %paellapy_v, %paellapy_v, %paellapy_u;
 	mov.u32 %paellapy_u, %nctaid.x;
-	mov.u32 %paellapy_v, %ctaid.x;
-	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, %paellapy_v;"""
+	mad.lo.u32 %paellapy_t, %paellapy_v, %paellapy_u, %paellapy_t;
+$paellapy_numbered:"""
 
     def _epilogue(self, exits: Exits, trace: bool) -> str:
         prepare = self._prepare_record() if trace else self._prepare_count()
@@ -376,7 +386,7 @@ $paellapy_notified:""")
     def _slice_prologue(self, used: set[str]) -> str:
         code = """
 	.reg .b32 %paellapy_cx, %paellapy_cy, %paellapy_cz, %paellapy_gx, %paellapy_gy, %paellapy_gz, %paellapy_st;
-	.reg .pred %paellapy_flat;"""
+	.reg .pred %paellapy_row;"""
         if self.config.pointer_param is not None:
             raise InstrumentError("a kernel launched by somebody else cannot be sliced")
         for axis in "xyz":
@@ -390,8 +400,8 @@ $paellapy_notified:""")
 	add.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
 	mov.u32 %paellapy_cy, 0;
 	mov.u32 %paellapy_cz, 0;
-	setp.lt.u32 %paellapy_flat, %paellapy_cx, %paellapy_gx;
-	@%paellapy_flat bra $paellapy_placed;
+	setp.lt.u32 %paellapy_row, %paellapy_cx, %paellapy_gx;
+	@%paellapy_row bra $paellapy_placed;
 	div.u32 %paellapy_cy, %paellapy_cx, %paellapy_gx;
 	mul.lo.u32 %paellapy_st, %paellapy_cy, %paellapy_gx;
 	sub.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
