@@ -1,0 +1,144 @@
+"""`paellapy doctor`: what was found on this machine, which features work here, and what to install for the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from instrument.assemble import find_ptxas
+from instrument.device import Device, devices
+from instrument.device.driver import check, driver
+from instrument.errors import PaellaError
+from instrument.versions import versions
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report: `works` is None for plain facts."""
+
+    name: str
+    works: bool | None
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Looks at everything paellapy can use; features are tried, not guessed."""
+    found = [Finding(name, None, version) for name, version in versions().items()]
+    for release, (major, minor) in sorted({(tool.release, tool.newest_ptx) for tool in find_ptxas()}):
+        found.append(Finding("ptxas", None, f"CUDA {release[0]}.{release[1]}, PTX up to {major}.{minor}"))
+    found += [_gpu(), _driver()]
+    found += [_try(name, feature, remedy) for name, feature, remedy in _FEATURES]
+    return found
+
+
+def report(findings: list[Finding]) -> Table:
+    table = Table(title="paellapy doctor")
+    for column in ("", "what", "found", "to do"):
+        table.add_column(column)
+    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    for f in findings:
+        remedy = "" if f.works else f.remedy
+        table.add_row(marks[f.works], *(Text(t) for t in (f.name, f.detail, remedy)))  # Text: "[cuda13]" is no markup
+    return table
+
+
+def _gpu() -> Finding:
+    try:
+        device = Device.open("cuda")
+    except PaellaError as e:
+        return Finding("GPU", False, "none", str(e).partition(". ")[2] or str(e))
+    return Finding("GPU", True, f"{device.title}, {device.sm_count} SMs, {device.target}")
+
+
+def _driver() -> Finding:
+    try:
+        version = check(driver().cuDriverGetVersion(), "asking the driver")
+    except PaellaError:
+        return Finding("CUDA driver", None, "none", "")
+    return Finding("CUDA driver", None, f"CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
+    try:
+        return Finding(name, True, feature())
+    except (PaellaError, ImportError, RuntimeError) as e:
+        reason = str(e).splitlines()[0].split(". ")[0]  # what to do about it has a column of its own
+        return Finding(name, False, reason, remedy)
+
+
+def _saxpy() -> Any:
+    from instrument.kernel import kernel
+
+    code = 'extern "C" __global__ void saxpy(int n, float a, const float* x, float* y)'
+    code += "{ int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) y[i] += a * x[i]; }"
+    return kernel(source=code, name="saxpy")
+
+
+def _triton_kernel() -> Any:
+    from instrument.kernel import kernel
+    from paellapy.doctor_kernel import twice
+
+    return kernel(twice)
+
+
+def _instrument_triton() -> str:
+    compiled = _triton_kernel().compile("*fp32", "*fp32", 1000, B=128, target="sm_90", report="trace")
+    return f"a kernel for sm_90, {compiled.registers} registers, {len(compiled.cubin)} bytes"
+
+
+def _instrument_cuda() -> str:
+    compiled = _saxpy().compile(target="sm_90", report="trace")
+    return f"a kernel for sm_90, {compiled.registers} registers, {len(compiled.cubin)} bytes"
+
+
+def _trace_on(name: str) -> Callable[[], str]:
+    def run() -> str:
+        from instrument.tracing import trace
+
+        device = Device.open(name)
+        with device:
+            x, out = device.array(np.arange(1000, dtype=np.float32)), device.empty(1000)
+            kernel = _triton_kernel()
+            with trace() as t:
+                kernel[(8,)](x, out, 1000, B=128)
+            if not np.array_equal(out.numpy(), 2 * x.numpy()) or len(t.blocks) != 8:
+                raise PaellaError("a traced kernel gave a wrong result")
+        return f"{len(t.blocks)} blocks seen on {len(np.unique(t.blocks['sm']))} SMs of {device.title}"
+
+    return run
+
+
+def _torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError("PyTorch is not installed")
+    return "pp.instrument_torch() traces Triton kernels that PyTorch launches"
+
+
+def _viz() -> str:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("matplotlib is not installed")
+    return "t.plot()"
+
+
+_CUDA_EXTRA = "pip install 'paellapy[cuda13]' (or cuda12, for drivers older than 580)"
+_FEATURES: tuple[tuple[str, Callable[[], str], str], ...] = (
+    ("instrument Triton kernels", _instrument_triton, "pip install 'triton>=3.6,<3.10'"),
+    ("instrument CUDA C kernels", _instrument_cuda, _CUDA_EXTRA),
+    ("run and trace on the virtual GPU", _trace_on("virtual:h200"), "report this as a bug"),
+    ("run and trace on the GPU", _trace_on("cuda"), _CUDA_EXTRA + ", on a machine with an NVIDIA GPU"),
+    ("trace PyTorch's kernels", _torch, "pip install torch, on a machine with an NVIDIA GPU"),
+    ("pictures", _viz, "pip install 'paellapy[viz]'"),
+)
+
+
+def available() -> str:
+    """The devices that can be opened, and where paellapy runs."""
+    return f"devices: {', '.join(devices())}; Python {sys.version.split()[0]}"

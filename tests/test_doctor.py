@@ -1,0 +1,47 @@
+"""`paellapy doctor` and the command line."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from instrument.errors import NoDeviceError
+from paellapy import cli, doctor
+
+
+def test_doctor_tries_every_feature_and_says_what_to_do() -> None:
+    findings = {f.name: f for f in doctor.examine()}
+    assert findings["triton"].detail
+    assert findings["ptxas"].detail.startswith("CUDA")
+    assert findings["instrument Triton kernels"].works
+    assert findings["run and trace on the virtual GPU"].works
+    for f in findings.values():
+        if f.works is False:
+            assert f.remedy, f"{f.name} does not work and nothing says what to do"
+
+
+def test_doctor_prints_extras_as_they_are_typed() -> None:
+    console = Console(width=200)
+    with console.capture() as output:
+        console.print(doctor.report([doctor.Finding("pictures", False, "missing", "pip install 'paellapy[viz]'")]))
+    assert "'paellapy[viz]'" in output.get()
+
+
+def test_command_line_runs_the_doctor() -> None:
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 0
+    assert "virtual:h200" in result.output
+
+
+def test_errors_are_one_line_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise NoDeviceError("no such GPU; use another")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.strip() == "paellapy: no such GPU; use another"
