@@ -1,0 +1,44 @@
+"""Errors of the scheduler: one class per cause, each message says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+from instrument.errors import PaellaError
+
+
+class ModelError(PaellaError):
+    """A model is described wrongly, or its name is taken."""
+
+
+class CaptureError(PaellaError):
+    """A model's function did something that cannot be captured; names the model and, where known, the line."""
+
+
+class UnknownModelError(PaellaError, KeyError):
+    """No model of that name is loaded."""
+
+    def __str__(self) -> str:  # KeyError would print the message's repr
+        return str(self.args[0])
+
+
+class InputError(PaellaError, ValueError):
+    """A request's inputs do not have the names, shapes or types the model takes."""
+
+
+class DeadlineError(PaellaError, TimeoutError):
+    """The deadline is past: at submission, or before the request could be run."""
+
+
+class QueueFullError(PaellaError):
+    """The engine already holds as many requests as it takes."""
+
+
+class EngineClosedError(PaellaError):
+    """The engine is closed, or closing."""
+
+
+class EngineFailedError(PaellaError):
+    """The GPU failed under the engine; its cause is the `__cause__`. A new process is needed on a real GPU."""
+
+
+class MemoryPlanError(PaellaError, MemoryError):
+    """A model does not fit the memory the engine was given; the message has the figures."""
