@@ -21,6 +21,11 @@ _UNIFORM_SPECIAL = (
     "%cluster_nctaid", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster", "%dynamic_smem_size",
     "%total_smem_size", "%aggr_smem_size", "%nwarpid", "%envreg",
 )  # fmt: skip
+# Give different threads different results whatever their operands: memory, other threads, pieces of a matrix.
+_PER_THREAD = (
+    "atom", "shfl", "activemask", "match", "elect", "tex", "tld4", "suld", "ldmatrix", "mbarrier", "vote", "mma",
+    "wmma", "wgmma", "tcgen05", "multimem", "alloca",
+)  # fmt: skip
 _NO_RESULT = ("st", "bra", "brx", "bar", "barrier", "red", "ret", "exit", "call", "membar", "fence", "trap", "prefetch")
 
 
@@ -43,8 +48,40 @@ def barrier_at_exit_is_safe(module: Module, entry: Function) -> bool:
         return True
     graph = _FlowGraph.of(entry)
     if graph is None:
-        return False  # indirect branches
-    return not _divergent_branch_skips_barrier(graph, set(entry.param_names()))
+        return False  # indirect branches, or a jump to where we cannot follow
+    return not _divergent_branch_skips_barrier(graph, _Names.of(entry))
+
+
+@dataclass(slots=True)
+class _Names:
+    """What the names in a body stand for. Inline assembly may call its registers anything, also without "%"."""
+
+    params: set[str]
+    registers: set[str]
+
+    @classmethod
+    def of(cls, entry: Function) -> _Names:
+        registers: set[str] = set()
+        for statement in entry.body or ():
+            if statement.kind is Kind.DIRECTIVE and statement.opcode == ".reg":
+                texts = [t.text for t in statement.tokens]
+                for i, text in enumerate(texts):
+                    if not _is_identifier(text):
+                        continue
+                    if texts[i + 1] == "<":  # .reg .pred p<3> declares p0, p1, p2
+                        registers.update(f"{text}{n}" for n in range(int(texts[i + 2])))
+                    else:
+                        registers.add(text)
+        return cls(set(entry.param_names()), registers)
+
+    def register(self, text: str) -> str:
+        """The register an operand names (without the component of a vector), or ""."""
+        name = text if _is_special(text) else text.split(".")[0]
+        return name if name.startswith("%") or name in self.registers else ""
+
+
+def _is_identifier(text: str) -> bool:
+    return text[0].isalpha() or text[0] in "_$"
 
 
 @dataclass(slots=True)
@@ -57,19 +94,31 @@ class _FlowGraph:
     @classmethod
     def of(cls, entry: Function) -> _FlowGraph | None:
         code: list[Statement] = []
-        labels: dict[str, int] = {}
-        for statement in entry.body or ():
-            if statement.kind is Kind.LABEL:
-                labels[statement.label] = len(code)
+        labels: dict[tuple[tuple[int, ...], str], int] = {}  # a label is known in its own pair of braces
+        scopes: list[tuple[int, ...]] = []  # of each instruction: the braces around it
+        scope: tuple[int, ...] = ()
+        for position, statement in enumerate(entry.body or ()):
+            if statement.kind is Kind.OPEN:
+                scope = (*scope, position)
+            elif statement.kind is Kind.CLOSE:
+                scope = scope[:-1]
+            elif statement.kind is Kind.LABEL:
+                labels[scope, statement.label] = len(code)
             elif statement.kind is Kind.INSTRUCTION:
                 code.append(statement)
+                scopes.append(scope)
         successors: list[list[int]] = []
         exit_node = len(code)
         for i, s in enumerate(code):
             if s.is_op("brx"):
                 return None
             if s.is_op("bra"):
-                ways = [labels[s.operands()[-1]]]
+                to = s.operands()[-1:]
+                around = (scopes[i][:n] for n in range(len(scopes[i]), -1, -1))  # innermost first
+                target = next((labels[b, to[0]] for b in around if to and (b, to[0]) in labels), None)
+                if target is None:
+                    return None
+                ways = [target]
             elif s.is_op("ret", "exit", "trap"):
                 ways = [exit_node]
             else:
@@ -138,16 +187,16 @@ class _FlowGraph:
         return found
 
 
-def _divergent_branch_skips_barrier(graph: _FlowGraph, params: set[str]) -> bool:
+def _divergent_branch_skips_barrier(graph: _FlowGraph, names: _Names) -> bool:
     meeting = graph.meeting_points()
-    results = [_results(s) for s in graph.code]
+    results = [_results(s, names) for s in graph.code]
     divergent: set[str] = set()
     branches: set[int] = set()
     changed = True
     while changed:
         changed = False
         for i, s in enumerate(graph.code):
-            if not results[i] <= divergent and _reads_divergent(s, divergent, params):
+            if not results[i] <= divergent and _reads_divergent(s, divergent, names):
                 divergent |= results[i]
                 changed = True
             if s.guard in divergent and len(graph.successors[i]) > 1 and i not in branches:
@@ -163,7 +212,7 @@ def _divergent_branch_skips_barrier(graph: _FlowGraph, params: set[str]) -> bool
     return any(s.is_op(*BARRIER_OPS) and s.guard in divergent for s in graph.code)
 
 
-def _results(s: Statement) -> set[str]:
+def _results(s: Statement, names: _Names) -> set[str]:
     if s.is_op(*_NO_RESULT):
         return set()
     found: set[str] = set()
@@ -172,24 +221,25 @@ def _results(s: Statement) -> set[str]:
         depth += (text == "{") - (text == "}")
         if text == "," and depth == 0:
             break
-        if text.startswith("%"):
-            found.add(text)
+        if name := names.register(text):
+            found.add(name)
     return found
 
 
-def _reads_divergent(s: Statement, divergent: set[str], params: set[str]) -> bool:
+def _reads_divergent(s: Statement, divergent: set[str], names: _Names) -> bool:
     if s.guard in divergent:
         return True
     operands = s.operands()
     if s.is_op("ld", "ldu"):
-        return not (s.opcode.startswith("ld.param") and any(text in params for text in operands))
-    if s.is_op("atom", "shfl", "activemask", "match", "elect", "tex", "suld", "ldmatrix", "mbarrier", "vote"):
+        return not (s.opcode.startswith("ld.param") and any(text in names.params for text in operands))
+    if s.is_op(*_PER_THREAD):
         return True
-    own = _results(s)
+    own = _results(s, names)
     for text in operands:
-        if not text.startswith("%") or (text in own and operands.count(text) == 1):
+        name = names.register(text)
+        if not name or (name in own and operands.count(text) == 1):
             continue
-        if text in divergent or (_is_special(text) and not text.startswith(_UNIFORM_SPECIAL)):
+        if name in divergent or (_is_special(name) and not name.startswith(_UNIFORM_SPECIAL)):
             return True
     return False
 

@@ -125,16 +125,18 @@ class Function:
     def insert_after_first_loads(self, text: str) -> None:
         """Puts statements after the last global load of the straight line the body begins with.
 
-        That line ends at the first label, branch, barrier or call; without a load in it this is the prologue.
+        That line ends at the first label, branch, barrier or call; without a load in it this is the prologue. Labels
+        before its first instruction do not end it (they mark lines for debuggers), unless the body jumps there.
         """
         assert self.body is not None
+        mentioned = {t.text for s in self.body if s.kind is not Kind.LABEL for t in s.tokens}
         best = at = next(i for i, s in enumerate(self.body) if i and s.kind is not Kind.DIRECTIVE)
         depth = 0
         reached_code = False
         for i, s in enumerate(self.body[at:], at):
             depth += (s.kind is Kind.OPEN) - (s.kind is Kind.CLOSE)
             leaves = s.is_op("bra", "brx", "bar", "barrier", "call", "ret", "exit", "trap")
-            if depth < 0 or leaves or (s.kind is Kind.LABEL and reached_code):
+            if depth < 0 or leaves or (s.kind is Kind.LABEL and (reached_code or s.label in mentioned)):
                 break
             reached_code |= s.kind is Kind.INSTRUCTION
             if depth == 0 and s.is_op("ld", "cp") and ".global" in s.opcode:
@@ -177,8 +179,10 @@ class Module:
     def version(self) -> tuple[int, int]:
         """The PTX ISA version the module asks for."""
         value = self._header(".version")
-        major, _, minor = value.partition(".")
-        return int(major), int(minor or 0)
+        found = re.fullmatch(r"(\d+)(?:\.(\d+))?", value, re.A)
+        if found is None:
+            raise PtxError(f"this PTX module has no readable version: .version {value}")
+        return int(found[1]), int(found[2] or 0)
 
     def target(self) -> str:
         return self._header(".target")
@@ -322,7 +326,7 @@ class _Reader:
             params, closer = self._params()
             after.append(closer)
         while self.peek() not in ("{", ";"):
-            after.append(self.take())
+            after += self.through(";") if self.peek() == ".pragma" else [self.take()]
         if self.peek() == ";":
             after.append(self.take())
             return Function(name.text, is_entry, head, params, after, None)
