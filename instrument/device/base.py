@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -75,6 +76,43 @@ class Launcher(ABC):
         """Launches on the device's current stream. `part` = (first, count) runs only those blocks of the grid."""
 
 
+class Capture(ABC):
+    """What stands in for the device in one thread while a function's launches are captured instead of run."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.passing = False  # set while the capture itself launches
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is the one that is captured; others go on as ever."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def active(self) -> bool:
+        """Whether it is for the capture to handle a call made now, in this thread."""
+        return not self.passing and self._thread == threading.get_ident()
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Memory that the captured work may use each time it is replayed."""
+
+    @abstractmethod
+    def launch(
+        self,
+        launcher: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: tuple[int, int] | None,
+    ) -> Any: ...
+
+    @abstractmethod
+    def refuse(self, doing: str) -> None:
+        """Raises: what the caller is about to do cannot be replayed."""
+
+
 class Device(ABC):
     """A GPU, real or virtual: `Device("cuda:0")`, `Device("virtual:h200")`, `Device("auto")`.
 
@@ -92,6 +130,7 @@ class Device(ABC):
     limits: SmLimits
     handlers: Handlers
     session: Any = None  # the active trace, if any
+    capture: Capture | None = None  # set while a function's launches are captured
 
     def __new__(cls, name: str = "auto") -> Self:
         return cls.open(name)  # type: ignore[no-any-return]
@@ -178,6 +217,11 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything submitted so far."""
+
+    def not_in_capture(self, doing: str) -> None:
+        """Refuses what cannot be part of a capture when one is under way in this thread."""
+        if self.capture is not None and self.capture.active:
+            self.capture.refuse(doing)
 
     # -- kernels and their reports
 

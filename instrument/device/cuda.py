@@ -16,7 +16,7 @@ from instrument.compiled import Source
 from instrument.device.base import Device
 from instrument.device.cuda_launch import CudaLauncher
 from instrument.device.cuda_memory import CudaArray, CudaStream
-from instrument.device.driver import check, driver, fail, library
+from instrument.device.driver import check, driver, fail, library, relaxed_capture
 from instrument.device.parts import limits_for_capability
 from instrument.errors import ArgumentError, NoDeviceError
 from instrument.passes import PassConfig
@@ -103,7 +103,10 @@ class CudaDevice(Device):
         return np.ctypeslib.as_array(words)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> CudaArray:
-        return CudaArray(self, (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype))
+        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        if self.capture is not None and self.capture.active:
+            return self.capture.empty(extents, np.dtype(dtype))  # type: ignore[no-any-return]
+        return CudaArray(self, extents, np.dtype(dtype))
 
     def array(self, data: NDArray[Any]) -> CudaArray:
         data = np.asarray(data)
@@ -115,6 +118,7 @@ class CudaDevice(Device):
         check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")
 
     def copy_in(self, ptr: int, source: NDArray[Any]) -> None:
+        self.not_in_capture("copies an array to the GPU and waits for it")
         self.activate()
         if source.nbytes:
             stream = self.current_stream()
@@ -123,6 +127,7 @@ class CudaDevice(Device):
             check(cu.cuStreamSynchronize(stream), "copying to the GPU")
 
     def copy_out(self, target: NDArray[Any], ptr: int) -> None:
+        self.not_in_capture("copies an array to the host and waits for it")
         self.activate()
         if target.nbytes:
             stream = self.current_stream()
@@ -148,6 +153,7 @@ class CudaDevice(Device):
         return stream
 
     def synchronize(self) -> None:
+        self.not_in_capture("waits for the GPU")
         self.activate()
         check(driver().cuCtxSynchronize(), "running kernels")
 
@@ -157,7 +163,8 @@ class CudaDevice(Device):
         self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> CudaLauncher:
         self.activate()
-        return CudaLauncher(self, source.build(config), pick)
+        with relaxed_capture():  # loading code allocates, which must not spoil a capture in this thread
+            return CudaLauncher(self, source.build(config), pick)
 
     def function_resources(self, function: int) -> tuple[int, int]:
         """Registers per thread and static shared bytes of a loaded function."""

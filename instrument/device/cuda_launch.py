@@ -118,6 +118,9 @@ class CudaLauncher(Launcher):
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
     ) -> Notification | None:
+        device = self.device
+        if device.capture is not None and device.capture.active:
+            return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
         source = self.compiled.source
         gx, gy, gz = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if gx <= 0 or gy <= 0 or gz <= 0:
@@ -130,7 +133,6 @@ class CudaLauncher(Launcher):
         else:
             shared_bytes = source.dynamic_shared_bytes
         gx *= source.cluster
-        device = self.device
         stream = device.current_stream()
         scratch = 0
         hidden = self._hidden
@@ -167,7 +169,7 @@ class CudaLauncher(Launcher):
                 device.activate()
                 status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
         self._free.append(buffer)
-        if scratch:
+        if scratch and (device.capture is None or not device.capture.mine):
             check(driver().cuMemFreeAsync(scratch, stream), "freeing scratch memory")
         if status:
             fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
@@ -179,6 +181,9 @@ class CudaLauncher(Launcher):
 
     def _allocate_scratch(self, blocks: int, stream: int) -> int:
         nbytes = blocks * self._scratch_per_block
+        capture = self.device.capture
+        if capture is not None and capture.mine:
+            return int(capture.empty((nbytes,), np.dtype(np.uint8)).ptr)
         return int(check(driver().cuMemAllocAsync(nbytes, stream), f"allocating {nbytes} bytes of scratch memory"))
 
     def _launch_special(

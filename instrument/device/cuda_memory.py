@@ -28,6 +28,13 @@ class CudaArray:
         self.ptr = device.allocate(max(1, self.nbytes))
         weakref.finalize(self, device.free, self.ptr)
 
+    @classmethod
+    def over(cls, device: CudaDevice, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+        """An array over memory that belongs to somebody else, who keeps it as long as the array is used."""
+        array = cls.__new__(cls)
+        array.device, array.ptr, array.shape, array.dtype = device, ptr, shape, dtype
+        return array
+
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
@@ -71,6 +78,7 @@ class CudaStream(Stream):
         weakref.finalize(self, cu.cuStreamDestroy, self.handle)
 
     def synchronize(self) -> None:
+        self.device.not_in_capture("waits for a stream")
         check(driver().cuStreamSynchronize(self.handle), "waiting for a stream")
 
     def record(self) -> CudaEvent:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from instrument.errors import LaunchError, NoDeviceError
@@ -44,6 +46,19 @@ def library() -> Any:
     lib.cuStreamIsCapturing.argtypes = [ptr, ptr]
     lib.cuStreamIsCapturing.restype = ctypes.c_int
     return lib
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allows this thread, for a moment, calls that a stream capture under way in it would forbid."""
+    cu = driver()
+    before = check(
+        cu.cuThreadExchangeStreamCaptureMode(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), "pausing a capture"
+    )
+    try:
+        yield
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(before), "resuming a capture")
 
 
 def check(result: tuple[Any, ...], doing: str) -> Any:

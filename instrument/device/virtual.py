@@ -60,12 +60,15 @@ class VirtualDevice(Device):
     # -- memory and order
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> VirtualArray:
+        if self.capture is not None and self.capture.active:
+            return self.capture.empty((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype))  # type: ignore[no-any-return]
         # Poisoned, so that a kernel that reads what nobody wrote does not work here by accident.
         out = np.empty(shape, dtype)
         out.view(np.uint8).fill(0xFF) if out.dtype.kind in "fV" and out.size else out.fill(0)
         return out.view(VirtualArray)
 
     def array(self, data: NDArray[Any]) -> VirtualArray:
+        self.not_in_capture("copies an array to the GPU and waits for it")
         return np.array(data, order="C").view(VirtualArray)
 
     def stream(self, priority: int = 0) -> VirtualStream:
@@ -81,6 +84,7 @@ class VirtualDevice(Device):
         self._streams.pop()
 
     def synchronize(self) -> None:
+        self.not_in_capture("waits for the GPU")
         self.wait_until(self.model.run())
 
     # -- the host's clock
@@ -145,6 +149,7 @@ class VirtualStream(Stream):
         self.device, self.handle = device, handle
 
     def synchronize(self) -> None:
+        self.device.not_in_capture("waits for a stream")
         self.record().synchronize()
 
     def record(self) -> VirtualEvent:

@@ -62,17 +62,23 @@ class VirtualLauncher(Launcher):
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
     ) -> VirtualNotification | None:
+        if self.device.capture is not None and self.device.capture.active:
+            return self.device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
         gx, gy, gz = (*grid, 1, 1)[:3]
         if min(gx, gy, gz) <= 0:
             if min(gx, gy, gz) < 0:
                 raise ArgumentError(f"kernel {self.compiled.name!r}: grid {grid} has a negative extent")
             return None  # an empty grid is no work, as in Triton
         first, count = part or (0, gx * gy * gz)
-        cost = self.program.run(self.pick(values), (gx, gy, gz), range(first, first + count))
+        cost = self.evaluate(values, (gx, gy, gz), first, count)
         handle = self._place(cost, (gx, gy, gz), first, count)
         if self.compiled.config.report == "notify":
             return VirtualNotification(self.device, handle)
         return None
+
+    def evaluate(self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> Records:
+        """Computes the data of some blocks; what each of them cost."""
+        return self.program.run(self.pick(values), grid, range(first, first + count))
 
     def _place(self, cost: Records, grid: tuple[int, int, int], first: int, count: int) -> int:
         device, compiled = self.device, self.compiled
@@ -92,7 +98,7 @@ class VirtualLauncher(Launcher):
             self.threads,
             compiled.registers,
             compiled.shared_bytes,
-            cost=self._block_cost(cost, cluster),
+            cost=self.block_cost(cost),
             cluster=cluster,
             launch_id=launch_id,
             first=first * cluster,
@@ -101,8 +107,9 @@ class VirtualLauncher(Launcher):
             submit_ns=submit,
         )
 
-    def _block_cost(self, cost: Records, cluster: int) -> BlockCost:
+    def block_cost(self, cost: Records) -> BlockCost:
         """The evaluator's counts as the model takes them; the blocks of a cluster share one program's work."""
+        cluster = self.compiled.source.cluster
         kind = self.program.dot_dtype or "f16"
         weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
         columns = [
