@@ -1,0 +1,133 @@
+"""Atomic words in arrays, and calls through an address: what compiled code needs and Numba does not offer.
+
+Plain array reads are hoisted out of polling loops, so what another thread, process or GPU writes goes through here. A
+function that is called by its address leaves the caller cacheable on disk; one that is named through ctypes does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
+_BYTES = ir.IntType(8).as_pointer()
+_Generated = tuple[Any, Callable[..., Any]]
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_at(typing: Any, address: Any) -> _Generated:
+    """The u64 at an address, with acquire order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_at(typing: Any, address: Any, value: Any) -> _Generated:
+    """Write a u64, with release order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_at(typing: Any, address: Any, value: Any) -> _Generated:
+    """Add to a u64 (wrapping: adding 2⁶⁴ − 1 subtracts one); what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "acq_rel")
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def or_at(typing: Any, address: Any, value: Any) -> _Generated:
+    """Set bits of a u64; what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("or", _pointer(builder, args[0]), args[1], "acq_rel")
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Generated:
+    """Compare and swap: whether the u64 was `expected` and is `value` now."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.uint64, types.uint64, types.uint64), generate
+
+
+def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:
+    """Code for a call of args[0] with the rest; u64 arguments become pointers where the C function takes them."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        function = builder.inttoptr(args[0], ir.FunctionType(returns, parameters).as_pointer())
+        passed = [
+            builder.inttoptr(arg, parameter) if isinstance(parameter, ir.PointerType) else arg
+            for arg, parameter in zip(args[1:], parameters, strict=True)
+        ]
+        return builder.call(function, passed)
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_rank(typing: Any, function: Any, job: Any) -> _Generated:
+    """double f(const job *)"""
+    return _call(ir.DoubleType(), [_BYTES], types.float64(types.uint64, types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_admit(typing: Any, function: Any, job: Any, gpu: Any) -> _Generated:
+    """uint8 f(const job *, const gpu *)"""
+    return _call(ir.IntType(8), [_BYTES, _BYTES], types.uint8(types.uint64, types.uint64, types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> _Generated:
+    """CUresult cuGraphLaunch(CUgraphExec, CUstream), or anything with that shape."""
+    return _call(_I32, [_I64, _I64], types.int32(types.uint64, types.uint64, types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_write(typing: Any, function: Any, descriptor: Any, buffer: Any, count: Any) -> _Generated:
+    """ssize_t write(int, const void *, size_t)"""
+    signature = types.int64(types.uint64, types.int32, types.uint64, types.uint64)
+    return _call(_I64, [_I32, _BYTES, _I64], signature)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_clock(typing: Any, function: Any, clock: Any, timespec: Any) -> _Generated:
+    """int clock_gettime(clockid_t, struct timespec *)"""
+    return _call(_I32, [_I32, _BYTES], types.int32(types.uint64, types.int32, types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_bytes(typing: Any, target: Any, source: Any, count: Any) -> _Generated:
+    """memcpy between two addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_BYTES, _BYTES, _I64])
+        to, since = builder.inttoptr(args[0], _BYTES), builder.inttoptr(args[1], _BYTES)
+        builder.call(memcpy, [to, since, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint64), generate

@@ -1,0 +1,376 @@
+"""The dispatcher's whole state: flat NumPy tables that front ends, the compiled core and the loops share.
+
+Nothing here is a Python object, so the tables can live in shared memory. Three parties touch them:
+
+* **the installer** (the engine, or `core_models.install`) fills a model's rows while the model is ABSENT, then posts
+  OPEN_MODEL on the submission ring; from then on only the core writes them;
+* **front ends** own request rows: they take a free row, post SUBMIT or CANCEL, and get the row back with its one entry
+  in the completion ring. They may also reserve a slot of the model's filling lane and write inputs straight into it;
+* **the core** (`core.step`) owns everything else.
+
+Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_hold`, `filling`, the rings'
+heads, tails and sequence numbers, and the completion words that launches write.
+
+A request's way, the direct one: claim a cell of `submit` → `reserve` a slot → publish the cell → write the inputs →
+`mark_ready`. The staged one, when no lane is open: publish with lane −1 and the address of the inputs (items of all
+inputs one after the other); the core copies them into a slot once there is one. Then, both: the lane gets its turn,
+closes, is launched in segments, and one DONE entry per request appears in `done`. Where `HOLD` is on, the lane's output
+slots stay untouched until its `lane_hold` has been counted down to zero with `release`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[Any]
+Words = NDArray[np.uint64]
+
+NEVER = 1 << 62  # a time that does not come: no deadline, no target
+NONE = -1  # no row
+
+# --- what the numbers mean -----------------------------------------------------------------------------------------
+
+ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes what it accepted and refuses the rest
+
+# lane.state. FREE: nobody's. FILLING: front ends and the core put requests into it. READY_WAIT: its turn came and it is
+# closed, but a front end is still writing inputs. RUNNING: segments are, or will be, on the GPU. HELD: done, outputs
+# are being read.
+FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
+
+# request.state. UNUSED: the row belongs to a front end. QUEUED: no slot yet. SLOTTED: in a lane. One that is cancelled
+# or expires leaves its slot empty (NONE) behind; its lane runs on for the others.
+UNUSED, QUEUED, SLOTTED = range(3)
+
+# done.status
+OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED = range(8)
+STATUS = ("ok", "cancelled", "expired", "queue full", "draining", "failed", "no such model", "model closed")
+
+# submit.kind
+SUBMIT, CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL = range(6)
+
+VIRTUAL, CUDA = range(2)  # g[BACKEND]
+
+# State.g, the core's own numbers
+(BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH, WAKE_FD,
+ SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
+ STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES, BUSY_SINCE,
+ DISPATCHING) = range(31)  # fmt: skip
+G_SIZE = 32
+RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
+
+# State.t, floats: the fair-queueing clocks, and what the GPU gives when several jobs share it
+VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, WORK_NS, BUSY_NS, SERVED_NS, GAIN = range(8)
+T_SIZE = 8
+
+# State.fn: addresses of compiled functions; 0: none
+F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
+FN_SIZE = 8
+
+# State.ring: heads and tails, each on its own cache line (row, column 0)
+SUBMIT_TAIL, SUBMIT_HEAD, DONE_TAIL, DONE_HEAD = range(4)
+
+# State.lane_word: closed | generation | reserved | ready
+READY_MASK = 0xFFFF
+RESERVED_SHIFT = 16
+RESERVED_ONE = 1 << RESERVED_SHIFT
+GENERATION_SHIFT = 32
+GENERATION_MASK = 0x7FFF_FFFF
+CLOSED = 1 << 63
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+MODEL = np.dtype(
+    [
+        # written by the installer
+        ("state", "i8"),
+        ("priority", "i8"),  # larger goes first; a request may carry its own
+        ("share", "f8"),  # of GPU time, relative to other models'
+        ("target_ns", "i8"),  # latency aimed at: ranks, never expires; NEVER: none
+        ("queue_limit", "i8"),  # requests without a slot beyond this are refused
+        ("n_sizes", "i8"),
+        ("n_lanes", "i8"),
+        ("n_inputs", "i8"),
+        # written by the core
+        ("free_n", "i8"),  # lanes on the stack free_lane[m]
+        ("filling", "i8"),  # the core's own copy of State.filling[m]
+        ("root", "i8"),  # heap of queued requests
+        ("queued", "i8"),
+        ("live", "i8"),  # accepted and not completed
+        ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
+        ("used_ns", "f8"),  # GPU time received, as time alone
+        ("completed", "i8"),
+    ],
+    align=True,
+)
+
+SIZE = np.dtype([("batch", "i8"), ("segments", "i8"), ("total_ns", "f8")], align=True)  # [model, size], batch ascending
+
+SEGMENT = np.dtype(  # [model, size, segment]
+    [
+        ("time_ns", "f8"),  # alone on the GPU
+        ("tail_ns", "f8"),  # this segment and all after it
+        ("blocks", "i8"),  # resident at once: the largest kernel's, as far as the GPU holds them
+        ("warps", "i8"),
+        ("registers", "i8"),
+        ("shared_bytes", "i8"),
+        ("kernels", "i8"),  # issued by the front end of the GPU
+    ],
+    align=True,
+)
+
+LANE = np.dtype(
+    [
+        ("model", "i8"),  # written by the installer; NONE: no lane
+        ("state", "i8"),
+        ("size", "i8"),  # index into the model's sizes, once closed; before, the one that would fit
+        ("taken", "i8"),  # slots the core knows requests for
+        ("live", "i8"),  # of those, requests not yet completed
+        ("segments", "i8"),  # of the size it runs at; 1 when launched whole
+        ("issued", "i8"),
+        ("done", "i8"),
+        ("whole", "i8"),
+        ("rank", "f8"),
+        ("ready_at", "i8"),  # index in State.ready, or NONE
+        ("active_at", "i8"),  # in State.active
+        ("flight_at", "i8"),  # in State.flight
+        ("arrival_ns", "i8"),  # of the oldest live request
+        ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
+        ("priority", "i8"),  # highest of the live requests'
+        ("client", "i8"),  # of the oldest
+        ("client_start_ns", "f8"),
+        ("started_ns", "i8"),  # first launch
+        ("generation", "i8"),
+    ],
+    align=True,
+)
+
+# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
+# (a CUDA graph exec), on `stream`; when done it writes a number other than 0 to the u64 at `word`, which the core reads
+# and clears. Segments of one lane complete in order.
+LAUNCH = np.dtype([("handle", "u8"), ("stream", "u8"), ("word", "u8")], align=True)
+
+REQUEST = np.dtype(
+    [
+        ("serial", "u8"),  # the front end's unique number, so that a late CANCEL cannot hit the row's next request
+        ("tag", "u8"),  # the front end's own, returned untouched
+        ("state", "i8"),
+        ("model", "i8"),
+        ("lane", "i8"),
+        ("slot", "i8"),
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("client_start_ns", "f8"),  # fair-queueing start tag
+        ("order", "f8"),  # key in its model's queue, then `sequence`
+        ("sequence", "i8"),
+        ("source", "u8"),  # staged inputs; 0: none to copy
+        ("left", "i8"),  # leftist heap of its model
+        ("right", "i8"),
+        ("up", "i8"),
+        ("height", "i8"),
+        ("due_at", "i8"),  # index in the deadline heap, or NONE
+    ],
+    align=True,
+)
+
+CLIENT = np.dtype([("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("live", "i8")], align=True)
+
+SUBMISSION = np.dtype(
+    [
+        ("sequence", "u8"),  # of the cell: position + 1 when published, position + capacity when taken
+        ("kind", "i8"),
+        ("request", "i8"),  # row
+        ("serial", "u8"),
+        ("tag", "u8"),
+        ("model", "i8"),
+        ("lane", "i8"),  # slot reserved by the front end; NONE: staged
+        ("slot", "i8"),
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("source", "u8"),
+    ],
+    align=True,
+)
+
+COMPLETION = np.dtype(
+    [
+        ("request", "i8"),  # row; NONE: about a model (MODEL_CLOSED)
+        ("serial", "u8"),
+        ("tag", "u8"),
+        ("model", "i8"),
+        ("lane", "i8"),  # where the outputs are; NONE: it never had a slot
+        ("slot", "i8"),
+        ("batch", "i8"),  # requests that ran together
+        ("size", "i8"),  # index of the captured size they ran at
+        ("status", "i8"),
+        ("error", "i8"),  # the backend's, with FAILED
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("started_ns", "i8"),  # first launch; NEVER: it was not launched
+        ("finish_ns", "i8"),
+    ],
+    align=True,
+)
+
+# What VIRTUAL backends launch: the loop runs entries 0 … g[OUT_N] − 1 and sets g[OUT_N] to 0.
+OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8")], align=True)
+WHOLE = -1  # out.segment: the whole program
+
+# What a policy sees of a job: one lane's requests, or one request for `order`. Times as floats: ranks are.
+JOB = np.dtype(
+    [
+        ("now_ns", "f8"),
+        ("arrival_ns", "f8"),  # of its oldest request
+        ("deadline_ns", "f8"),  # earliest deadline, or arrival + target where it has none; infinite without either
+        ("target_ns", "f8"),
+        ("priority", "f8"),
+        ("remaining_ns", "f8"),  # time alone of what has not completed
+        ("total_ns", "f8"),
+        ("batch", "f8"),
+        ("started", "f8"),  # 1: some of it was launched
+        ("share", "f8"),  # of the model
+        ("deficit_ns", "f8"),  # GPU time the model is owed under fair sharing; negative: it had more than that
+        ("client", "f8"),
+        ("client_deficit_ns", "f8"),
+        ("client_start_ns", "f8"),  # fair-queueing start tag: orders the requests of backlogged clients fairly
+        ("occupancy", "f8"),  # fullest of the GPU's resources, 0 … 1 and beyond when oversubscribed
+        ("model", "f8"),
+    ],
+    align=True,
+)
+
+# Sums over launched segments. `resident`: each lane's oldest launched segment; `pending`: those queued behind it.
+# `issue` is in kernels per second. Row 0 of State.gpu; policies see it as `gpu`.
+GPU = np.dtype(
+    [
+        (f"{kind}_{what}", "f8")
+        for kind in ("capacity", "resident", "pending")
+        for what in ("blocks", "warps", "registers", "shared_bytes", "issue")
+    ]
+    + [("active_jobs", "f8"), ("waiting_jobs", "f8"), ("max_active", "f8"), ("occupancy", "f8")],
+    align=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large the tables are. Memory is touched only where used."""
+
+    models: int = 64
+    lanes: int = 512  # of all models together
+    lanes_per_model: int = 32
+    sizes: int = 8  # captured batch sizes per model
+    batch: int = 64  # largest batch
+    segments: int = 256  # per program
+    requests: int = 8192  # accepted or waiting for their completion to be read
+    clients: int = 256  # fair shares are kept per client number, modulo this
+    inputs: int = 8  # per model
+
+
+class State(NamedTuple):
+    """See the module's text. First dimensions: models M, lanes L, requests R; sizes B, segments S, slots P."""
+
+    g: NDArray[np.int64]
+    t: NDArray[np.float64]
+    fn: Words
+    gpu: Table  # GPU[1]
+    model: Table  # MODEL[M]
+    size: Table  # SIZE[M, B]
+    segment: Table  # SEGMENT[M, B, S]
+    model_lane: NDArray[np.int64]  # [M, K] lanes of a model, by the installer
+    free_lane: NDArray[np.int64]  # [M, K] stack
+    input_bytes: NDArray[np.int64]  # [M, inputs] of one item, by the installer
+    filling: Words  # [M, 8] column 0: the lane open to front ends + 1, 0: none. Atomic
+    lane: Table  # LANE[L]
+    lane_word: Words  # [L, 8] column 0: see CLOSED … READY_MASK. Atomic
+    lane_hold: Words  # [L, 8] column 0: outputs still to be read. Atomic
+    slot: NDArray[np.int64]  # [L, P] request row, or NONE: empty or its request is completed
+    slot_client: NDArray[np.int64]  # [L, P] who pays for it
+    input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
+    launch: Table  # LAUNCH[L, B, S], by the installer
+    whole: Table  # LAUNCH[L, B], by the installer
+    word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
+    request: Table  # REQUEST[R]
+    client: Table  # CLIENT
+    ready: NDArray[np.int64]  # [L] heap of lanes that wait for their turn, least rank first
+    active: NDArray[np.int64]  # [L] lanes whose turn it is
+    flight: NDArray[np.int64]  # [L] lanes with launched, uncompleted segments
+    held: NDArray[np.int64]  # [L] lanes in state HELD
+    due: NDArray[np.int64]  # [R] heap of requests with a deadline, earliest first
+    submit: Table  # SUBMISSION ring, capacity a power of two
+    done: Table  # COMPLETION ring, capacity a power of two, at least R + M: it never overflows
+    ring: Words  # [4, 8] heads and tails. Atomic
+    out: Table  # OUT
+    job: Table  # JOB[2]: the core's scratch; readers bring their own
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(1, n - 1).bit_length()
+
+
+def new_state(limits: Limits | None = None) -> State:
+    """Empty tables; `core_models.install` adds models, `core.attach_policy` the policy.
+
+    >>> new_state(Limits(models=2, lanes=4)).lane.shape
+    (4,)
+    """
+    n = limits or Limits()
+    ints = np.int64
+    state = State(
+        g=np.zeros(G_SIZE, ints),
+        t=np.zeros(T_SIZE),
+        fn=np.zeros(FN_SIZE, np.uint64),
+        gpu=np.zeros(1, GPU),
+        model=np.zeros(n.models, MODEL),
+        size=np.zeros((n.models, n.sizes), SIZE),
+        segment=np.zeros((n.models, n.sizes, n.segments), SEGMENT),
+        model_lane=np.full((n.models, n.lanes_per_model), NONE, ints),
+        free_lane=np.full((n.models, n.lanes_per_model), NONE, ints),
+        input_bytes=np.zeros((n.models, n.inputs), ints),
+        filling=np.zeros((n.models, 8), np.uint64),
+        lane=np.zeros(n.lanes, LANE),
+        lane_word=np.full((n.lanes, 8), CLOSED, np.uint64),
+        lane_hold=np.zeros((n.lanes, 8), np.uint64),
+        slot=np.full((n.lanes, n.batch), NONE, ints),
+        slot_client=np.zeros((n.lanes, n.batch), ints),
+        input_address=np.zeros((n.lanes, n.inputs), np.uint64),
+        launch=np.zeros((n.lanes, n.sizes, n.segments), LAUNCH),
+        whole=np.zeros((n.lanes, n.sizes), LAUNCH),
+        word=np.zeros((n.lanes, n.segments + 1), np.uint64),
+        request=np.zeros(n.requests, REQUEST),
+        client=np.zeros(n.clients, CLIENT),
+        ready=np.full(n.lanes, NONE, ints),
+        active=np.full(n.lanes, NONE, ints),
+        flight=np.full(n.lanes, NONE, ints),
+        held=np.full(n.lanes, NONE, ints),
+        due=np.full(n.requests, NONE, ints),
+        submit=np.zeros(_power_of_two(2 * n.requests), SUBMISSION),
+        done=np.zeros(_power_of_two(n.requests + n.models), COMPLETION),
+        ring=np.zeros((4, 8), np.uint64),
+        out=np.zeros(n.lanes * (n.segments + 1), OUT),
+        job=np.zeros(2, JOB),
+    )
+    state.submit["sequence"] = np.arange(len(state.submit), dtype=np.uint64)
+    for column in ("model", "ready_at", "active_at", "flight_at"):
+        state.lane[column] = NONE
+    for column in ("lane", "slot", "left", "right", "up", "due_at"):
+        state.request[column] = NONE
+    state.model["root"] = NONE
+    state.model["filling"] = NONE
+    state.client["share"] = 1.0
+    state.g[MAX_ACTIVE] = 8
+    state.g[LOOK_AHEAD] = 2
+    state.g[WHOLE_IDLE] = 1
+    state.g[REFRESH] = 8
+    state.g[WAKE_FD] = -1
+    state.t[GAIN] = 1.0
+    return state
