@@ -47,6 +47,10 @@ class PassConfig:
     def __post_init__(self) -> None:
         if self.report is not None and self.report not in get_args(Report):
             raise InstrumentError(f"unknown report level {self.report!r}; use one of {', '.join(get_args(Report))}")
+        if self.exits not in get_args(Exits):
+            raise InstrumentError(f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}")
+        if self.sliced and self.pointer_param is not None:
+            raise InstrumentError("a kernel launched by somebody else cannot be sliced")
 
     @property
     def changes_anything(self) -> bool:
@@ -70,11 +74,15 @@ def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
     """The module's PTX with the passes applied to one entry (the only one, if not named)."""
     module = Module.parse(ptx)
     function = module.entry(entry)
-    if any("paellapy" in name for name in function.param_names()) or "%paellapy" in ptx:
+    if _descriptor_name(function) in function.param_names() or "%paellapy" in str(function):
         raise InstrumentError(f"kernel {function.name!r} is instrumented already; give the pass the original PTX")
     if config.changes_anything:
         _Editor(module, function, config).run()
     return str(module)
+
+
+def _descriptor_name(entry: Function) -> str:
+    return f"{entry.name}_paellapy"
 
 
 class _Editor:
@@ -100,11 +108,13 @@ class _Editor:
 
     def _add_descriptor(self) -> None:
         if self.config.pointer_param is None:
-            name = f"{self.entry.name}_paellapy"
-            self.entry.add_param(f".param .align 8 .b8 {name}[{DESCRIPTOR.itemsize}]")
-            self._param = name
+            self._param = _descriptor_name(self.entry)
+            self.entry.add_param(f".param .align 8 .b8 {self._param}[{DESCRIPTOR.itemsize}]")
         else:
-            self._param = self.entry.param_names()[self.config.pointer_param]
+            names = self.entry.param_names()
+            if not -len(names) <= self.config.pointer_param < len(names):
+                raise InstrumentError(f"kernel {self.entry.name!r} has no parameter that could point to a descriptor")
+            self._param = names[self.config.pointer_param]
 
     def _load(self, register: str, field: str) -> str:
         """Loads one field of the descriptor. By value it is in constant memory: no traffic."""
@@ -200,7 +210,10 @@ $paellapy_started:""")
         used = 0
         for s in self.entry.body or ():
             if s.kind is Kind.DIRECTIVE and s.opcode == ".shared":
-                used += _declared_bytes(s)
+                used += _declared_bytes(s.tokens)
+        for item in self.module.items:  # variables that device functions use as well
+            if isinstance(item, list) and item[0].text != ".extern" and ".shared" in (t.text for t in item[:2]):
+                used += _declared_bytes(item)
         if used + 12 > _STATIC_SHARED_LIMIT:
             raise InstrumentError(
                 f"kernel {self.entry.name!r} cannot be instrumented: threads leave it at different times, counting "
@@ -371,14 +384,25 @@ $paellapy_notified:""")
                     f"kernel {self.entry.name!r} cannot be sliced: its device function {function.name!r} reads "
                     "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined."
                 )
+        cluster = self.entry.directive(".reqnctapercluster")
+        decided_at_launch = cluster is None and self.entry.directive(".explicitcluster") is not None
+        if decided_at_launch or max(cluster or (1,)) > 1:
+            raise InstrumentError(
+                f"kernel {self.entry.name!r} cannot be sliced: the blocks of a cluster must be launched together"
+            )
         used: set[str] = set()
         for s in self.entry.instructions():
             for token in s.tokens[s.first_operand :]:
-                if token.text.startswith("%clusterid") or token.text.startswith("%nclusterid"):
+                if token.text.startswith(("%clusterid", "%nclusterid")):
                     raise InstrumentError(f"kernel {self.entry.name!r} cannot be sliced: it numbers whole clusters")
                 if token.text in _SLICED:
                     used.add(token.text)
                     token.text = _SLICED[token.text]
+                elif token.text.startswith(_GRID):
+                    raise InstrumentError(
+                        f"kernel {self.entry.name!r} cannot be sliced: it reads {token.text} as a whole vector. "
+                        "Read its components one by one."
+                    )
         if not used:
             return
         self.entry.insert_prologue(self._slice_prologue(used))
@@ -387,8 +411,6 @@ $paellapy_notified:""")
         code = """
 	.reg .b32 %paellapy_cx, %paellapy_cy, %paellapy_cz, %paellapy_gx, %paellapy_gy, %paellapy_gz, %paellapy_st;
 	.reg .pred %paellapy_row;"""
-        if self.config.pointer_param is not None:
-            raise InstrumentError("a kernel launched by somebody else cannot be sliced")
         for axis in "xyz":
             code += f"\n\t{self._load(f'%paellapy_g{axis}', f'grid_{axis}')}"
         if not used & {"%ctaid.x", "%ctaid.y", "%ctaid.z"}:
@@ -412,15 +434,16 @@ $paellapy_placed:"""
 
 
 _SLICED = {f"%ctaid.{a}": f"%paellapy_c{a}" for a in "xyz"} | {f"%nctaid.{a}": f"%paellapy_g{a}" for a in "xyz"}
+_GRID = ("%ctaid", "%nctaid")
 
 
 def _reads_grid(s: Statement) -> bool:
-    return any(t.text in _SLICED for t in s.tokens)
+    return any(t.text.startswith(_GRID) for t in s.tokens)
 
 
-def _declared_bytes(s: Statement) -> int:
+def _declared_bytes(tokens: list[Token]) -> int:
     """Bytes declared by a `.shared .align 4 .b8 name[512];` statement."""
-    texts = [t.text for t in s.tokens]
+    texts = [t.text for t in tokens]
     size = next((int(t[2:]) // 8 for t in texts if t[:2] in (".b", ".u", ".s", ".f") and t[2:].isdigit()), 1)
     count = 1
     for i, text in enumerate(texts):

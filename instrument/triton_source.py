@@ -102,7 +102,7 @@ class TritonSource:
             )
         except CompilationError as e:
             raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
-        return _source_of(built, signature, arch, options)
+        return _source_of(built, signature, constants, arch, options)
 
 
 def target_capability(target: str) -> int:
@@ -113,7 +113,9 @@ def target_capability(target: str) -> int:
     return int(found[1])
 
 
-def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[str, Any]) -> Source:
+def _source_of(
+    built: Any, signature: dict[str, Any], constants: dict[Any, Any], arch: int, options: dict[str, Any]
+) -> Source:
     meta = built.metadata
     ptx: str = built.asm["ptx"]
     specialised = is_warp_specialised(ptx)
@@ -140,13 +142,25 @@ def _source_of(built: Any, signature: dict[str, Any], arch: int, options: dict[s
         scratch_align=meta.global_scratch_align,
         cooperative=bool(getattr(meta, "launch_cooperative_grid", False)),
         ttir=built.asm["ttir"],
-        metadata={"num_warps": meta.num_warps, "num_stages": meta.num_stages, "signature": signature},
+        metadata={
+            "num_warps": meta.num_warps,
+            "num_stages": meta.num_stages,
+            "signature": signature,
+            "label": _label(meta, signature, constants),
+        },
     )
+
+
+def _label(meta: Any, signature: dict[str, Any], constants: dict[Any, Any]) -> str:
+    """Names a specialisation by what decides how long a block takes, the same under every version of Triton."""
+    types = [t for t in signature.values() if isinstance(t, str) and t.startswith("*")]
+    values = [repr(v) for path, v in sorted(constants.items()) if v is not None and v != 1]
+    return f"{meta.name}[{','.join(types)}][{','.join(values)}]x{meta.num_warps}"
 
 
 def is_warp_specialised(ptx: str) -> bool:
     """Warp-specialised kernels give registers from one group of warps to another, or wait at counted barriers."""
-    return "setmaxnreg" in ptx or re.search(r"barrier\.sync\s+\d+\s*,\s*\d+", ptx) is not None
+    return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
 
 
 @functools.cache
