@@ -47,16 +47,18 @@ class Ptxas:
     def newest_ptx(self) -> tuple[int, int]:
         """The newest PTX ISA a CUDA release reads (PTX ISA manual, release history)."""
         major, minor = self.release
-        if major >= 13:
-            return 9 + (major - 13), minor
-        return 8, minor if minor < 6 else minor - 1
+        if major == 12 and minor >= 6:  # 12.5 and 12.6 read the same PTX
+            minor -= 1
+        return major - 4, minor
 
 
 @functools.cache
 def find_ptxas() -> tuple[Ptxas, ...]:
-    """Every `ptxas` on this machine, Triton's first."""
+    """Every `ptxas` on this machine, the one in $PAELLAPY_PTXAS and Triton's first."""
     paths: list[Path] = []
     if configured := os.environ.get("PAELLAPY_PTXAS"):
+        if _release(Path(configured)) is None:
+            raise PtxError(f"PAELLAPY_PTXAS={configured} is not a ptxas that runs here; correct or unset it")
         paths.append(Path(configured))
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin:
@@ -67,13 +69,16 @@ def find_ptxas() -> tuple[Ptxas, ...]:
     if on_path := shutil.which("ptxas"):
         paths.append(Path(on_path))
     paths.append(Path("/usr/local/cuda/bin/ptxas"))
-    found = []
-    for path in paths:
-        if path.is_file():
-            text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-            if release := re.search(r"release (\d+)\.(\d+)", text):
-                found.append(Ptxas(str(path), (int(release[1]), int(release[2]))))
-    return tuple(found)
+    return tuple(Ptxas(str(path), release) for path in paths if (release := _release(path)))
+
+
+def _release(path: Path) -> tuple[int, int] | None:
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> Ptxas:
@@ -111,7 +116,7 @@ def assemble(
 def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...]) -> Assembled:
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
+        source.write_text(ptx, encoding="utf-8")
         done = subprocess.run(
             [tool.path, "-v", f"--gpu-name={arch}", *options, str(source), "-o", str(output)],
             capture_output=True,

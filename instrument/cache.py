@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -12,8 +13,12 @@ def cache_dir() -> Path:
     """Where compiled results live: $PAELLAPY_CACHE_DIR, else the user's cache directory."""
     if configured := os.environ.get("PAELLAPY_CACHE_DIR"):
         return Path(configured)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "paellapy"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "paellapy"
+    try:
+        return Path.home() / ".cache" / "paellapy"
+    except RuntimeError:  # a container's user without a home
+        return Path(tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
 
 
 def digest(*parts: str | bytes) -> str:
@@ -39,10 +44,12 @@ def read(key: str) -> bytes | None:
 def write(key: str, data: bytes) -> None:
     """Stores `data` under `key`. A cache that cannot be written costs time, not correctness: errors are ignored."""
     folder = cache_dir() / key[:2]
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
-            f.write(hashlib.sha256(data).digest() + data)
-        os.replace(f.name, folder / key)
-    except OSError:
-        return
+            try:
+                f.write(hashlib.sha256(data).digest() + data)
+                f.flush()
+                os.replace(f.name, folder / key)
+            except OSError:
+                os.unlink(f.name)
