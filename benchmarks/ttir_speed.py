@@ -1,9 +1,9 @@
 """How fast kernels run without a GPU: the TTIR evaluator against hand-written NumPy and Triton's own interpreter.
 
-    python benchmarks/ttir_speed.py --interpreter /path/to/venv/bin/python
+python benchmarks/ttir_speed.py [--interpreter PYTHON] [--scale 16] writes benchmarks/results/ttir_speed.json.
 
-One thread, medians, every answer checked. The interpreter (TRITON_INTERPRET=1) needs PyTorch and NumPy < 2.4, so it runs
-in an environment of its own: `pip install torch triton==3.6.0 'numpy<2.4' ml_dtypes`. Without one its column stays empty.
+One thread, medians, every answer checked. The interpreter (TRITON_INTERPRET=1) needs PyTorch and NumPy < 2.4, so it has
+an environment of its own: `pip install torch triton==3.6.0 'numpy<2.4' ml_dtypes`. Without one its column stays empty.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-import numpy as np
+import numpy as np  # noqa: E402  (it reads the number of threads when it is imported)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 SEED = 11
 Arrays = dict[str, Any]
+Launch = tuple[Any, list[Any], tuple[int, ...]]  # program, arguments, grid
 
 
 def median_us(run: Callable[[], Any], budget_s: float = 0.4, least: int = 3) -> float:
@@ -67,7 +67,7 @@ def _attention(a: Arrays, causal: bool) -> None:
 
 def _conv3x3(a: Arrays) -> None:
     x, weight, out = a["x"], a["weight"], a["out"]
-    n, c, h, w = x.shape
+    n, c, h, _ = x.shape
     stride = -(-h // out.shape[2])
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1))), (3, 3), (2, 3))
     rows = windows[:, :, ::stride, ::stride].transpose(0, 2, 3, 1, 4, 5).reshape(-1, c * 9)
@@ -191,7 +191,7 @@ NUMPY: dict[str, Callable[[Arrays], None]] = {
 # ---- the interpreter, in a process of its own ------------------------------------------------------------------------
 
 
-def interpret(scale: float, limit_s: float) -> None:
+def interpret(scale: float, limit_s: int) -> None:
     """Run by another Python with TRITON_INTERPRET=1; prints one JSON line per case."""
     import torch
     from corpus import TRITON_CASES, relative_error
@@ -209,9 +209,14 @@ def interpret(scale: float, limit_s: float) -> None:
             return torch.from_numpy(x.view(raw)).view(kind)
         return torch.from_numpy(x)  # shares memory: the kernel writes the array
 
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"over {limit_s} s")
+
+    signal.signal(signal.SIGALRM, stop)
     for case in TRITON_CASES:
         line: dict[str, Any] = {"case": case.name}
         try:
+            signal.alarm(limit_s)  # blocks that wait for each other never end there
             times: list[float] = []
             while not times or (sum(times) < min(1.0, limit_s) and len(times) < 5):
                 call = case.make(np.random.default_rng(SEED), scale)
@@ -226,6 +231,7 @@ def interpret(scale: float, limit_s: float) -> None:
             line["error"] = (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[:160]
             )
+        signal.alarm(0)
         print(json.dumps(line), flush=True)
 
 
@@ -288,25 +294,23 @@ def networks() -> dict[str, float]:
     def random(*shape: int) -> Any:
         return (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(np.float32)
 
-    launches: list[tuple[Any, list[Any], tuple[int, ...]]] = []
-    x = random(1, 64)
-    h = x
+    launches: list[Launch] = []
+    h = random(1, 64)
     for i, (k, n) in enumerate(((64, 256), (256, 256), (256, 10))):
         out = np.empty((1, n), np.float32)
         args = {"a": h, "b": random(k, n), "bias": random(n), "c": out, "M": 1, "N": n, "K": k}
         constexprs = {"BM": 16, "BN": 64, "BK": 64, "GROUP": 4, "RELU": i < 2}
         grid = (-(-n // 64),)
         built = program(gemm_bias_relu, Call(args, constexprs, grid, (), dict, 0, options()), 80, f"mlp{i}")
-        values = [1 if v == 1 else v for v in flat(args)]
-        launches.append((built, values, grid))
+        launches.append((built, flat(args), grid))
         h = out
-    images: list[tuple[Any, list[Any], tuple[int, ...]]] = []
+    images: list[Launch] = []
     h = random(1, 1, 28, 28)
     for c, f in ((1, 16), (16, 32), (32, 64)):
         out = np.empty((1, f, 28, 28), np.float32)
         args = {
-            "x": h, "weight": random(f, c, 3, 3), "bias": random(f), "out": out, "N": 1, "C": c, "H": 28, "W": 28, "F": f,
-            "OH": 28, "OW": 28,
+            "x": h, "weight": random(f, c, 3, 3), "bias": random(f), "out": out, "N": 1, "C": c, "H": 28, "W": 28,
+            "F": f, "OH": 28, "OW": 28,
         }  # fmt: skip
         constexprs = {"STRIDE": 1, "PAD": 1, "BM": 64, "BN": 16, "BK": 32}
         grid = (-(-784 // 64), -(-f // 16))
@@ -314,7 +318,7 @@ def networks() -> dict[str, float]:
         images.append((built, flat(args), grid))
         h = out
 
-    def infer(steps: list[tuple[Any, list[Any], tuple[int, ...]]]) -> Callable[[], None]:
+    def infer(steps: list[Launch]) -> Callable[[], None]:
         def run() -> None:
             for built, args, grid in steps:
                 built.run(args, grid)
@@ -330,33 +334,14 @@ def geometric_mean(values: list[float]) -> float | None:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
-def describe() -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    packages = ("numpy", "numba", "triton", "ml_dtypes")
-    return {
-        "cpu": cpu,
-        "threads": 1,
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "commit": commit,
-    }
-
-
-def main() -> None:
-    import typer
-
-    typer.run(run)
-
-
 def run(
     scale: float = 16.0,
     interpreter: Annotated[str, "a Python with torch, triton 3.6 and numpy < 2.4"] = "",
-    only: str = "",
-    out: Path = ROOT / "benchmarks" / "results" / "ttir_speed.json",
+    only: Annotated[str, "part of the names of the kernels to measure; nothing is written then"] = "",
+    folder: Path | None = None,
 ) -> None:
     """Measure, print a table, write JSON."""
+    from common import save
     from corpus import TRITON_CASES
     from rich.console import Console
     from rich.progress import Progress
@@ -402,21 +387,21 @@ def run(
         table.add_row(
             r["case"], str(r["blocks"]), f"{r['numpy_us']:.0f}" if "numpy_us" in r else "", f"{r['us']:.0f}",
             f"{r['direct_us']:.0f}", f"{slow['us']:.0f}" if "us" in slow else slow.get("error", "")[:24],
-            f"{r['us'] / r['numpy_us']:.1f}" if "numpy_us" in r else "", f"{slow['us'] / r['us']:.0f}" if "us" in slow else "",
+            f"{r['us'] / r['numpy_us']:.1f}" if "numpy_us" in r else "",
+            f"{slow['us'] / r['us']:.0f}" if "us" in slow else "",
         )  # fmt: skip
     console.print(table)
     if not interpreter:
         console.print("No --interpreter given: Triton's own interpreter was not measured.")
     console.print(summary)
     if not only:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(
-            json.dumps({**describe(), "scale": scale, "summary": summary, "cases": results}, indent=1) + "\n"
-        )
+        save("ttir_speed", {"scale": scale, "summary": summary, "cases": results}, folder=folder)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--interpret"]:
-        interpret(float(sys.argv[2]), 20.0)
+        interpret(float(sys.argv[2]), 30)
     else:
-        main()
+        import typer
+
+        typer.run(run)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from instrument.errors import UnsupportedOpError
 from instrument.ttir.constants import constant
-from instrument.ttir.parser import parse, split_top, walk
+from instrument.ttir.parser import parse
+from instrument.ttir.syntax import split_top
+from instrument.ttir.tree import walk
 from instrument.ttir.types import ELEMENTS, parse_type
 
 TEXT = r"""

@@ -14,6 +14,8 @@ from instrument.ttir.machine import Buffers
 from instrument.ttir.types import Array, Element, Type
 from instrument.ttir.values import Ptr
 
+_PLAIN = (int, float)  # and not zero: 0.0 and -0.0 would be the same key
+
 
 @dataclass(slots=True, frozen=True)
 class Bound:
@@ -43,7 +45,9 @@ class Signature:
         spans: dict[int, tuple[int, int]] = {}
         for i, (arg, element) in enumerate(zip(args, self.elements, strict=True)):
             if element is None:
-                key.append(arg)
+                key.append(
+                    arg if type(arg) in _PLAIN and arg else self._scalar(i, arg, self.types[i].element).tobytes()
+                )
                 continue
             if type(arg) is np.ndarray and arg.dtype == element.storage and arg.flags.c_contiguous:
                 flat = arg.reshape(-1)

@@ -13,7 +13,7 @@ from instrument.ttir.code import Code, Run, Slots
 from instrument.ttir.conversion import rounder
 from instrument.ttir.lower import Lowering, builds, copy_slot, pure
 from instrument.ttir.machine import Active, Machine
-from instrument.ttir.parser import Op, walk
+from instrument.ttir.tree import Op, walk
 from instrument.ttir.types import Type
 from instrument.ttir.values import Ptr, is_array
 

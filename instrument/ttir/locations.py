@@ -5,29 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from instrument.ttir.syntax import closing
+
 _FILE = re.compile(r'^"((?:[^"\\]|\\.)*)":(\d+):\d+(?: to .*)?$')
 _NAMED = re.compile(r'^"(?:[^"\\]|\\.)*"\((.*)\)$', re.S)
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|runtime|compiler|experimental)[/\\]")
-
-
-def closing(text: str, start: int) -> int:
-    """Index just past the parenthesis that closes the one opened before `start`; strings are skipped."""
-    depth, i, quoted = 1, start, False
-    while depth:
-        c = text[i]
-        if quoted:
-            if c == "\\":
-                i += 1
-            elif c == '"':
-                quoted = False
-        elif c == '"':
-            quoted = True
-        elif c in "(<[":
-            depth += 1
-        elif c in ")>]" and not (c == ">" and text[i - 1] == "-"):
-            depth -= 1
-        i += 1
-    return i
 
 
 @dataclass(slots=True)

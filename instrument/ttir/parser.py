@@ -6,175 +6,20 @@ keeps its location. The same code reads the text of Triton 3.6 to 3.9."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from instrument.errors import UnsupportedOpError
-from instrument.ttir.locations import Locations, closing
+from instrument.ttir.locations import Locations
+from instrument.ttir.syntax import STRING, attributes_of, closing, split_top, take_locations
+from instrument.ttir.tree import Block, Func, Module, Op, Region, walk
 from instrument.ttir.types import Type, parse_type
+
+__all__ = ["Block", "Func", "Module", "Op", "Region", "parse", "walk"]
 
 _SSA = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 _OP = re.compile(r"^(?:((?:%[\w$.\-]+(?::\d+)?(?:, )?)+) = )?\"?([A-Za-z_][\w$]*(?:\.[\w$]+)+)\"?(.*)$", re.S)
 _LABEL = re.compile(r"^(\^\w+)(?:\((.*)\))?:$", re.S)
 _FUNC = re.compile(r"^tt\.func (?:(public|private) )?@(\"[^\"]*\"|[\w$.\-]+)\(")
 _SUCCESSOR = re.compile(r"(\^\w+)(?:\(([^()]*)\))?")
-_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
-
-
-@dataclass(slots=True)
-class Block:
-    label: str
-    args: list[str]
-    ops: list[Op] = field(default_factory=list)
-
-
-Region = list[Block]
-
-
-@dataclass(slots=True)
-class Op:
-    """One operation. `body` is the text between name and types; `operands` the values it reads, in order."""
-
-    name: str
-    results: list[str]
-    operands: list[str]
-    body: str
-    in_types: list[Type]
-    out_types: list[Type]
-    attributes: dict[str, str]
-    loc: str = "unknown"
-    regions: list[Region] = field(default_factory=list)
-    successors: list[tuple[str, list[str]]] = field(default_factory=list)
-    bad_type: str = ""
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        text = self.attributes.get(name)
-        if text is None:
-            if default is None:
-                raise KeyError(f"{self.name} has no attribute {name}")
-            return default
-        return int(text.split(":")[0])
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        """`array<i32: 1, 0>` or `[1, 0]`."""
-        text = self.attributes.get(name, "")
-        return tuple(int(x) for x in re.findall(r"-?\d+", re.sub(r"array<\w+:?|: *i\d+", "", text)))
-
-    def flag(self, name: str) -> bool:
-        return self.attributes.get(name, "false").startswith("true")
-
-    @property
-    def word(self) -> str:
-        """The first bare word of the body: a comparison's predicate, an atomic's kind, an axis."""
-        m = re.match(r"[\s(]*([A-Za-z_]\w*)", self.body)
-        return m[1] if m else ""
-
-
-@dataclass(slots=True)
-class Func:
-    name: str
-    args: list[tuple[str, Type]]
-    region: Region
-    public: bool
-    loc: str = "unknown"
-
-
-@dataclass(slots=True)
-class Module:
-    funcs: dict[str, Func]
-    locations: Locations
-
-    @property
-    def entry(self) -> Func:
-        public = [f for f in self.funcs.values() if f.public]
-        return (public or list(self.funcs.values()))[0]
-
-
-def walk(region: Region) -> Iterator[Op]:
-    """All ops of a region, nested ones included."""
-    for block in region:
-        for op in block.ops:
-            yield op
-            for inner in op.regions:
-                yield from walk(inner)
-
-
-def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at separators outside brackets and strings; empty parts are dropped."""
-    parts, depth, start, i, quoted = [], 0, 0, 0, False
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            if c == "\\":
-                i += 1
-            elif c == '"':
-                quoted = False
-        elif c == '"':
-            quoted = True
-        elif c in "<([{":
-            depth += 1
-        elif c in ")]}" or (c == ">" and text[i - 1] != "-"):
-            depth -= 1
-        elif depth == 0 and text.startswith(separator, i):
-            parts.append(text[start:i])
-            start = i + len(separator)
-        i += 1
-    parts.append(text[start:])
-    return [p.strip() for p in parts if p.strip()]
-
-
-def _take_locations(line: str) -> tuple[str, str]:
-    """Remove every ` loc(...)` of a line, outside strings; the last one is the op's own."""
-    out, loc, i, start = [], "unknown", 0, 0
-    while i < len(line):
-        if line[i] == '"':
-            m = _STRING.match(line, i)
-            i = m.end() if m else len(line)
-        elif line.startswith("loc(", i) and (i == 0 or line[i - 1] in " ,("):
-            end = closing(line, i + 4)
-            loc = line[i + 4 : end - 1]
-            out.append(line[start:i].rstrip(" "))
-            i = start = end
-        elif line.startswith("//", i):
-            out.append(line[start:i])
-            return "".join(out).strip(), loc
-        else:
-            i += 1
-    out.append(line[start:])
-    return "".join(out).strip(), loc
-
-
-def _attributes(body: str) -> tuple[str, dict[str, str]]:
-    """Cut the dictionaries `{...}` and `<{...}>` out of an op's body; `key = word` pairs beside them count too."""
-    attributes: dict[str, str] = {}
-    rest = ""
-    i = 0
-    while i < len(body):
-        if body[i] == '"':
-            m = _STRING.match(body, i)
-            end = m.end() if m else len(body)
-            rest += body[i:end]
-            i = end
-        elif body[i] == "{" or body.startswith("<{", i):
-            opened = i + (1 if body[i] == "{" else 2)
-            depth, j = 1, opened
-            while depth:
-                if body[j] == '"':
-                    m = _STRING.match(body, j)
-                    j = m.end() if m else len(body)
-                    continue
-                depth += (body[j] == "{") - (body[j] == "}")
-                j += 1
-            for item in split_top(body[opened : j - 1]):
-                key, eq, value = item.partition(" = ")
-                attributes[key.strip()] = value.strip() if eq else "true"
-            i = j + (1 if body[i] == "<" and body.startswith(">", j) else 0)
-        else:
-            rest += body[i]
-            i += 1
-    for m in re.finditer(r"\b(\w+) = ([\w.\-]+)", rest):
-        attributes.setdefault(m[1], m[2])
-    return rest, attributes
 
 
 class _Reader:
@@ -189,7 +34,7 @@ class _Reader:
                 value = value.strip()
                 self.locations.table[name.strip()] = value[4 : closing(value, 4) - 1]
             elif line and not line.startswith("//"):
-                self.lines.append(_take_locations(line))
+                self.lines.append(take_locations(line))
         self.pos = 0
 
     def fail(self, what: str, loc: str) -> UnsupportedOpError:
@@ -293,8 +138,8 @@ class _Reader:
             op.successors = [(m[1], _SSA.findall((m[2] or "").split(":")[0])) for m in _SUCCESSOR.finditer(full)]
             op.operands = _SSA.findall(full.partition("^")[0])
             return
-        op.body, op.attributes = _attributes(body)
-        op.operands = _SSA.findall(_STRING.sub('""', op.body))
+        op.body, op.attributes = attributes_of(body)
+        op.operands = _SSA.findall(STRING.sub('""', op.body))
 
     def types(self, op: Op, text: str) -> None:
         """`A, B -> C`, `A to B`, `(A, B) -> (C, D)`, `A * B -> C`, or one type for everything."""
@@ -347,7 +192,7 @@ class _Reader:
         op.regions.append(self.region(Block("", [m[1], *(a for a, _ in pairs)])))
         tail, op.loc = self.lines[self.pos]
         self.pos += 1
-        _, attributes = _attributes(tail[1:])
+        _, attributes = attributes_of(tail[1:])
         op.attributes.update(attributes)
         return op
 

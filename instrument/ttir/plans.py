@@ -19,7 +19,7 @@ from instrument.ttir.types import Array, Element
 from instrument.ttir.values import is_array
 
 MIN_RUN = 4  # elements per run below which an index array is as quick
-MAX_KEPT = 1 << 20  # addresses of one load kept for joining it with others
+MAX_JOINED = 1 << 20  # addresses of one load that are kept for joining it with others
 
 Shape = tuple[int, ...]
 Runs = tuple[Array, Array, Array, Shape]
@@ -122,7 +122,7 @@ def load_plan(offset: Any, mask: Any, other: Any, element: Element, size: int, s
         offset, mask, rows = _distinct(offset, mask)
     keep = fragile and not element.narrow
     load = StaticLoad(reader(offset, mask, fill, element, keep), rows, element, fill, fragile)
-    if not fragile and rank == 3 and offset.size <= MAX_KEPT and not _varies(fill):
+    if not fragile and rank == 3 and offset.size <= MAX_JOINED and not _varies(fill):
         load.offset, load.mask = offset, mask
     return load
 

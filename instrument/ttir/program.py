@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import ArgumentError, LaunchError
-from instrument.ttir import access, builders, code  # noqa: F401  (they register the translations)
+from instrument.errors import LaunchError, UnsupportedOpError
+from instrument.ttir import builders, code, control, memory_ops, windows  # noqa: F401  (they register translations)
 from instrument.ttir.arguments import Bound, Signature
 from instrument.ttir.lower import Facts, Lowering
 from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
-from instrument.ttir.parser import Module, parse
+from instrument.ttir.parser import parse
 from instrument.ttir.tape import Replay
+from instrument.ttir.tree import Module
 from instrument.ttir.turns import take_turns
 from instrument.ttir.types import Array
 
@@ -34,6 +35,7 @@ class Recorded:
     replay: Replay | None = None
     cost: Array | None = None  # the part that does not depend on data
     bytes: int = 0
+    hopeless: bool = False  # its tape grows too large
 
 
 class TtirProgram:
@@ -58,7 +60,7 @@ class TtirProgram:
         self._dynamic = self.facts.serial  # control flow depends on data: nothing to record
         for name, type_ in module.entry.args:
             if type_.kind == "descriptor":
-                raise ArgumentError(
+                raise UnsupportedOpError(
                     f"kernel {kernel}: argument {name} is a tensor descriptor; compile for sm_80, which has pointers"
                 )
 
@@ -104,12 +106,17 @@ class TtirProgram:
         if known is None:
             self._remember(key, Recorded())
             return self._evaluate(Machine, bound, grid, ids)[0]
+        if known.hopeless:
+            return self._evaluate(Machine, bound, grid, ids)[0]
         if known.replay is None:
             cost, machine = self._evaluate(Recorder, bound, grid, ids)
             assert isinstance(machine, Recorder)
             if machine.tape is None:
-                self._dynamic = machine.data_dependent or self._dynamic
+                self._dynamic = True
                 return cost
+            if machine.tape.full:
+                self._remember(key, Recorded(hopeless=True))
+                return cost + machine.dynamic_cost
             recorded = Recorded(machine.tape.compile(bound.buffers.element), cost, machine.tape.bytes)
             self._remember(key, recorded)
             return cost + machine.dynamic_cost
@@ -120,7 +127,7 @@ class TtirProgram:
 
     def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
         """Blocks that wait for each other run one by one."""
-        cost = np.zeros((len(ids), 4), np.int64)
+        cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
 
         def body(row: int) -> Callable[[Callable[[], None]], None]:
             def run(give_way: Callable[[], None]) -> None:

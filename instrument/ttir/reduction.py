@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.parser import Region
+from instrument.ttir.tree import Region
 from instrument.ttir.types import Array
 from instrument.ttir.values import full, is_array
 
 Combine = Callable[..., tuple[Any, ...]]
+
+CACHED = 1 << 17  # elements of a tensor whose temporaries a core's cache can hold
 
 UFUNCS = {
     "arith.addf": np.add,
@@ -102,24 +104,37 @@ def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tup
     return run
 
 
-def _aligned(xs: tuple[Any, ...], axis: int, shape: tuple[int, ...]) -> list[Array]:
-    """Operands at full shape with the axis in front, so that neighbours along it are whole rows of memory."""
+def _whole(xs: tuple[Any, ...], shape: tuple[int, ...]) -> list[Array]:
+    """Operands at full shape, for all blocks of any of them."""
     arrays = [full(x, shape) for x in xs]
     nb = max(x.shape[0] for x in arrays)
-    return [np.ascontiguousarray(np.moveaxis(np.broadcast_to(x, (nb, *shape)), axis + 1, 0)) for x in arrays]
+    return [np.broadcast_to(x, (nb, *shape)) for x in arrays]
+
+
+def _aligned(xs: list[Array], axis: int) -> list[Array]:
+    """Operands with the axis in front, so that neighbours along it are whole rows of memory."""
+    return [np.ascontiguousarray(np.moveaxis(x, axis + 1, 0)) for x in xs]
 
 
 def reduce_general(combine: Combine, axis: int, shape: tuple[int, ...]) -> Combine:
     """Any associative region: neighbours are combined until one is left."""
 
-    def run(*operands: Any) -> tuple[Any, ...]:
-        xs = _aligned(operands, axis, shape)
+    size = int(np.prod(shape))
+
+    def part(operands: list[Array]) -> tuple[Array, ...]:
+        xs = _aligned(operands, axis)
         n = shape[axis]
         while n > 1:
             n //= 2
             combined = combine(*[x[0::2] for x in xs], *[x[1::2] for x in xs])
             xs = [np.broadcast_to(y, (n, *x.shape[1:])) for x, y in zip(xs, combined, strict=True)]
         return tuple(x[0] for x in xs)
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        xs = _whole(operands, shape)
+        nb, step = len(xs[0]), max(1, CACHED // size)  # in pieces whose many temporaries stay in the cache
+        parts = [part([x[low : low + step] for x in xs]) for low in range(0, nb, step)]
+        return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
     return run
 
@@ -139,7 +154,7 @@ def scan_general(combine: Combine, axis: int, shape: tuple[int, ...], reverse: b
     """Hillis and Steele: log2(n) rounds of combining with the element 1, 2, 4, … to the left."""
 
     def run(*operands: Any) -> tuple[Any, ...]:
-        xs = _aligned(operands, axis, shape)
+        xs = _aligned(_whole(operands, shape), axis)
         if reverse:
             xs = [x[::-1] for x in xs]
         distance = 1

@@ -13,8 +13,13 @@ import numpy as np
 
 from instrument.ttir import memory
 from instrument.ttir.memory import Site
+from instrument.ttir.plans import StaticLoad
 from instrument.ttir.types import Array, Element
 from instrument.ttir.values import Sym
+
+MAX_ENTRIES = 20_000
+MAX_BYTES = 256 << 20
+MAX_KEPT = 256 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,12 +55,16 @@ class Tape:
     next_id: int = 0
     by_id: dict[int, Entry] = field(default_factory=dict)
     bytes: int = 0  # held by constants and plans
+    kept: int = 0  # bytes of addresses kept until products are joined
+    full: bool = False  # too large to be worth keeping
 
     def _refs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(Ref(a.id) if type(a) is Sym else a for a in args)
 
     def _add(self, fn: Callable[..., Any], args: Sequence[Any], value: Any, pure: bool, touches: bool = False) -> Sym:
         self.next_id += 1
+        if self.full:
+            return Sym(self.next_id, value)
         entry = Entry(self.next_id, fn, self._refs(args), pure, touches)
         if type(fn) is not np.ufunc and pure:
             self._note_views(args, value)
@@ -64,6 +73,9 @@ class Tape:
             entry.owned = type(fn) is np.ufunc and value.flags.c_contiguous
         self.entries.append(entry)
         self.bytes += _constant_bytes(entry)
+        if self.bytes > MAX_BYTES or len(self.entries) > MAX_ENTRIES:
+            self.full = True
+            self.entries.clear()
         self.by_id[entry.id] = entry
         return Sym(self.next_id, value)
 
@@ -82,6 +94,11 @@ class Tape:
         return tuple(self._add(_item, (whole, i), value, True) for i, value in enumerate(values))
 
     def load(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Sym:
+        if isinstance(fn, StaticLoad) and fn.offset is not None:
+            if self.kept + fn.offset.nbytes > MAX_KEPT:
+                fn.offset = fn.mask = None
+            else:
+                self.kept += fn.offset.nbytes
         return self._add(fn, args, value, True, True)
 
     def effect(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Any:
@@ -113,5 +130,6 @@ def _item(values: tuple[Any, ...], index: int) -> Any:
 
 
 def _constant_bytes(entry: Entry) -> int:
-    cells = [c.cell_contents for c in getattr(entry.fn, "__closure__", None) or ()]
+    fn = entry.fn.read if isinstance(entry.fn, StaticLoad) else entry.fn
+    cells = [c.cell_contents for c in getattr(fn, "__closure__", None) or ()]
     return sum(x.nbytes for x in (*entry.args, *cells) if type(x) is np.ndarray)
