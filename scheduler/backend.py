@@ -1,0 +1,111 @@
+"""What a device must offer the engine: memory for lanes, capture of programs, launches cut into segments, a loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from instrument.device.base import Device
+from scheduler.capture import Counting, call_model, capturing
+from scheduler.errors import CaptureError
+from scheduler.lanes import Lane, LanePlan, Memory
+from scheduler.model import Arrays, Model
+from scheduler.program import Cuts, Program
+from scheduler.state import State
+
+Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
+
+
+@dataclass(slots=True)
+class Launches:
+    """One program ready to be launched: each segment, and the whole. `handles` mean something to the backend only."""
+
+    program: Program
+    bounds: Bounds
+    handles: list[int]
+    whole: int
+    stream: int
+    keep: list[Any] = field(default_factory=list)
+
+
+class Backend(ABC):
+    """A device behind the engine. One engine owns one backend."""
+
+    device: Device
+
+    @abstractmethod
+    def default_memory_bytes(self) -> int:
+        """What the engine may use when nobody says."""
+
+    @abstractmethod
+    def lane_memory(self, plan: LanePlan) -> Memory: ...
+
+    @abstractmethod
+    def upload(self, model: Model) -> Arrays:
+        """The model's weights in device memory."""
+
+    @abstractmethod
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
+        """Runs the model's function once and keeps what it launches, between the copies of inputs and outputs."""
+
+    @abstractmethod
+    def node_times_ns(self, program: Program) -> list[float]:
+        """How long each node takes, run one after the other."""
+
+    @abstractmethod
+    def wave_blocks(self, program: Program) -> list[int]:
+        """For each node: blocks of its kernel that the GPU holds at once; 0 for what is no kernel."""
+
+    @abstractmethod
+    def cut(self, program: Program, bounds: Bounds, words: Sequence[int]) -> Launches:
+        """Makes the segments launchable; segment k writes to the word at `words[k]`, the whole to the last one."""
+
+    @abstractmethod
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
+        """Time of each segment and of the whole program. `alone`: nothing else runs meanwhile."""
+
+    @abstractmethod
+    def words(self, state: State, lane: int) -> list[int]:
+        """Addresses of a lane's completion words: one for each segment, and one more."""
+
+    @abstractmethod
+    def release(self, launches: Launches) -> None: ...
+
+    @abstractmethod
+    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
+        """Starts the loop in a thread of its own."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """There is something new on the submission ring."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the loop; the engine has drained before."""
+
+    # -- common to all
+
+    def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
+        """Compiles and tunes by running the function, then counts the scratch memory of a second run."""
+        inputs, outputs = self._temporaries(model, batch)
+        with self.device:
+            call_model(model, weights, inputs, outputs, batch, "in its first run")
+        counting = Counting(model, self.device)
+        with capturing(self.device, counting):
+            call_model(model, weights, inputs, outputs, batch, "in its second run")
+        self.device.synchronize()
+        if not counting.launches and not self.foreign_kernels:
+            raise CaptureError(f"model {model.name!r} launches no kernel at batch {batch}")
+        return counting.scratch_bytes
+
+    foreign_kernels = False  # whether kernels other than ours can be captured
+
+    def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:
+        import numpy as np
+
+        pair = []
+        for specs in (model.inputs, model.outputs):
+            pair.append({k: self.device.array(np.zeros((batch, *s.shape), s.dtype)) for k, s in specs.items()})
+        return pair[0], pair[1]

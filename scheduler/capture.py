@@ -1,0 +1,260 @@
+"""Captures: what stands in for the device while a model's function runs, and says clearly what it must not do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instrument import cache
+from instrument.device.base import Capture, Device
+from instrument.device.virtual import VirtualArray
+from instrument.errors import PaellaError
+from scheduler.errors import CaptureError
+from scheduler.lanes import Bump, Lane, aligned
+from scheduler.model import Arrays, Model
+from scheduler.program import Cuts, Node, Part
+
+_OURS = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("instrument", "scheduler"))
+_LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda"))
+_REMEDY = (
+    "a captured function only launches kernels: make constants part of the weights, read results from the outputs"
+)
+
+
+def users_line() -> str:
+    """Where in the user's code we are: the innermost frame that is neither ours nor a library's."""
+    return _users_frame(traceback.extract_stack()) or "an unknown line"
+
+
+def _users_frame(stack: traceback.StackSummary) -> str:
+    for frame in reversed(stack):
+        if not frame.filename.startswith(_OURS) and not any(name in frame.filename for name in _LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+class ModelCapture(Capture):
+    """A capture on behalf of one model: refusals name it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.launches = 0
+
+    def refuse(self, doing: str) -> None:
+        raise CaptureError(f"model {self.model.name!r} {doing} at {users_line()}; {_REMEDY}")
+
+    @contextlib.contextmanager
+    def letting_through(self) -> Iterator[None]:
+        """Calls inside reach the device itself."""
+        self.passing = True
+        try:
+            yield
+        finally:
+            self.passing = False
+
+
+class Counting(ModelCapture):
+    """Runs launches at once and counts what scratch memory a run asks for: the size of a lane's arena."""
+
+    def __init__(self, model: Model, device: Device) -> None:
+        super().__init__(model)
+        self.device = device
+        self.scratch_bytes = 0
+        self._keep: list[Any] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        with self.letting_through():
+            array = self.device.empty(shape, dtype)
+        self._keep.append(array)  # the real arena gives nothing back before the end either
+        self.scratch_bytes += aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        return array
+
+    def launch(
+        self,
+        launcher: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: Part | None,
+    ) -> Any:
+        self.launches += 1
+        with self.letting_through():
+            return launcher(grid, values, block, shared_bytes, part)
+
+
+class LaneCapture(ModelCapture):
+    """A capture into a lane: scratch memory comes from the lane's arena."""
+
+    def __init__(self, lane: Lane, cuts: Cuts) -> None:
+        super().__init__(lane.model)
+        self.lane, self.cuts = lane, cuts
+        self._bump = Bump(lane.plan.scratch_bytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        try:
+            return self.lane.scratch(self._bump, shape, dtype)
+        except CaptureError as e:
+            raise CaptureError(f"model {self.model.name!r} at {users_line()} {e}") from None
+
+    def next_parts(self, part: Part | None) -> tuple[int, Sequence[Part | None]]:
+        """The number of this launch, and the slices it goes out in; what the user sliced stays as it is."""
+        number, self.launches = self.launches, self.launches + 1
+        if part is not None or number not in self.cuts:
+            return number, [part]
+        return number, self.cuts[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One replayable item on the virtual GPU: a launch of some blocks, or a copy."""
+
+    node: Node
+    launcher: Any = None
+    grid: tuple[int, int, int] = (1, 1, 1)
+    values: tuple[Any, ...] = ()
+    first: int = 0
+    target: Any = None
+    source: Any = None
+
+    def run(self) -> Any:
+        """Computes the data; a launch's cost per block."""
+        if self.launcher is None:
+            np.copyto(self.target, self.source)
+            return None
+        return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
+
+
+class Recording(LaneCapture):
+    """The virtual GPU's capture: launches become a list."""
+
+    def __init__(self, lane: Lane, cuts: Cuts) -> None:
+        super().__init__(lane, cuts)
+        self.items: list[Recorded] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return super().empty(shape, dtype).view(GuardedArray)
+
+    def copy(self, kind: Any, target: Any, source: Any) -> None:
+        self.items.append(Recorded(Node(kind, nbytes=source.nbytes), target=target, source=source))
+
+    def launch(
+        self,
+        launcher: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: Part | None,
+    ) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        total = gx * gy * gz
+        if total <= 0:
+            return
+        compiled, cluster = launcher.compiled, launcher.compiled.source.cluster
+        number, parts = self.next_parts(part)
+        plain = tuple(_plain(v) for v in values)
+        for each in parts:
+            first, count = each or (0, total)
+            node = Node(
+                "kernel",
+                compiled.name,
+                count * cluster,
+                launcher.threads,
+                compiled.registers,
+                compiled.shared_bytes,
+                launch=number,
+                part=each,
+                cluster=cluster,
+                divisible=cluster == 1 and not compiled.source.cooperative,
+                digest=code_digest(compiled),
+            )
+            self.items.append(Recorded(node, launcher, (gx, gy, gz), plain, first))
+
+
+class GuardedArray(VirtualArray):
+    """An array handed to a function under capture: kernels and views only, since nothing has been computed yet."""
+
+    def _refuse(self, doing: str) -> Any:
+        raise CaptureError(f"{doing} at {users_line()} while its launches are captured; {_REMEDY}")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return self._refuse(f"computes numpy.{ufunc.__name__} on the host")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return self._refuse(f"calls numpy.{function.__name__} on the host")
+
+    def numpy(self) -> Any:
+        return self._refuse("copies an array to the host")
+
+    def set(self, data: Any) -> None:
+        self._refuse("copies an array to the GPU")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse("writes to an array from the host")
+
+    def __float__(self) -> float:
+        return float(self._refuse("reads a number from the GPU"))
+
+    def __int__(self) -> int:
+        return int(self._refuse("reads a number from the GPU"))
+
+    def __bool__(self) -> bool:
+        return bool(self._refuse("decides on data"))
+
+    def item(self, *args: Any) -> Any:
+        return self._refuse("reads a number from the GPU")
+
+    def tolist(self) -> Any:
+        return self._refuse("copies an array to the host")
+
+
+def _plain(value: Any) -> Any:
+    """Values as the replay needs them: arrays without the guard."""
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)
+    if isinstance(value, tuple):
+        items = [_plain(v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def code_digest(compiled: Any) -> str:
+    return cache.digest(compiled.ptx)[:16]
+
+
+@contextlib.contextmanager
+def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
+    """Makes `capture` stand in for the device, in this thread."""
+    device.capture = capture
+    try:
+        with device:
+            yield
+    finally:
+        device.capture = None
+
+
+def call_model(model: Model, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
+    """Runs the model's function; whatever it raises names the model."""
+    try:
+        result = model.fn(dict(weights), dict(inputs), dict(outputs))
+    except CaptureError as e:
+        named = str(e) if repr(model.name) in str(e) else f"model {model.name!r} {e}"
+        raise CaptureError(named) from e.__cause__
+    except Exception as e:
+        where = _users_frame(traceback.extract_tb(e.__traceback__)) or "an unknown line"
+        kind = "" if isinstance(e, PaellaError) else f"{type(e).__name__}: "
+        raise CaptureError(f"model {model.name!r} failed at {where} {doing} at batch {batch}: {kind}{e}") from e
+    if result is not None:
+        raise CaptureError(
+            f"model {model.name!r}: fn returned a {type(result).__name__}; it writes its results into outputs"
+        )
