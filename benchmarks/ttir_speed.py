@@ -1,6 +1,6 @@
 """How fast kernels run without a GPU: the TTIR evaluator against hand-written NumPy and Triton's own interpreter.
 
-python benchmarks/ttir_speed.py [--interpreter PYTHON] [--scale 16] writes benchmarks/results/ttir_speed.json.
+python benchmarks/ttir_speed.py [--interpreter PYTHON] [--scale 8] writes benchmarks/results/ttir_speed.json.
 
 One thread, medians, every answer checked. The interpreter (TRITON_INTERPRET=1) needs PyTorch and NumPy < 2.4, so it has
 an environment of its own: `pip install torch triton==3.6.0 'numpy<2.4' ml_dtypes`. Without one its column stays empty.
@@ -335,7 +335,7 @@ def geometric_mean(values: list[float]) -> float | None:
 
 
 def run(
-    scale: float = 16.0,
+    scale: float = 8.0,
     interpreter: Annotated[str, "a Python with torch, triton 3.6 and numpy < 2.4"] = "",
     only: Annotated[str, "part of the names of the kernels to measure; nothing is written then"] = "",
     folder: Path | None = None,

@@ -38,7 +38,7 @@ def _ceil_divide(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def _high_product(a: Any, b: Any, sign: bool) -> Any:
+def high_product(a: Any, b: Any, sign: bool) -> Any:
     """The upper half of a product twice as wide."""
     bits = 8 * a.dtype.itemsize
     if bits < 64:
@@ -75,11 +75,11 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
 
-def _rsqrt(x: Any) -> Any:
+def rsqrt(x: Any) -> Any:
     return x.dtype.type(1) / np.sqrt(x)
 
 
-def _round_half_away(x: Any) -> Any:
+def round_half_away(x: Any) -> Any:
     return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
 
 
@@ -116,7 +116,7 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "math.log10": (np.log10, 1),
     "math.log1p": (np.log1p, 1),
     "math.sqrt": (np.sqrt, 1),
-    "math.rsqrt": (_rsqrt, 2),
+    "math.rsqrt": (rsqrt, 2),
     "math.cbrt": (np.cbrt, 1),
     "math.sin": (np.sin, 1),
     "math.cos": (np.cos, 1),
@@ -134,7 +134,7 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "math.floor": (np.floor, 1),
     "math.ceil": (np.ceil, 1),
     "math.trunc": (np.trunc, 1),
-    "math.round": (_round_half_away, 1),
+    "math.round": (round_half_away, 1),
     "math.roundeven": (np.rint, 1),
     "math.copysign": (np.copysign, 1),
     "math.fma": (_fma, 2),
@@ -167,8 +167,8 @@ INTEGER: dict[str, Function] = {
     "math.ctpop": lambda x: np.bitwise_count(unsigned(x)).astype(x.dtype),
     "math.ctlz": leading_zeros,
     "math.cttz": _trailing_zeros,
-    "tt.mulhiui": lambda a, b: _high_product(a, b, False),
-    "tt.mulhisi": lambda a, b: _high_product(a, b, True),
+    "tt.mulhiui": lambda a, b: high_product(a, b, False),
+    "tt.mulhisi": lambda a, b: high_product(a, b, True),
 }
 
 # i1 holds 0 or -1 where it is signed, and wraps at one bit.

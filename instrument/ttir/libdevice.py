@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.elementwise import FLOAT, _high_product, _round_half_away, _rsqrt, erf, leading_zeros, unsigned
+from instrument.ttir.elementwise import FLOAT, erf, high_product, leading_zeros, round_half_away, rsqrt, unsigned
 
 Function = Callable[..., Any]
 
@@ -66,7 +66,7 @@ _NAMES: dict[str, Function] = {
             "fma",
         ]
     },
-    "rsqrt": _rsqrt,
+    "rsqrt": rsqrt,
     "pow": np.power,
     "powi": lambda x, n: np.power(x, n.astype(x.dtype)),
     "exp10": lambda x: np.power(x.dtype.type(10), x),
@@ -84,7 +84,7 @@ _NAMES: dict[str, Function] = {
     "remainder": lambda x, y: x - y * np.rint(x / y),
     "rint": np.rint,
     "nearbyint": np.rint,
-    "round": _round_half_away,
+    "round": round_half_away,
     "hypot": np.hypot,
     "ldexp": np.ldexp,
     "fdim": lambda x, y: np.maximum(x - y, x.dtype.type(0)),
@@ -109,8 +109,8 @@ _NAMES: dict[str, Function] = {
     "popcll": lambda x: np.bitwise_count(unsigned(x)).astype(np.int32),
     "clz": lambda x: leading_zeros(x).astype(np.int32),
     "clzll": lambda x: leading_zeros(x).astype(np.int32),
-    "umulhi": lambda a, b: _high_product(a, b, False),
-    "mulhi": lambda a, b: _high_product(a, b, True),
+    "umulhi": lambda a, b: high_product(a, b, False),
+    "mulhi": lambda a, b: high_product(a, b, True),
 }
 # Names as they end in libdevice: `tanhf`, `fast_expf`, `fdiv_rn`, `dsqrt_rn`, `isinfd`, `frcp_rn`.
 _CANDIDATES = (

@@ -10,12 +10,13 @@ from instrument.ttir import elementwise as ew
 from instrument.ttir import memory
 from instrument.ttir.access import Access
 from instrument.ttir.code import Run, Slots
+from instrument.ttir.latency import PRESSURE
 from instrument.ttir.lower import Lowering, builds
 from instrument.ttir.machine import LOADED, STORED, Active
 from instrument.ttir.tape import BufferRef
 from instrument.ttir.tree import Op
 from instrument.ttir.types import ELEMENTS
-from instrument.ttir.values import Ptr
+from instrument.ttir.values import Ptr, Sym
 from instrument.ttir.windows import PAD_NAN, window_access
 
 Ints = tuple[int, ...]
@@ -95,6 +96,9 @@ def atomic_rmw(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         p, value, mask = slots[args[0]], slots[args[1]], optional(slots, args, 2)
         access.count(active, LOADED, mask, p.bases[0])
         access.count(active, STORED, mask, p.bases[0])
+        target = active.machine.buffers.flat[p.bases[0]]
+        assert target is not None
+        active.path[PRESSURE] += 1000 * type_.size // max(1, target.size)
         result = None
         for base, own in access.each(active, p, mask):
             site, ref = access.site(active, base), BufferRef(base, element)
@@ -132,9 +136,11 @@ def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     access = Access(low, op, (), _ANY)
 
     def run(active: Active, slots: Slots) -> None:
-        condition = slots[args[0]]
-        site = access.bare_site(active)
-        active.machine.effect(memory.device_assert, condition, message, site)
+        condition, site = slots[args[0]], access.bare_site(active)
+        if type(condition) is Sym:
+            active.machine.effect(memory.device_assert, condition, message, site)
+        else:  # known before the data: checked now, for every replay
+            memory.device_assert(condition, message, site)
 
     return run
 

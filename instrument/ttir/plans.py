@@ -115,6 +115,8 @@ def load_plan(offset: Any, mask: Any, other: Any, element: Element, size: int, s
     memory.check(offset, mask, size, site)
     if mask is not None and bool(mask.all()):
         mask = None
+    if mask is not None and not mask.any():
+        return StaticLoad(lambda flat: fill, None, element, fill, fragile)
     rows = None
     if not _varies(fill):
         fill = np.asarray(fill, element.compute).reshape(-1)[0]
@@ -157,8 +159,6 @@ def reader(
     offset: Array, mask: Array | None, fill: Any, element: Element, copy: bool = False
 ) -> Callable[[Array], Any]:
     """A function from flat memory to the values at `offset`, `fill` where masked; `copy`: never a view of memory."""
-    if mask is not None and not mask.any():
-        return lambda flat: fill
     shape, storage = offset.shape, element.storage
     if mask is None and (affine := _affine(offset)) is not None:
         start, steps = affine
