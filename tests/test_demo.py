@@ -1,0 +1,136 @@
+"""The demo models compute what NumPy says they do, and know digits they have never seen."""
+
+from __future__ import annotations
+
+import zipfile
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from instrument.device import Device
+from paellapy import demo
+from paellapy.demo import reference
+from scheduler.errors import UnknownModelError
+
+NAMES = demo.names()
+KERNELS = {"mlp": 3, "cnn": 13, "transformer": 61}
+RUN_BATCH = 32  # images at once where all held-out ones are run
+
+
+@pytest.fixture
+def virtual() -> Any:
+    device = Device("virtual:h200")
+    with device:
+        yield device
+
+
+def _infer(device: Device, name: str, images: np.ndarray) -> np.ndarray:
+    model = demo.load(name)
+    weights = {key: device.array(value) for key, value in model.weights.items()}
+    parts = []
+    for low in range(0, len(images), RUN_BATCH):
+        part = images[low : low + RUN_BATCH]
+        scores = device.empty((len(part), *model.outputs["scores"].shape), model.outputs["scores"].dtype)
+        model.fn(weights, {"image": device.array(part)}, {"scores": scores})
+        parts.append(scores.numpy())
+    return np.concatenate(parts)
+
+
+def _check_against_reference(device: Device, name: str, batch: int) -> None:
+    images = demo.held_out()[0][:batch]
+    expected = reference.forward(name, demo.load_weights(name), images)
+    scores = _infer(device, name, images)
+    assert scores.shape == (batch, 10)
+    assert scores.dtype == np.float32
+    np.testing.assert_array_less(np.abs(scores - expected).max(axis=1) / expected.max(axis=1), 1e-5)
+    np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-5)
+
+
+def _accuracy(device: Device, name: str) -> float:
+    images, labels = demo.held_out()
+    return float(np.mean(_infer(device, name, images).argmax(axis=1) == labels))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference(virtual: Device, name: str, batch: int) -> None:
+    _check_against_reference(virtual, name, batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference_on_the_oldest_part(name: str) -> None:
+    with Device("virtual:a100") as device:
+        _check_against_reference(device, name, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_knows_held_out_digits(virtual: Device, name: str) -> None:
+    assert _accuracy(virtual, name) >= 0.95
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_scores_the_same_in_any_batch(virtual: Device, name: str) -> None:
+    images = demo.held_out()[0][:5]
+    together = _infer(virtual, name, images)
+    for image, scores in zip(images, together, strict=True):
+        np.testing.assert_allclose(_infer(virtual, name, image[None])[0], scores, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_differ(virtual: Device, name: str) -> None:
+    images = demo.held_out()[0][:1]
+    with pp.trace() as t:
+        _infer(virtual, name, images)
+    assert len(t.launches) == KERNELS[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 8, 32])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference_on_a_gpu(gpu: Device, name: str, batch: int) -> None:
+    _check_against_reference(gpu, name, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_knows_held_out_digits_on_a_gpu(gpu: Device, name: str) -> None:
+    assert _accuracy(gpu, name) >= 0.95
+
+
+def test_models_are_described() -> None:
+    for name in NAMES:
+        model = demo.load(name, batch=(1, 4), target_ms=2.0)
+        assert (model.name, model.batch, model.target_ms) == (name, (1, 4), 2.0)
+        assert model.inputs["image"].shape == (8, 8)
+        assert model.outputs["scores"].shape == (10,)
+        assert all(w.dtype == np.float32 for w in model.weights.values())
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(UnknownModelError, match="no demo model is called 'rnn'; there are mlp, cnn, transformer"):
+        demo.load("rnn")
+
+
+def test_weights_are_small_and_plain() -> None:
+    folder = files("paellapy.demo") / "weights"
+    total = 0
+    for name in (*NAMES, "digits_test"):
+        data = (folder / f"{name}.npz").read_bytes()
+        total += len(data)
+        with (folder / f"{name}.npz").open("rb") as file, zipfile.ZipFile(file) as archive:
+            assert all(entry.endswith(".npy") for entry in archive.namelist())
+        with (folder / f"{name}.npz").open("rb") as file:
+            arrays = dict(np.load(file, allow_pickle=False))
+        assert all(a.dtype.kind in "fu" and np.isfinite(a).all() for a in arrays.values())
+    assert total < 1_500_000
+
+
+def test_held_out_digits() -> None:
+    images, labels = demo.held_out()
+    assert images.shape == (360, 8, 8)
+    assert images.min() == 0
+    assert images.max() == 1
+    assert sorted(set(labels)) == list(range(10))
