@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import triton
+from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import BaseBackend, GPUTarget
@@ -27,7 +30,17 @@ from instrument.compiled import Source
 from instrument.errors import ArgumentError, CompileError
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
-_LAUNCH_OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug"))
+# Launch options, and what they must be: Triton takes some that no GPU can run, and fails on others far from the cause.
+_LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "num_warps": ("a power of two from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
+    "num_stages": ("an integer, 0 or more", lambda v: isinstance(v, int) and v >= 0),
+    "num_ctas": ("a power of two from 1 to 16", lambda v: v in (1, 2, 4, 8, 16)),
+    "maxnreg": ("None or an integer from 1 to 255", lambda v: v is None or (isinstance(v, int) and 1 <= v <= 255)),
+    "enable_fp_fusion": ("True or False", lambda v: isinstance(v, bool)),
+    "debug": ("True or False", lambda v: isinstance(v, bool)),
+}
+# Kernels of our own are compiled plain even while torch_hook instruments everybody else's: set in this thread then.
+compiling = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,22 @@ class TritonSource:
         if cache_key not in self._sources:
             self._sources[cache_key] = self._compile(values, key, options, target)
         return self._sources[cache_key]
+
+    def misuse(self, handlers: Handlers, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """What is wrong with a call that `bind` refused, in the kernel's own terms."""
+        named = {n: v for n, v in kwargs.items() if n in self.arg_names}
+        takes = f"it takes {', '.join(self.arg_names) or 'no arguments'}"
+        try:
+            bound = self.fn.signature.bind(*args, **named).arguments
+        except TypeError as e:
+            return f"kernel {self.name!r}: {e}; {takes}"
+        for param in self.fn.params:
+            try:
+                value = bound.get(param.name)
+                _constant_key(value) if param.is_constexpr else (handlers.get(type(value)) or handlers.missing)(value)
+            except ArgumentError as e:
+                return f"kernel {self.name!r}, argument {param.name!r}: {e}"
+        return f"kernel {self.name!r} cannot be called like this; {takes}"
 
     def specialise(self, values: Sequence[Any], key: Sequence[Any]) -> tuple[dict[str, Any], dict[Any, Any], Any]:
         """Signature, constants and attributes as `triton.jit` would give them to its compiler."""
@@ -89,11 +118,12 @@ class TritonSource:
     def _compile(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
         try:
             signature, constants, attrs = self.specialise(values, key[: len(self.arg_names)])
-        except TypeError as e:
+        except (TypeError, OverflowError) as e:
             raise ArgumentError(f"kernel {self.name!r}: {e}") from None
         arch = target_capability(target)
         # Asking for the default by name keeps Triton 3.9 from warning that 3.10 will change it.
         options = {"enable_fp_fusion": True, **options}
+        compiling.plain = True
         try:
             built = triton.compile(
                 ASTSource(fn=self.fn, signature=signature, constexprs=constants, attrs=attrs),
@@ -102,6 +132,10 @@ class TritonSource:
             )
         except CompilationError as e:
             raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
+        except Exception as e:  # whatever Triton's passes and its ptxas raise
+            raise CompileError(f"kernel {self.name!r} does not compile for {target} with {options}:\n{e}") from e
+        finally:
+            compiling.plain = False
         return _source_of(built, signature, constants, arch, options)
 
 
@@ -209,36 +243,56 @@ def _stand_in(value: Any, fact: Any) -> Any:
 def _generate_binder(fn: JITFunction) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]:
     """`bind(handlers, *args, **kwargs)` → (values, key, launch options), written out for this signature.
 
-    Written out, because binding by `inspect` costs more than the launch itself.
+    Written out, because binding by `inspect` costs more than the launch itself. Names of its own begin with `_pp_`, so
+    that no parameter hides them.
     """
     arguments, lines, values, keys = [], [], [], []
-    scope: dict[str, Any] = {"_resolve": None}
+    scope: dict[str, Any] = {"_pp_simple": (int, bool, str, type(None)), "_pp_constant_key": _constant_key}
     keyword_only = False
     for i, (name, param) in enumerate(fn.signature.parameters.items()):
-        if param.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-            arguments.append("*")
+        if param.kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments.append(f"*{name}")
             keyword_only = True
-        if param.default is inspect.Parameter.empty:
-            arguments.append(name)
         else:
-            scope[f"_default{i}"] = param.default
-            arguments.append(f"{name}=_default{i}")
+            if param.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+                arguments.append("*")
+                keyword_only = True
+            if param.default is inspect.Parameter.empty:
+                arguments.append(name)
+            else:
+                scope[f"_pp_default{i}"] = param.default
+                arguments.append(f"{name}=_pp_default{i}")
         if fn.params[i].is_constexpr:
-            # 1, 1.0 and True are equal but not the same constant.
+            # 1 and True are equal but not the same constant.
             values.append(name)
-            keys.append(f"({name}.__class__, {name})")
+            simple = f"{name} if {name}.__class__ in _pp_simple else _pp_constant_key({name})"
+            keys.append(f"({name}.__class__, {simple})")
         else:
-            lines.append(f"    v{i}, k{i} = (_handlers.get({name}.__class__) or _handlers.missing)({name})")
-            values.append(f"v{i}")
-            keys.append(f"k{i}")
+            handler = f"(_pp_handlers.get({name}.__class__) or _pp_handlers.missing)"
+            lines.append(f"    _pp_v{i}, _pp_k{i} = {handler}({name})")
+            values.append(f"_pp_v{i}")
+            keys.append(f"_pp_k{i}")
     body = "\n".join(lines)
-    signature = ", ".join(["_handlers", *arguments, "**_options"])
-    code = (
-        f"def bind({signature}):\n{body}\n"
-        f"    return ({', '.join(values)}{',' if values else ''}), ({', '.join(keys)}{',' if keys else ''}), _options\n"
-    )
+    signature = ", ".join(["_pp_handlers", *arguments, "**_pp_options"])
+    results = [f"({', '.join(items)}{',' if items else ''})" for items in (values, keys)]
+    code = f"def bind({signature}):\n{body}\n    return {', '.join(results)}, _pp_options\n"
     exec(code, scope)
     return scope["bind"]  # type: ignore[no-any-return]
+
+
+def _constant_key(value: Any) -> Any:
+    """A constant as part of a key: what is equal in Python (0.0 and -0.0, (1,) and (True,)) need not be the same."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, tuple):
+        return tuple((v.__class__, _constant_key(v)) for v in value)
+    if isinstance(value, tl.constexpr):
+        return value.value.__class__, _constant_key(value.value)
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentError(f"a constant is a number, string, tuple, type or function, not {value!r:.60}") from None
+    return value
 
 
 class TypeHandlers(Handlers):
@@ -264,7 +318,7 @@ class TypeHandlers(Handlers):
         def of_array(a: Any) -> tuple[Any, Any]:
             return 16, PointerKey.of(triton_dtype(a.dtype), True)
 
-        return of_array if hasattr(kind, "dtype") else None
+        return of_array if hasattr(kind, "dtype") and not issubclass(kind, np.generic) else None
 
 
 def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
@@ -289,4 +343,8 @@ def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) 
             f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
             f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
         )
+    for option, value in options.items():
+        wanted, is_right = _LAUNCH_OPTIONS[option]
+        if not is_right(value):
+            raise ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}")
     return options

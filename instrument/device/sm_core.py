@@ -57,7 +57,8 @@ LAUNCH, COPY, RECORD, WAIT = range(4)
 QUEUED, ISSUED, DONE, REPORTED = range(4)
 
 # State.cost: a block's work, or its duration where that is >= 0
-DURATION = 3
+DURATION, WAIT_NS = 3, 4
+COST_COLUMNS = 5
 
 # State.stream, State.stream_t, State.queue, State.event
 S_QUEUE, S_PRIORITY, S_BUSY, S_GRAPH, S_CURRENT = range(5)
@@ -231,7 +232,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
             duration *= jitter(s.g[SEED], handle, block, s.t[JITTER])
     else:
         s.slot[slot, B_PENDING] = 0
-        duration = s.cf[i, LATENCY]
+        duration = s.cf[i, LATENCY] + s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], WAIT_NS]
     set_timer(s, now + max(duration, 1.0), slot)
 
 

@@ -38,12 +38,14 @@ class DeadlockError(PaellaError):
 class BlockCost:
     """One block's work: numbers for all blocks alike, or one value per block.
 
-    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half.
+    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half. `wait_ns` is time
+    the block waits whatever else runs (dependent loads, barriers), before its work flows.
     """
 
     bytes: ArrayLike = 0.0
     flops: ArrayLike = 0.0
     tensor_flops: ArrayLike = 0.0
+    wait_ns: ArrayLike = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +432,7 @@ class SmModel:
         if cost is None and isinstance(duration_ns, int | float):
             key: tuple[float, ...] = (duration_ns,)
         elif cost is not None and duration_ns is None:
-            key = (cost.bytes, cost.flops, cost.tensor_flops)  # type: ignore[assignment]
+            key = (cost.bytes, cost.flops, cost.tensor_flops, cost.wait_ns)  # type: ignore[assignment]
         else:
             key = ()
         known = self._known_costs.get(key) if all(isinstance(value, int | float) for value in key) else None
@@ -462,7 +464,7 @@ class SmModel:
         size = len(s.cost)
         while 2 * (self._cost_rows + n) > size:
             size *= 2
-        cost = np.zeros((size, 4))
+        cost = np.zeros((size, core.COST_COLUMNS))
         if kept:
             cost[: self._cost_rows] = np.concatenate(kept)
         s.ci[rows, core.COST] = np.cumsum(lengths) - lengths
@@ -480,7 +482,8 @@ class SmModel:
 def _cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None) -> NDArray[np.float64]:
     """The core's cost rows: one for all blocks, or one for each."""
     if cost is not None and duration_ns is None:
-        given = [np.asarray(value, np.float64) for value in (cost.bytes, cost.flops, cost.tensor_flops)]
+        values = (cost.bytes, cost.flops, cost.tensor_flops, cost.wait_ns)
+        given = [np.asarray(value, np.float64) for value in values]
     elif cost is None and duration_ns is not None:
         given = [np.asarray(duration_ns, np.float64)]
     else:
@@ -488,8 +491,9 @@ def _cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | 
     for column in given:
         if column.shape not in ((), (n_blocks,)) or not (np.isfinite(column) & (column >= 0)).all():
             raise LaunchError(f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks")
-    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, 4))
+    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, core.COST_COLUMNS))
     table[:, core.DURATION] = given[0] if cost is None else -1.0
     if cost is not None:
-        table[:, : core.POOLS] = np.stack(np.broadcast_arrays(*given), axis=-1)
+        table[:, : core.POOLS] = np.stack(np.broadcast_arrays(*given[: core.POOLS]), axis=-1)
+        table[:, core.WAIT_NS] = given[core.POOLS]
     return table

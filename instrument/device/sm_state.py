@@ -37,7 +37,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         t=t,
         ci=np.zeros((1024, core.CI_SIZE), np.int64),
         cf=np.zeros((1024, core.CF_SIZE)),
-        cost=np.zeros((1024, 4)),
+        cost=np.zeros((1024, core.COST_COLUMNS)),
         stream=np.zeros((streams, 5), np.int64),
         stream_t=np.full(streams, -np.inf),
         queue=queue,

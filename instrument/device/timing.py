@@ -24,8 +24,19 @@ class Timing:
     graph_gap_ns: float = 1000.0  # kernel to kernel inside one graph
     # The front end starts one grid after the other, over all streams: 1.35 M kernels/s at saturation.
     grid_issue_ns: float = 740.0
-    block_issue_ns: float = 0.5  # the block scheduler places one block after the other
+    block_issue_ns: float = 0.35  # the block scheduler places one block after the other
     block_overhead_ns: float = 600.0  # a block's fixed latency before its work flows: setup and the first load
+    # What a block waits for, per step of its longest dependent chain, per element each of its threads
+    # computes, and per instruction on numbers that all threads share.
+    load_ns: float = 350.0
+    atomic_ns: float = 500.0
+    reduction_ns: float = 60.0
+    dot_ns: float = 150.0
+    element_ns: float = 0.5
+    instruction_ns: float = 2.0
+    sector_update_ns: float = 0.6  # one atomic update after another to the same sector of L2
+    fma_product_cost: float = 4.0  # products on the ordinary units, in units of their flops: operands come and go
+    l2_speedup: float = 2.5  # how much faster than memory L2 delivers what fits into it
     # 16384 blocks of 3 x 4 KiB in 48 µs; an fp16 GEMM of 2048³ in 27 µs.
     bandwidth_efficiency: float = 0.92
     flops_efficiency: float = 0.9

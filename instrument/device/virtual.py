@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
 from instrument.compiled import Source
 from instrument.device.base import Device, Event, Stream
+from instrument.device.cost_model import CostModel
 from instrument.device.parts import part
 from instrument.device.sm_model import SmModel
 from instrument.device.virtual_launch import VirtualLauncher
@@ -49,7 +50,8 @@ class VirtualDevice(Device):
         self.name, self.title = f"virtual:{self.part.name}", f"{self.part.title} (virtual)"
         self.limits, self.capability = self.part.sm, self.part.sm.capability
         self.sm_count = self.sm_ids = self.part.sms
-        self.model = SmModel(self.part, history=_HISTORY)
+        self.costs = CostModel.for_part(self.part)
+        self.model = SmModel(self.part, timing=self.costs.timing, history=_HISTORY)
         self.handlers = Handlers({**SCALARS}, _find_handler)
         self._default_stream = self.model.stream()
         self._streams: list[int] = []

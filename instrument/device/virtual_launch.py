@@ -18,9 +18,6 @@ from instrument.ttir import TtirProgram
 if TYPE_CHECKING:
     from instrument.device.virtual import VirtualDevice
 
-# What a dot's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
-_TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
-
 
 class VirtualNotification:
     """What a launch at level `notify` returns: set once its last block is on an SM."""
@@ -71,7 +68,7 @@ class VirtualLauncher(Launcher):
             return None  # an empty grid is no work, as in Triton
         first, count = part or (0, gx * gy * gz)
         cost = self.evaluate(values, (gx, gy, gz), first, count)
-        handle = self._place(cost, (gx, gy, gz), first, count)
+        handle = self._place(cost, values, (gx, gy, gz), first, count)
         if self.compiled.config.report == "notify":
             return VirtualNotification(self.device, handle)
         return None
@@ -80,7 +77,7 @@ class VirtualLauncher(Launcher):
         """Computes the data of some blocks; what each of them cost."""
         return self.program.run(self.pick(values), grid, range(first, first + count))
 
-    def _place(self, cost: Records, grid: tuple[int, int, int], first: int, count: int) -> int:
+    def _place(self, cost: Records, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> int:
         device, compiled = self.device, self.compiled
         cluster = compiled.source.cluster
         submit = device.submit()
@@ -98,7 +95,7 @@ class VirtualLauncher(Launcher):
             self.threads,
             compiled.registers,
             compiled.shared_bytes,
-            cost=self.block_cost(cost),
+            cost=self.block_cost(cost, values),
             cluster=cluster,
             launch_id=launch_id,
             first=first * cluster,
@@ -107,20 +104,6 @@ class VirtualLauncher(Launcher):
             submit_ns=submit,
         )
 
-    def block_cost(self, cost: Records) -> BlockCost:
-        """The evaluator's counts as the model takes them; the blocks of a cluster share one program's work."""
-        cluster = self.compiled.source.cluster
-        kind = self.program.dot_dtype or "f16"
-        weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
-        columns = [
-            cost["bytes_loaded"] + cost["bytes_stored"],
-            cost["flops"],
-            cost["dot_flops"] * weight,
-        ]
-        shared = [_shared_value(np.repeat(c / cluster, cluster) if cluster > 1 else c) for c in columns]
-        return BlockCost(*shared)
-
-
-def _shared_value(column: Any) -> Any:
-    """One number where all blocks cost the same: the model keeps it once."""
-    return float(column[0]) if (column == column[0]).all() else column.astype(np.float64)
+    def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
+        """The evaluator's counts as the SM model takes them; `values` are the launch's arguments."""
+        return self.device.costs.block_cost(self.compiled, cost, values, self.threads, self.program.dot_dtype)

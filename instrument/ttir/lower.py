@@ -10,8 +10,10 @@ from instrument.errors import UnsupportedOpError
 from instrument.ttir import code
 from instrument.ttir.code import Code, Function, Run, Step
 from instrument.ttir.constants import constant
+from instrument.ttir.latency import critical_path
 from instrument.ttir.machine import Active
-from instrument.ttir.parser import Block, Func, Module, Op, Region, walk
+from instrument.ttir.tree import Block, Func, Module, Op, Region, walk
+from instrument.ttir.types import Array
 
 Builder = Callable[["Lowering", Op, tuple[int, ...], tuple[int, ...]], Run | None]
 BUILDERS: dict[str, Builder] = {}
@@ -168,6 +170,10 @@ class Lowering:
     def block(self, block: Block, target: Code, codes: list[Code], labels: dict[str, int]) -> None:
         reads: dict[int, None] = {}
         defined = set(target.args)
+        combines = bool(block.ops) and block.ops[-1].name in ("tt.reduce.return", "tt.scan.return")
+        path = None if combines else critical_path(block.ops)
+        if path is not None:
+            target.steps.append(LoweredStep(waits(path), "counting"))
         for op in block.ops:
             args = tuple(self.slot(name, op) for name in op.operands)
             outs = tuple(self.slot(name, op) for name in op.results)
@@ -253,6 +259,15 @@ def waits_for_memory(loop: Op) -> bool:
     body = list(walk(loop.regions[1]))
     polls = any(op.name in ("tt.atomic_rmw", "tt.atomic_cas") or op.flag("isVolatile") for op in body)
     return polls and not any(op.name == "tt.store" for op in body)
+
+
+def waits(path: Array) -> Run:
+    """A step that books what the blocks wait for in the straight line it begins."""
+
+    def run(active: Active, _: code.Slots) -> None:
+        active.path += path
+
+    return run
 
 
 # ---- building blocks for builders ------------------------------------------------------------------------------------

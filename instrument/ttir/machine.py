@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from instrument.ttir import memory, plans
+from instrument.ttir.latency import PATH_FIELDS
 from instrument.ttir.memory import Site
 from instrument.ttir.tape import BufferRef, Tape
 from instrument.ttir.types import Array, Element
 from instrument.ttir.values import Ptr, Sym, Value, Window, merge_blocks, take_blocks
 
-COST_FIELDS = ("bytes_loaded", "bytes_stored", "flops", "dot_flops")
+COST_FIELDS = ("bytes_loaded", "bytes_stored", "flops", "dot_flops", *PATH_FIELDS)
 LOADED, STORED, FLOPS, DOT = range(4)
 
 
@@ -39,7 +40,7 @@ class Machine:
 
     def __init__(self, kernel: str, buffers: Buffers, grid: tuple[int, int, int], ids: Array) -> None:
         self.kernel, self.buffers, self.grid, self.ids = kernel, buffers, grid, ids
-        self.cost = np.zeros((len(ids), 4), np.int64)
+        self.cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
         self.give_way: Callable[[], None] = lambda: None  # called by a block while it waits for others
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -137,11 +138,12 @@ class Recorder(Machine):
 class Active:
     """The blocks that are executing: all of the run, or the ones that agreed at a branch."""
 
-    __slots__ = ("dot_flops", "flops", "loaded", "machine", "nb", "pid", "rows", "stored")
+    __slots__ = ("dot_flops", "flops", "loaded", "machine", "nb", "path", "pid", "rows", "stored")
 
     def __init__(self, machine: Machine, rows: Array, pid: tuple[Value, Value, Value]) -> None:
         self.machine, self.rows, self.pid, self.nb = machine, rows, pid, len(rows)
         self.flops = self.dot_flops = self.loaded = self.stored = 0
+        self.path = np.zeros(len(PATH_FIELDS), np.int64)
 
     def subset(self, index: Array) -> Active:
         return Active(
@@ -152,7 +154,7 @@ class Active:
 
     def settle(self) -> None:
         """Book what was counted for all active blocks alike."""
-        self.machine.cost[self.rows] += (self.loaded, self.stored, self.flops, self.dot_flops)
+        self.machine.cost[self.rows] += (self.loaded, self.stored, self.flops, self.dot_flops, *self.path)
 
     def select(self, value: Value, index: Array) -> Value:
         """`value` for the blocks at `index` only."""

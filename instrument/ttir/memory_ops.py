@@ -10,7 +10,7 @@ from instrument.ttir import elementwise as ew
 from instrument.ttir import memory
 from instrument.ttir.access import Access
 from instrument.ttir.code import Run, Slots
-from instrument.ttir.latency import PRESSURE
+from instrument.ttir.latency import PRESSURE, pressure
 from instrument.ttir.lower import Lowering, builds
 from instrument.ttir.machine import LOADED, STORED, Active
 from instrument.ttir.tape import BufferRef
@@ -98,7 +98,7 @@ def atomic_rmw(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         access.count(active, STORED, mask, p.bases[0])
         target = active.machine.buffers.flat[p.bases[0]]
         assert target is not None
-        active.path[PRESSURE] += 1000 * type_.size // max(1, target.size)
+        active.path[PRESSURE] += pressure(type_.size, target)
         result = None
         for base, own in access.each(active, p, mask):
             site, ref = access.site(active, base), BufferRef(base, element)

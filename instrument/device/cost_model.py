@@ -1,0 +1,103 @@
+"""From what the evaluator counted to what the SM model takes: traffic, arithmetic and waiting of every block.
+
+A block first waits (its longest chain of dependent loads, reductions, products, and the instructions of its busiest
+thread), then its traffic and arithmetic flow at rates shared with whatever else runs. The time per kind of wait comes
+from the part's profile, and so does a correction factor for every kernel that was measured on the real part: where it
+is known, it scales the wait; elsewhere the uncorrected estimate stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.compiled import Compiled
+from instrument.device.parts import Part
+from instrument.device.sm_model import BlockCost
+from instrument.device.timing import PROFILES, Timing
+from instrument.records import Records
+
+# What a product's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
+_TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
+_L2_SHARE = 0.8  # of L2 that a kernel's arrays can fill and still be found there by its next launch
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The part's timing and the factors of the kernels measured on it."""
+
+    part: Part
+    timing: Timing
+    factors: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def for_part(cls, part: Part) -> CostModel:
+        path = PROFILES / f"{part.name}.json"
+        factors = json.loads(path.read_text()).get("kernels", {}) if path.exists() else {}
+        return cls(part, Timing.for_part(part), factors)
+
+    def wait_ns(self, cost: Records, threads: int) -> NDArray[np.float64]:
+        """How long each block waits beyond its fixed overhead and its products, before any correction."""
+        t = self.timing
+        wait: NDArray[np.float64] = (
+            t.load_ns * cost["loads"]
+            + t.atomic_ns * cost["atomics"]
+            + t.reduction_ns * cost["reductions"]
+            + t.element_ns * cost["elements"] / threads
+            + t.instruction_ns * cost["instructions"]
+        )
+        return wait
+
+    def block_cost(
+        self, compiled: Compiled, cost: Records, values: Sequence[Any], threads: int, dot_dtype: str | None
+    ) -> BlockCost:
+        """One launch's blocks."""
+        cluster = compiled.source.cluster
+        ieee = "inputPrecision = ieee" in compiled.source.ttir or (
+            dot_dtype == "f32" and "inputPrecision" not in compiled.source.ttir
+        )
+        kind = dot_dtype or "f16"
+        weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
+        flops = np.maximum(cost["flops"], 2.0 * cost["elements"])  # peak rates count two flops an instruction
+        tensor = cost["dot_flops"] * weight
+        if ieee and kind == "f32":  # no tensor core multiplies full fp32: products run on the ordinary units
+            flops, tensor = flops + self.timing.fma_product_cost * cost["dot_flops"], np.zeros_like(tensor)
+        # A product's latency hides behind its arithmetic once that takes longer.
+        busy = tensor / (self.part.fp16_tensor_tflops * 1e3 * self.timing.tensor_efficiency / self.part.sms)
+        latency = np.maximum(self.timing.dot_ns * cost["dots"] - busy, 0.0)
+        wait = self.factor(compiled.source.metadata.get("label", "")) * (self.wait_ns(cost, threads) + latency)
+        # Atomic updates of the same few sectors queue up behind each other, those of all blocks together.
+        wait += self.timing.sector_update_ns * float(cost["pressure"].sum()) / 1000
+        columns = [self._traffic(cost, values), flops, tensor, wait]
+        if cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
+            columns = [np.repeat(c if i == 3 else c / cluster, cluster) for i, c in enumerate(columns)]
+        return BlockCost(*(_one_or_all(c) for c in columns))
+
+    def factor(self, label: str) -> float:
+        """The kernel's own factor; of one measured with other constants the geometric mean; else 1."""
+        if label in self.factors:
+            return self.factors[label]
+        stem = label.partition("][")[0]
+        alike = [f for known, f in self.factors.items() if known.partition("][")[0] == stem]
+        return float(np.exp(np.mean(np.log(alike)))) if alike and stem else 1.0
+
+    def _traffic(self, cost: Records, values: Sequence[Any]) -> NDArray[np.float64]:
+        """Bytes in units of memory traffic: what L2 delivers counts for less."""
+        touched: NDArray[np.float64] = (cost["bytes_loaded"] + cost["bytes_stored"]).astype(float)
+        total = float(touched.sum())
+        distinct = min(total, float(sum(v.nbytes for v in values if isinstance(v, np.ndarray))))
+        if total == 0.0:
+            return np.zeros(len(cost))
+        from_memory = distinct if distinct > _L2_SHARE * self.part.l2_bytes else 0.0
+        share = (from_memory + (total - from_memory) / self.timing.l2_speedup) / total
+        return np.multiply(touched, share)
+
+
+def _one_or_all(column: NDArray[np.float64]) -> Any:
+    """One number where all blocks cost the same: the SM model keeps it once."""
+    return float(column[0]) if (column == column[0]).all() else column

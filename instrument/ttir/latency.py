@@ -1,0 +1,73 @@
+"""What a block waits for, one after the other: counted per straight line of code when it is translated.
+
+Loads that do not depend on each other are under way together, so what matters is the longest chain. The chain is found
+with nominal weights; what it consists of is then counted per block as the code runs, and the timing profile of a part
+says how long each kind takes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from instrument.ttir.parser import Op
+from instrument.ttir.types import Array
+
+# pressure: thousandths of an atomic update per sector of the array updated, as if spread evenly over it
+PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure")
+PRESSURE = PATH_FIELDS.index("pressure")
+_LOADS, _ATOMICS, _REDUCTIONS, _DOTS = range(4)
+# Results no larger than a small block are one instruction, however many threads compute them. They are counted in
+# loops, where one waits for the other; elsewhere they hide behind the loads.
+_FEW = 128
+_NOMINAL_NS = (600, 700, 120, 150)
+
+# Sectors of 32 bytes; from some number on neighbouring lanes' updates go together and nobody queues.
+_SECTOR, _MANY_SECTORS, _WARP = 32, 2048, 32
+
+_KINDS = {
+    "tt.load": _LOADS, "tt.descriptor_load": _LOADS, "tt.descriptor_gather": _LOADS,
+    "tt.atomic_rmw": _ATOMICS, "tt.atomic_cas": _ATOMICS,
+    "tt.reduce": _REDUCTIONS, "tt.scan": _REDUCTIONS, "tt.histogram": _REDUCTIONS, "tt.gather": _REDUCTIONS,
+    "tt.trans": _REDUCTIONS, "tt.reshape": _REDUCTIONS,  # data changes threads: through shared memory, with barriers
+    "tt.dot": _DOTS, "tt.dot_scaled": _DOTS,
+}  # fmt: skip
+_PRODUCTS = ("tt.dot", "tt.dot_scaled")
+# Layout and address arithmetic the compiler folds away: no instruction per element.
+_FREE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.addptr", "tt.advance", "tt.store")
+
+
+def critical_path(ops: Sequence[Op]) -> Array | None:
+    """Counts (PATH_FIELDS) of one straight line: its longest chain, and what it computes besides."""
+    start: tuple[int, tuple[int, ...]] = (0, (0, 0, 0, 0))
+    reach: dict[str, tuple[int, tuple[int, ...]]] = {}
+    longest = start
+    elements = instructions = 0
+    # Triton loads ahead for products in a loop: there nobody waits for memory, only for the products.
+    in_loop = bool(ops) and ops[-1].name in ("scf.yield", "scf.condition")
+    pipelined = in_loop and any(op.name in _PRODUCTS for op in ops)
+    for op in ops:
+        before = max((reach[name] for name in op.operands if name in reach), default=start)
+        kind = _KINDS.get(op.name)
+        at = before
+        if kind is None:
+            if op.name not in _FREE and op.out_types and not op.regions:
+                size = op.out_types[0].size
+                elements += size if size > _FEW else 0
+                instructions += size <= _FEW and in_loop
+        elif not (pipelined and kind == _LOADS):
+            at = (before[0] + _NOMINAL_NS[kind], tuple(n + (i == kind) for i, n in enumerate(before[1])))
+        for name in op.results:
+            reach[name] = at
+        longest = max(longest, at)
+    if not elements and not instructions and not longest[0]:
+        return None
+    return np.array([*longest[1], elements, instructions, 0], np.int64)
+
+
+def pressure(updates: int, target: Array) -> int:
+    """What `updates` elements updated atomically add to the field `pressure`."""
+    # Lanes of a warp that update the same address are combined on the way.
+    combined = max(1, updates * min(target.size, _WARP) // _WARP)
+    return 1000 * combined // min(_MANY_SECTORS, max(1, target.nbytes // _SECTOR))
