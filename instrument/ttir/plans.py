@@ -97,6 +97,7 @@ class StaticLoad:
     fragile: bool
     offset: Array | None = None  # kept for products (see products.py) until the tape is compiled
     mask: Array | None = None
+    ragged: bool = False  # masked in the last block alone
 
     def __call__(self, flat: Array) -> Any:
         tiles = self.read(flat)
@@ -117,13 +118,14 @@ def load_plan(offset: Any, mask: Any, other: Any, element: Element, size: int, s
         mask = None
     if mask is not None and not mask.any():
         return StaticLoad(lambda flat: fill, None, element, fill, fragile)
+    ragged = mask is not None and len(mask) > 1 and bool(mask[:-1].all())
     rows = None
     if not _varies(fill):
         fill = np.asarray(fill, element.compute).reshape(-1)[0]
         offset, mask = _collapse(offset, mask)
         offset, mask, rows = _distinct(offset, mask)
     keep = fragile and not element.narrow
-    load = StaticLoad(reader(offset, mask, fill, element, keep), rows, element, fill, fragile)
+    load = StaticLoad(reader(offset, mask, fill, element, keep), rows, element, fill, fragile, ragged=ragged)
     if not fragile and rank == 3 and offset.size <= MAX_JOINED and not _varies(fill):
         load.offset, load.mask = offset, mask
     return load

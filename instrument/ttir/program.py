@@ -24,6 +24,7 @@ from instrument.ttir.types import Array
 COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
 
 CHUNK_ELEMENTS = 1 << 21  # elements of the kernel's largest tensor, over all blocks of a chunk: 16 MiB of addresses
+MIN_SPLIT = 1 << 14  # elements from which a second, short tape for a ragged last block pays
 TAPE_ENTRIES = 512  # tapes kept per program
 TAPE_BYTES = 512 << 20  # and the memory their constants may take
 
@@ -36,6 +37,7 @@ class Recorded:
     cost: Array | None = None  # the part that does not depend on data
     bytes: int = 0
     hopeless: bool = False  # its tape grows too large
+    split: bool = False  # only its last block is masked: run on its own, it lets the others work without copies
 
 
 class TtirProgram:
@@ -98,32 +100,42 @@ class TtirProgram:
                 cost = np.concatenate([self._chunk(bound, shape, part, record) for part in parts])
         return cost.view(COST_DTYPE).reshape(-1)
 
-    def _chunk(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, record: bool) -> Array:
+    def _chunk(
+        self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, record: bool, at_once: bool = False
+    ) -> Array:
+        """Run some blocks, from a tape if there is one. `at_once`: record even what was never seen before."""
         if not record or self._dynamic:
             return self._evaluate(Machine, bound, grid, ids)[0]
         key = (bound.key, grid, (ids.start, ids.stop, ids.step) if isinstance(ids, range) else ids.tobytes())
         known = self._tapes.get(key)
-        if known is None:
+        if known is not None and known.replay is not None:
+            assert known.cost is not None
+            cost = known.cost.copy()
+            known.replay(bound.buffers.flat, cost)
+            return cost
+        if known is None and not at_once:
             self._remember(key, Recorded())
             return self._evaluate(Machine, bound, grid, ids)[0]
-        if known.hopeless:
+        if known is not None and known.split:
+            parts = (ids[:-1], ids[-1:])
+            return np.concatenate([self._chunk(bound, grid, part, record, at_once=True) for part in parts])
+        if known is not None and known.hopeless:
             return self._evaluate(Machine, bound, grid, ids)[0]
-        if known.replay is None:
-            cost, machine = self._evaluate(Recorder, bound, grid, ids)
-            assert isinstance(machine, Recorder)
-            if machine.tape is None:
-                self._dynamic = True
-                return cost
-            if machine.tape.full:
-                self._remember(key, Recorded(hopeless=True))
-                return cost + machine.dynamic_cost
-            recorded = Recorded(machine.tape.compile(bound.buffers.element), cost, machine.tape.bytes)
-            self._remember(key, recorded)
-            return cost + machine.dynamic_cost
-        assert known.cost is not None
-        cost = known.cost.copy()
-        known.replay(bound.buffers.flat, cost)
-        return cost
+        return self._record(key, bound, grid, ids)
+
+    def _record(self, key: Any, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
+        cost, machine = self._evaluate(Recorder, bound, grid, ids)
+        assert isinstance(machine, Recorder)
+        tape = machine.tape
+        if tape is None:
+            self._dynamic = True
+        elif tape.full:
+            self._remember(key, Recorded(hopeless=True))
+        elif tape.ragged and self.facts.dot_dtype is None and len(ids) * self.facts.tile >= MIN_SPLIT:
+            self._remember(key, Recorded(split=True))
+        else:
+            self._remember(key, Recorded(tape.compile(bound.buffers.element), cost, tape.bytes))
+        return cost + machine.dynamic_cost
 
     def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
         """Blocks that wait for each other run one by one."""

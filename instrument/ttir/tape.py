@@ -57,6 +57,7 @@ class Tape:
     bytes: int = 0  # held by constants and plans
     kept: int = 0  # bytes of addresses kept until products are joined
     full: bool = False  # too large to be worth keeping
+    ragged: bool = False  # some load is masked in the last block alone
 
     def _refs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(Ref(a.id) if type(a) is Sym else a for a in args)
@@ -94,6 +95,8 @@ class Tape:
         return tuple(self._add(_item, (whole, i), value, True) for i, value in enumerate(values))
 
     def load(self, fn: Callable[..., Any], args: Sequence[Any], value: Any) -> Sym:
+        if isinstance(fn, StaticLoad):
+            self.ragged |= fn.ragged
         if isinstance(fn, StaticLoad) and fn.offset is not None:
             if self.kept + fn.offset.nbytes > MAX_KEPT:
                 fn.offset = fn.mask = None

@@ -2,7 +2,7 @@
 
 In lockstep a spin lock livelocks (the owner cannot leave the loop before the others do); one block after the other, a
 grid-wide barrier deadlocks. So a block that goes round a waiting loop is parked and others get their turn. Only one
-runs at any time; a thread is kept for each block that is waiting.
+runs at any time. A thread runs blocks one after the other until one of them waits; the next thread takes over there.
 """
 
 from __future__ import annotations
@@ -10,22 +10,37 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from instrument.errors import LaunchError
 
 MAX_WAITING = 4096  # threads; more blocks than any GPU holds at once
 MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes
 
+Body = Callable[[Callable[[], None]], None]  # one block; it calls its argument while it waits
+
+
+class Turns:
+    """The blocks still to be started, and how many are done."""
+
+    def __init__(self, bodies: list[Body]) -> None:
+        self.todo: Iterator[Body] = iter(bodies)
+        self.left = len(bodies)  # not yet started
+        self.done = 0
+
+    def next(self) -> Body | None:
+        body = next(self.todo, None)
+        self.left -= body is not None
+        return body
+
 
 class Worker:
-    """One block on a thread of its own; `resume` runs it until it finishes or waits."""
+    """A thread that runs blocks; `resume` lets it go on until there are none left or its block waits."""
 
-    def __init__(self, body: Callable[[Callable[[], None]], None]) -> None:
-        self.done = False
+    def __init__(self, turns: Turns) -> None:
+        self.finished = False
         self.error: BaseException | None = None
-        self._cancelled = False
-        self._body = body
+        self._turns, self._cancelled = turns, False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         context = contextvars.copy_context()  # NumPy's error state lives there
         self._thread = threading.Thread(target=context.run, args=(self._main,), daemon=True)
@@ -34,13 +49,14 @@ class Worker:
     def _main(self) -> None:
         self._go.acquire()
         try:
-            if not self._cancelled:
-                self._body(self.give_way)
+            while not self._cancelled and (body := self._turns.next()) is not None:
+                body(self.give_way)
+                self._turns.done += 1
         except _Cancelled:
             pass
         except BaseException as error:
             self.error = error
-        self.done = True
+        self.finished = True
         self._back.release()
 
     def give_way(self) -> None:
@@ -53,49 +69,47 @@ class Worker:
     def resume(self) -> None:
         self._go.release()
         self._back.acquire()
-        if self.done:
-            self._thread.join()
         if self.error is not None:
             raise self.error
 
     def cancel(self) -> None:
-        self._cancelled = True
-        if not self.done:
+        """Unwind a block that will never finish."""
+        if not self.finished:
+            self._cancelled = True
             self._go.release()
-            self._thread.join()
+        self._thread.join()
 
 
 class _Cancelled(BaseException):
-    """Unwinds a block that will never finish."""
+    """Raised inside a cancelled block."""
 
 
-def take_turns(kernel: str, bodies: list[Callable[[Callable[[], None]], None]]) -> None:
+def take_turns(kernel: str, bodies: list[Body]) -> None:
     """Run all bodies to their ends; each gets a function to call while it waits."""
+    turns = Turns(bodies)
+    workers: list[Worker] = []
     waiting: deque[Worker] = deque()
     try:
-        for body in bodies:
-            worker = Worker(body)
-            waiting.append(worker)
-            worker.resume()
-            if worker.done:
-                waiting.pop()
+        while turns.left:
+            workers.append(Worker(turns))
+            workers[-1].resume()
+            if not workers[-1].finished:
+                waiting.append(workers[-1])
             if len(waiting) > MAX_WAITING:
                 raise LaunchError(f"kernel {kernel}: more than {MAX_WAITING} blocks wait for each other")
-        idle = 0
+        idle, done = 0, turns.done
         while waiting:
-            worker = waiting[0]
+            worker = waiting.popleft()
             worker.resume()
-            waiting.popleft()
-            if worker.done:
-                idle = 0
-                continue
-            waiting.append(worker)
-            idle += 1
-            if idle > MAX_ROUNDS * len(waiting):
+            if not worker.finished:
+                waiting.append(worker)
+            idle = 0 if turns.done > done else idle + 1
+            done = turns.done
+            if idle > MAX_ROUNDS * max(1, len(waiting)):
                 raise LaunchError(
                     f"kernel {kernel}: {len(waiting)} blocks wait for each other and none goes on; a barrier over the "
                     "grid needs all its blocks in one launch"
                 )
     finally:
-        for worker in waiting:
+        for worker in workers:
             worker.cancel()
