@@ -57,13 +57,13 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
 # State.g, the core's own numbers
 (BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH, WAKE_FD,
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
- STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES, BUSY_SINCE,
- DISPATCHING) = range(31)  # fmt: skip
-G_SIZE = 32
+ STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
+ CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N) = range(34)  # fmt: skip
+G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, and what the GPU gives when several jobs share it
-VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, WORK_NS, BUSY_NS, SERVED_NS, GAIN = range(8)
+VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN = range(8)
 T_SIZE = 8
 
 # State.fn: addresses of compiled functions; 0: none
@@ -103,6 +103,7 @@ MODEL = np.dtype(
         ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
         ("used_ns", "f8"),  # GPU time received, as time alone
         ("completed", "i8"),
+        ("asking", "i8"),  # 1: listed in State.asking
     ],
     align=True,
 )
@@ -144,6 +145,7 @@ LANE = np.dtype(
         ("client_start_ns", "f8"),
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
+        ("touched", "i8"),  # 1: listed in State.touched
     ],
     align=True,
 )
@@ -174,11 +176,15 @@ REQUEST = np.dtype(
         ("up", "i8"),
         ("height", "i8"),
         ("due_at", "i8"),  # index in the deadline heap, or NONE
+        ("leaving", "i8"),  # 1: listed in State.leaving
     ],
     align=True,
 )
 
-CLIENT = np.dtype([("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("live", "i8")], align=True)
+CLIENT = np.dtype(
+    [("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("tag_ns", "f8"), ("live", "i8")],  # tag: the next start
+    align=True,
+)
 
 SUBMISSION = np.dtype(
     [
@@ -289,7 +295,7 @@ class State(NamedTuple):
     model_lane: NDArray[np.int64]  # [M, K] lanes of a model, by the installer
     free_lane: NDArray[np.int64]  # [M, K] stack
     input_bytes: NDArray[np.int64]  # [M, inputs] of one item, by the installer
-    filling: Words  # [M, 8] column 0: the lane open to front ends + 1, 0: none. Atomic
+    filling: Words  # [M, 8] column 0: the lane open to front ends + 1, with its slots << 32; 0: none. Atomic
     lane: Table  # LANE[L]
     lane_word: Words  # [L, 8] column 0: see CLOSED … READY_MASK. Atomic
     lane_hold: Words  # [L, 8] column 0: outputs still to be read. Atomic
@@ -304,7 +310,10 @@ class State(NamedTuple):
     ready: NDArray[np.int64]  # [L] heap of lanes that wait for their turn, least rank first
     active: NDArray[np.int64]  # [L] lanes whose turn it is
     flight: NDArray[np.int64]  # [L] lanes with launched, uncompleted segments
-    held: NDArray[np.int64]  # [L] lanes in state HELD
+    held: NDArray[np.int64]  # [L] lanes that wait for a front end: HELD and READY_WAIT
+    touched: NDArray[np.int64]  # [L] lanes to be settled within this step
+    asking: NDArray[np.int64]  # [M] models that may want a lane opened, or closed for good, within this step
+    leaving: NDArray[np.int64]  # [R] requests cancelled within this step
     due: NDArray[np.int64]  # [R] heap of requests with a deadline, earliest first
     submit: Table  # SUBMISSION ring, capacity a power of two
     done: Table  # COMPLETION ring, capacity a power of two, at least R + M: it never overflows
@@ -352,6 +361,9 @@ def new_state(limits: Limits | None = None) -> State:
         active=np.full(n.lanes, NONE, ints),
         flight=np.full(n.lanes, NONE, ints),
         held=np.full(n.lanes, NONE, ints),
+        touched=np.full(n.lanes, NONE, ints),
+        asking=np.full(n.models, NONE, ints),
+        leaving=np.full(n.requests, NONE, ints),
         due=np.full(n.requests, NONE, ints),
         submit=np.zeros(_power_of_two(2 * n.requests), SUBMISSION),
         done=np.zeros(_power_of_two(n.requests + n.models), COMPLETION),

@@ -1,0 +1,162 @@
+"""The dispatcher core: `step` looks at what is new, asks the policy, and launches. Compiled, without Python objects.
+
+The same `step` runs a real GPU and a simulated one; loops differ only in their clock and in who writes the completion
+words. `run` is the loop for real time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.heaps import compiled, inlined
+from scheduler.atomics import call_clock, call_write, load_at
+from scheduler.core_dispatch import choose, measure, poll
+from scheduler.core_lanes import look_at_held, take_out
+from scheduler.core_predict import predict, predict_finish
+from scheduler.core_requests import undue
+from scheduler.core_submit import fail_all, take_submissions
+from scheduler.state import (
+    BUSY_NS,
+    CANCELLED,
+    CHANGED,
+    DUE_N,
+    EXPIRED,
+    F_ADMIT,
+    F_CLOCK,
+    F_WRITE,
+    FLIGHT_N,
+    GAIN,
+    LAST_NS,
+    LAUNCHES,
+    LEAVING_N,
+    LIVE,
+    POSTED,
+    READY_N,
+    RUNNING,
+    SEGMENTS_DONE,
+    SERVED_NS,
+    STEPS,
+    WAKE_FD,
+    State,
+    Words,
+)
+
+__all__ = ["attach_libc", "predict_finish", "run", "step"]
+
+_ZERO = np.uint64(0)
+CLOCK_MONOTONIC = 1
+WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
+
+
+@inlined
+def expire(s: State, now: int) -> None:
+    """Take out who is cancelled and who is too late."""
+    while True:
+        status = EXPIRED
+        if s.g[LEAVING_N] > 0:
+            s.g[LEAVING_N] -= 1
+            row = s.leaving[s.g[LEAVING_N]]
+            status = CANCELLED
+            if s.request[row].leaving == 0:  # it got another answer in the meantime
+                continue
+        elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= now:
+            row = s.due[0]
+        else:
+            break
+        lane = s.request[row].lane
+        if (
+            status == EXPIRED
+            and lane >= 0
+            and s.lane[lane].state == RUNNING
+            and s.lane[lane].issued == s.lane[lane].segments
+        ):
+            undue(s, row)  # all of it is on the GPU: late, but nothing is saved by dropping it
+        else:
+            take_out(s, row, status, now)
+
+
+@inlined
+def watch_gain(s: State, now: int) -> None:
+    """How much more than one job's worth of work the GPU does while several share it: for predictions."""
+    if s.g[FLIGHT_N] < 2:
+        s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
+    else:
+        s.t[BUSY_NS] += now - s.t[LAST_NS]
+        if s.t[BUSY_NS] > WINDOW_NS:
+            s.t[GAIN] += 0.25 * (min(max(s.t[SERVED_NS] / s.t[BUSY_NS], 0.25), 64.0) - s.t[GAIN])
+            s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
+    s.t[LAST_NS] = now
+
+
+@compiled
+def step(s: State, now: int) -> int:
+    """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
+    before = s.g[LAUNCHES] + s.g[SEGMENTS_DONE]
+    s.g[STEPS] += 1
+    watch_gain(s, now)
+    news = take_submissions(s, now)
+    poll(s)
+    look_at_held(s)
+    expire(s, now)
+    if s.g[CHANGED] or (s.g[READY_N] > 0 and s.fn[F_ADMIT] != _ZERO):
+        if not choose(s, now):
+            fail_all(s, now)
+        measure(s)
+    return int(news + s.g[LAUNCHES] + s.g[SEGMENTS_DONE] - before)
+
+
+@inlined
+def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
+    call_clock(s.fn[F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
+    return int(scratch[0] * 1_000_000_000 + scratch[1])
+
+
+@compiled
+def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
+    """Step in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was to do for `linger_ns`; 0 when idle.
+
+    Writes to the eventfd g[WAKE_FD] whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it
+    sleeps on an eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
+    """
+    last = read_clock(s, scratch)
+    scratch[2] = 1
+    while load_at(stop.ctypes.data) == _ZERO:
+        now = read_clock(s, scratch)
+        posted = s.g[POSTED]
+        if step(s, now) > 0 or s.g[LIVE] > 0 or s.g[FLIGHT_N] > 0:
+            last = now
+        elif now - last >= linger_ns:
+            return 0
+        if s.g[POSTED] != posted and s.g[WAKE_FD] >= 0:
+            call_write(s.fn[F_WRITE], np.int32(s.g[WAKE_FD]), scratch[2:].ctypes.data, np.uint64(8))
+    return 1
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def attach_libc(state: State) -> None:
+    """What `run` needs of the C library."""
+    libc = ctypes.CDLL(None)
+    state.fn[F_CLOCK] = _address(libc.clock_gettime)
+    state.fn[F_WRITE] = _address(libc.write)
+
+
+def _notice_edits() -> None:
+    """The disk cache looks at the file of an entry point only: let it see the files that are folded into it too."""
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("core*.py")), folder / "state.py", folder / "atomics.py"]
+    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
+    for entry in (step, run, predict):
+        cache: Any = getattr(entry, "_cache", None)
+        if hasattr(cache, "_cache_file"):
+            cache._cache_file._source_stamp = stamp
+
+
+_notice_edits()

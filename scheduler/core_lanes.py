@@ -1,0 +1,369 @@
+"""Lanes in the core: opening one to front ends, filling its slots, closing it, answering its requests, freeing it.
+
+What happens to a lane or a model is noted (`touch`, `ask`) and drawn out in one place (`settle`): each rule is written
+once, and compiled once into the step, which would otherwise be many times its size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device.heaps import inlined
+from scheduler.atomics import add_at, copy_bytes, load_at, or_at, store_at
+from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_remove
+from scheduler.core_requests import complete, post_done, rank_lane
+from scheduler.core_rings import ONE, address, reserve
+from scheduler.state import (
+    ABSENT,
+    ACTIVE_N,
+    ASKING_N,
+    CHANGED,
+    CLOSED,
+    CLOSING,
+    FAIL_MODE,
+    FILLING,
+    FREE,
+    GENERATION_MASK,
+    GENERATION_SHIFT,
+    HELD,
+    HELD_N,
+    HOLD,
+    MODE,
+    MODEL_CLOSED,
+    NEVER,
+    NONE,
+    OK,
+    QUEUED_N,
+    READY_MASK,
+    READY_N,
+    READY_WAIT,
+    RESERVED_SHIFT,
+    RUNNING,
+    SLOTTED,
+    TOUCHED_N,
+    State,
+)
+
+_CLOSED = np.uint64(CLOSED)
+_MASK = np.uint64(READY_MASK)
+_SHIFT = np.uint64(RESERVED_SHIFT)
+_GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
+_ZERO = np.uint64(0)
+
+
+@inlined
+def touch(s: State, lane: int) -> None:
+    """Something about the lane changed: settle it before the next decision."""
+    if s.lane[lane].touched == 0:
+        s.lane[lane].touched = 1
+        s.touched[s.g[TOUCHED_N]] = lane
+        s.g[TOUCHED_N] += 1
+    s.g[CHANGED] = 1
+
+
+@inlined
+def ask(s: State, m: int) -> None:
+    """The model may have requests for a lane, or a lane for requests; or be done, if it is closing."""
+    if s.model[m].asking == 0:
+        s.model[m].asking = 1
+        s.asking[s.g[ASKING_N]] = m
+        s.g[ASKING_N] += 1
+    s.g[CHANGED] = 1
+
+
+# --- the heap of lanes that wait for their turn, and the set of those whose turn it is ------------------------------
+
+
+@inlined
+def make_ready(s: State, lane: int, rank: float) -> None:
+    """Let the lane compete with this rank."""
+    s.lane[lane].rank = rank
+    keys, ties, at = s.lane["rank"], s.lane["arrival_ns"], s.lane["ready_at"]
+    if s.lane[lane].ready_at < 0:
+        s.ready[s.g[READY_N]] = lane
+        s.lane[lane].ready_at = s.g[READY_N]
+        s.g[READY_N] += 1
+    i = heap_up(s.ready, at, keys, ties, s.lane[lane].ready_at)
+    heap_down(s.ready, s.g[READY_N], at, keys, ties, i)
+
+
+@inlined
+def unready(s: State, lane: int) -> None:
+    if s.lane[lane].ready_at >= 0:
+        heap_remove(s.ready, s.g[READY_N], s.lane["ready_at"], s.lane["rank"], s.lane["arrival_ns"], lane)
+        s.g[READY_N] -= 1
+
+
+@inlined
+def deactivate(s: State, lane: int) -> None:
+    i = s.lane[lane].active_at
+    if i >= 0:
+        s.g[ACTIVE_N] -= 1
+        last = s.active[s.g[ACTIVE_N]]
+        s.active[i] = last
+        s.lane[last].active_at = i
+        s.lane[lane].active_at = NONE
+
+
+# --- slots ---------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def fit(s: State, lane: int) -> None:
+    """The smallest captured size that holds what the lane holds."""
+    m = s.lane[lane].model
+    k = 0
+    while s.size[m, k].batch < s.lane[lane].taken and k + 1 < s.model[m].n_sizes:
+        k += 1
+    s.lane[lane].size = k
+
+
+@inlined
+def put(s: State, lane: int, slot: int, row: int) -> None:
+    """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
+    a = s.lane[lane]
+    a.taken += 1
+    s.slot[lane, slot] = row
+    fit(s, lane)
+    if row < 0:
+        return
+    r = s.request[row]
+    r.state, r.lane, r.slot = SLOTTED, lane, slot
+    s.slot_client[lane, slot] = r.client
+    if a.live == 0 or r.arrival_ns < a.arrival_ns:
+        a.client = r.client
+    if a.live == 0:
+        a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = (
+            r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)  # fmt: skip
+    else:
+        a.arrival_ns = min(a.arrival_ns, r.arrival_ns)
+        a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+        a.priority = max(a.priority, r.priority)
+        a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+    a.live += 1
+
+
+@inlined
+def look_again(s: State, lane: int) -> None:
+    """A request left: the facts of those that remain."""
+    a = s.lane[lane]
+    a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = NEVER, NEVER, -NEVER, np.inf
+    for k in range(s.slot.shape[1]):
+        row = s.slot[lane, k]
+        if row >= 0:
+            r = s.request[row]
+            if r.arrival_ns < a.arrival_ns:
+                a.arrival_ns = r.arrival_ns
+                a.client = r.client
+            a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+            a.priority = max(a.priority, r.priority)
+            a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+
+
+@inlined
+def move_in(s: State, lane: int, row: int) -> bool:
+    """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
+    m = s.lane[lane].model
+    slot = reserve(s.lane_word, lane, s.size[m, s.model[m].n_sizes - 1].batch)
+    if slot < 0:
+        return False
+    s.model[m].root = queue_remove(s.request, s.model[m].root, row)
+    s.model[m].queued -= 1
+    s.g[QUEUED_N] -= 1
+    source = s.request[row].source
+    if source != _ZERO:
+        for k in range(s.model[m].n_inputs):
+            n = s.input_bytes[m, k]
+            copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
+            source += np.uint64(n)
+    add_at(address(s.lane_word, lane), ONE)
+    put(s, lane, slot, row)
+    return True
+
+
+# --- a lane's life -------------------------------------------------------------------------------------------------
+
+
+@inlined
+def fill_lane(s: State, m: int) -> None:
+    """Move the model's queue into its filling lane; open one if there is none and one is free."""
+    lane = s.model[m].filling
+    if lane < 0:
+        idle = s.model[m].queued == 0
+        if s.model[m].free_n == 0 or s.g[MODE] == FAIL_MODE or s.model[m].state == ABSENT:
+            return
+        if idle and s.model[m].state == CLOSING:
+            return
+        s.model[m].free_n -= 1
+        lane = s.free_lane[m, s.model[m].free_n]
+        a = s.lane[lane]
+        a.state, a.size, a.taken, a.live, a.issued, a.done, a.whole = FILLING, 0, 0, 0, 0, 0, 0
+        a.segments = NONE
+        a.started_ns = NEVER
+        a.generation = (a.generation + 1) & GENERATION_MASK
+        s.model[m].filling = lane
+        store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
+    if s.model[m].queued > 0:
+        while s.model[m].queued > 0 and move_in(s, lane, s.model[m].root):
+            pass
+        touch(s, lane)
+    if s.model[m].state != CLOSING:  # after the queue has had its part: who waited goes first
+        slots = s.size[m, s.model[m].n_sizes - 1].batch
+        store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(lane + 1))
+
+
+@inlined
+def all_in(s: State, lane: int) -> bool:
+    """Every reserved slot is known to the core and written."""
+    word = load_at(address(s.lane_word, lane))
+    reserved = np.int64((word >> _SHIFT) & _MASK)
+    return bool(np.int64(word & _MASK) == reserved and s.lane[lane].taken == reserved)
+
+
+@inlined
+def close_lane(s: State, lane: int) -> bool:
+    """No more requests for this lane; whether it is complete. If not it waits, READY_WAIT, among the held."""
+    m = s.lane[lane].model
+    store_at(address(s.filling, m), _ZERO)
+    or_at(address(s.lane_word, lane), _CLOSED)
+    s.model[m].filling = NONE
+    s.lane[lane].state = READY_WAIT
+    if all_in(s, lane):
+        return True
+    s.held[s.g[HELD_N]] = lane
+    s.g[HELD_N] += 1
+    return False
+
+
+@inlined
+def set_running(s: State, lane: int) -> None:
+    a = s.lane[lane]
+    fit(s, lane)
+    a.state = RUNNING
+    a.segments = s.size[a.model, a.size].segments
+
+
+@inlined
+def free_lane(s: State, lane: int) -> None:
+    """Nobody's lane."""
+    m = s.lane[lane].model
+    s.lane[lane].state = FREE
+    s.lane[lane].taken = s.lane[lane].live = 0
+    s.free_lane[m, s.model[m].free_n] = lane
+    s.model[m].free_n += 1
+
+
+@inlined
+def end_lane(s: State, lane: int, now: int) -> None:
+    """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
+    a = s.lane[lane]
+    deactivate(s, lane)
+    if s.g[HOLD] and a.live > 0:
+        # Set before the first completion shows: front ends count it down from then on.
+        store_at(address(s.lane_hold, lane), np.uint64(a.live))
+        a.state = HELD
+        s.held[s.g[HELD_N]] = lane
+        s.g[HELD_N] += 1
+    for k in range(a.taken):
+        row = s.slot[lane, k]
+        s.slot[lane, k] = NONE
+        if row >= 0:
+            complete(s, row, OK, now)
+    a.live = 0
+
+
+@inlined
+def take_out(s: State, row: int, status: int, now: int) -> None:
+    """Cancel or expire a request, wherever it is."""
+    r = s.request[row]
+    m = r.model
+    lane = r.lane
+    if lane < 0:
+        s.model[m].root = queue_remove(s.request, s.model[m].root, row)
+        s.model[m].queued -= 1
+        s.g[QUEUED_N] -= 1
+        ask(s, m)
+    else:
+        s.slot[lane, r.slot] = NONE
+        s.lane[lane].live -= 1
+        look_again(s, lane)
+        touch(s, lane)
+    complete(s, row, status, now)
+
+
+@inlined
+def settle_lane(s: State, lane: int, now: int) -> None:
+    """Move a lane on to where it belongs: into the heap with its rank of today, to its end, or back to be filled."""
+    a = s.lane[lane]
+    over = False  # nobody needs the lane
+    competes = False
+    if a.state == FILLING:
+        competes = a.live > 0
+        if not competes and (a.taken > 0 or s.model[a.model].state == CLOSING):
+            over = close_lane(s, lane)
+            ask(s, a.model)
+    elif a.state == RUNNING:
+        if a.live == 0:
+            a.segments = a.issued  # nobody waits for the rest
+        if a.done == a.segments:
+            end_lane(s, lane, now)
+            over = a.state != HELD
+        else:
+            competes = a.active_at < 0 and a.issued < a.segments
+    if competes:
+        make_ready(s, lane, rank_lane(s, lane, now))
+    else:
+        unready(s, lane)
+    if over:
+        free_lane(s, lane)
+        ask(s, a.model)
+
+
+@inlined
+def look_at_held(s: State) -> None:
+    """Lanes that wait for a front end: to read outputs, or to write inputs."""
+    k = 0
+    while k < s.g[HELD_N]:
+        lane = s.held[k]
+        a = s.lane[lane]
+        if a.state == HELD:
+            over = load_at(address(s.lane_hold, lane)) == _ZERO
+        else:
+            over = all_in(s, lane)
+        if not over:
+            k += 1
+            continue
+        s.g[HELD_N] -= 1
+        s.held[k] = s.held[s.g[HELD_N]]
+        if a.state == HELD:
+            free_lane(s, lane)
+            ask(s, a.model)
+        else:
+            set_running(s, lane)
+            touch(s, lane)
+
+
+@inlined
+def settle_model(s: State, m: int, now: int) -> None:
+    fill_lane(s, m)
+    lane = s.model[m].filling
+    if s.model[m].state == CLOSING and lane >= 0 and s.lane[lane].live == 0:
+        touch(s, lane)
+    if s.model[m].state == CLOSING and s.model[m].live == 0 and s.model[m].free_n == s.model[m].n_lanes:
+        s.model[m].state = ABSENT
+        post_done(s, NONE, m, MODEL_CLOSED, now)
+
+
+@inlined
+def settle(s: State, now: int) -> None:
+    while s.g[TOUCHED_N] + s.g[ASKING_N] > 0:
+        if s.g[TOUCHED_N] > 0:
+            s.g[TOUCHED_N] -= 1
+            lane = s.touched[s.g[TOUCHED_N]]
+            s.lane[lane].touched = 0
+            settle_lane(s, lane, now)
+        else:
+            s.g[ASKING_N] -= 1
+            m = s.asking[s.g[ASKING_N]]
+            s.model[m].asking = 0
+            settle_model(s, m, now)

@@ -1,0 +1,58 @@
+"""When a new request would be done, from what the core holds: the ground of admission control."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device.heaps import compiled
+from scheduler.atomics import call_rank
+from scheduler.core_requests import fill_job, fill_lane_job
+from scheduler.state import CLIENT_VIRTUAL_NS, F_RANK, FILLING, GAIN, HELD, NEVER, State
+
+
+@compiled
+def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
+    lane = s.model[m].filling
+    joins = 1
+    queued_before = 0.0
+    if lane >= 0:
+        joins = s.lane[lane].taken + 1
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    if lane < 0 or joins > slots:
+        joins = 1
+        queued_before = s.model[m].queued / slots
+    k = 0
+    while s.size[m, k].batch < joins:
+        k += 1
+    alone = s.size[m, k].total_ns
+    fill_job(s, 1, m, 0, now, deadline, priority, s.t[CLIENT_VIRTUAL_NS], now)
+    s.job[1].total_ns = s.job[1].remaining_ns = alone
+    s.job[1].batch = joins
+    s.job[1].started = 0.0
+    mine = call_rank(s.fn[F_RANK], s.job[1:].ctypes.data)
+    ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
+    for other in range(s.lane.shape[0]):
+        a = s.lane[other]
+        if a.model < 0 or a.live == 0 or a.state == HELD or other == lane:
+            continue
+        fill_lane_job(s, other, now)
+        left = s.job[0].remaining_ns
+        if call_rank(s.fn[F_RANK], s.job.ctypes.data) <= mine or a.model == m:
+            ahead += left
+            if a.state == FILLING:
+                n = s.model[a.model].n_sizes - 1
+                ahead += s.model[a.model].queued / s.size[a.model, n].batch * s.size[a.model, n].total_ns
+        elif a.issued > a.done:  # worse, but on the GPU already: what was launched of it comes first
+            rest = s.segment[a.model, a.size, a.issued].tail_ns if a.issued < a.segments and not a.whole else 0.0
+            ahead += left - rest
+    return float(now + max(alone, (ahead + alone) / max(s.t[GAIN], 1.0)))
+
+
+def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
+    """When a request of the model would be done if it came now: the work its policy puts before it, and its own.
+
+    May be called from any thread; it reads tables that the core writes, so it is an estimate in that respect too.
+    """
+    own = state._replace(job=np.zeros_like(state.job))
+    urgency = int(state.model["priority"][model]) if priority is None else priority
+    return int(predict(own, model, urgency, deadline_ns, now))
