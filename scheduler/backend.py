@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from instrument.device.base import Device
 from scheduler.capture import Counting, call_model, capturing
@@ -14,6 +16,10 @@ from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Program
 from scheduler.state import State
+
+if TYPE_CHECKING:
+    from scheduler.engine_trace import TracedBlocks
+    from scheduler.loader import LoadedModel
 
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
@@ -40,6 +46,10 @@ class Backend(ABC):
         """What the engine may use when nobody says."""
 
     @abstractmethod
+    def fingerprint(self) -> str:
+        """What measured times depend on beside the program: the part, its driver or its timing model."""
+
+    @abstractmethod
     def lane_memory(self, plan: LanePlan) -> Memory: ...
 
     @abstractmethod
@@ -59,16 +69,12 @@ class Backend(ABC):
         """For each node: blocks of its kernel that the GPU holds at once; 0 for what is no kernel."""
 
     @abstractmethod
-    def cut(self, program: Program, bounds: Bounds, words: Sequence[int]) -> Launches:
-        """Makes the segments launchable; segment k writes to the word at `words[k]`, the whole to the last one."""
+    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
+        """Makes the segments launchable; segment k writes to the lane's word k, the whole to its last one."""
 
     @abstractmethod
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
         """Time of each segment and of the whole program. `alone`: nothing else runs meanwhile."""
-
-    @abstractmethod
-    def words(self, state: State, lane: int) -> list[int]:
-        """Addresses of a lane's completion words: one for each segment, and one more."""
 
     @abstractmethod
     def release(self, launches: Launches) -> None: ...
@@ -80,6 +86,21 @@ class Backend(ABC):
     @abstractmethod
     def wake(self) -> None:
         """There is something new on the submission ring."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function in the loop's thread, between two steps: it may change what the core reads."""
+
+    @abstractmethod
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        """Starts recording the blocks of what is launched from now on."""
+
+    @abstractmethod
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks: ...
+
+    @abstractmethod
+    def to_trace_ns(self, host_ns: int) -> int:
+        """A time of the host's monotonic clock on the clock of the trace."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -103,8 +124,6 @@ class Backend(ABC):
     foreign_kernels = False  # whether kernels other than ours can be captured
 
     def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:
-        import numpy as np
-
         pair = []
         for specs in (model.inputs, model.outputs):
             pair.append({k: self.device.array(np.zeros((batch, *s.shape), s.dtype)) for k, s in specs.items()})

@@ -69,6 +69,8 @@ class LanePlan:
     host: dict[str, int]
     scratch: int  # where the arena starts in the device block
     scratch_bytes: int
+    words: int  # where the completion words start in the pinned block
+    n_words: int
     host_bytes: int
 
     @property
@@ -76,14 +78,18 @@ class LanePlan:
         return self.scratch + self.scratch_bytes
 
 
-def plan_lane(model: Model, scratch_bytes: int) -> LanePlan:
-    """Inputs, outputs, then scratch; every tensor with room for the largest batch."""
+def plan_lane(model: Model, scratch_bytes: int, segments: int) -> LanePlan:
+    """Inputs, outputs, then scratch; every tensor with room for the largest batch.
+
+    Beside the pinned tensors lies a completion word for each of up to `segments` segments, and one for the whole.
+    """
     device, host = Bump(), Bump()
     offsets: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for key, spec in tensors(model):
         for bump, table in zip((device, host), offsets, strict=True):
             table[key] = bump.take(spec.nbytes * model.max_batch)
-    return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, host.used)
+    words = host.take(8 * (segments + 1))
+    return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
 
 
 def tensors(model: Model) -> list[tuple[str, TensorSpec]]:
@@ -98,6 +104,11 @@ class Lane:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
+
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        """Completion words: one per segment, the last for the whole program."""
+        return self.memory.host[self.plan.words :][: 8 * self.plan.n_words].view(np.uint64)
 
     def _host_view(self, key: str, spec: TensorSpec) -> NDArray[Any]:
         offset, nbytes = self.plan.host[key], spec.nbytes * self.model.max_batch

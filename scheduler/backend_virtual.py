@@ -1,0 +1,348 @@
+"""The virtual GPU behind the engine: recorded launches, data by evaluation, time by an SM model that follows real time.
+
+A segment's data are computed when it is launched, in the order of launches; its blocks enter the SM model, and its
+completion word is set once the model's clock, which follows the host's, has passed their end. Where computing takes
+longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from instrument.device.sm_model import BlockCost, Kernel, SmModel
+from instrument.device.sm_model import Program as SmProgram
+from instrument.device.virtual import VirtualArray, VirtualDevice
+from instrument.errors import TraceError
+from instrument.records import Records
+from instrument.tracing import Session
+from scheduler import core
+from scheduler import state as st
+from scheduler.backend import Backend, Bounds, Launches
+from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
+from scheduler.engine_trace import TracedBlocks, TracedPiece
+from scheduler.lanes import ALIGN, Lane, LanePlan, Memory
+from scheduler.loader import LoadedModel
+from scheduler.loop import Bell, store_word
+from scheduler.model import Arrays, Model
+from scheduler.program import Cuts, Program
+from scheduler.state import State
+
+_HISTORY = 1 << 16  # finished commands the SM model remembers
+
+
+class VirtualMemory(Memory):
+    """NumPy memory, aligned as a GPU's."""
+
+    def __init__(self, device_bytes: int, host_bytes: int) -> None:
+        self._device, self.host = _aligned(device_bytes), _aligned(host_bytes)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self._device[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+
+    def free(self) -> None:
+        self._device = self.host = np.empty(0, np.uint8)
+
+
+def _aligned(nbytes: int) -> Any:
+    raw = np.zeros(nbytes + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start : start + nbytes]
+
+
+class Piece:
+    """A run of recorded items that is launched at once: what to compute, and what to give to the SM model."""
+
+    def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
+        self.items, self.steps = items, steps
+        self.kernels = [item for item in items if item.launcher is not None]
+
+    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> tuple[int, int]:
+        """Puts the piece on a stream; the handles of its first and last command. `first_id` 0 leaves no trace."""
+        first = last = -1
+        launch = first_id
+        for n, step in enumerate(self.steps):
+            if isinstance(step, SmProgram):
+                last = model.launch_program(
+                    stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns
+                )
+                launch += len(step.ints)
+                begin = last - len(step.ints) + 1
+            else:
+                kind, nbytes = step
+                ends = n == len(self.steps) - 1
+                begin = last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
+            first = begin if first < 0 else first
+        return first, last
+
+
+class VirtualBackend(Backend):
+    device: VirtualDevice
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.device = device
+        self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
+        self._costs: dict[str, list[BlockCost | None]] = {}
+        self._programs: dict[tuple[str, int, int], list[SmProgram | tuple[str, int]]] = {}
+        self._pieces: dict[int, Piece] = {}
+        self._next = 1
+        self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
+        self._bell = Bell()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._tracer: _Tracer | None = None
+
+    def default_memory_bytes(self) -> int:
+        return int(self.device.part.memory_bytes * 0.9)
+
+    def fingerprint(self) -> str:
+        return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r}"
+
+    def lane_memory(self, plan: LanePlan) -> VirtualMemory:
+        return VirtualMemory(plan.device_bytes, plan.host_bytes)
+
+    def upload(self, model: Model) -> Arrays:
+        return {name: self.device.array(value) for name, value in model.weights.items()}
+
+    # -- programs
+
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
+        model = lane.model
+        recording = Recording(lane, cuts)
+        inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+        for name, array in inputs.items():
+            recording.copy("h2d", array.view(np.ndarray), lane.inputs[name][:batch])
+        with capturing(self.device, recording):
+            call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
+        for name, array in outputs.items():
+            recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
+        nodes = [item.node for item in recording.items]
+        return Program(model, lane.index, batch, nodes, True, recording.items)
+
+    def _block_costs(self, program: Program) -> list[BlockCost | None]:
+        """What each node's blocks cost: seen by running the program once."""
+        key = program.content()
+        if key not in self._costs:
+            found: list[BlockCost | None] = []
+            for item in program.body:
+                cost = item.run()
+                found.append(None if cost is None else item.launcher.block_cost(cost, item.values))
+            self._costs[key] = found
+        return self._costs[key]
+
+    def node_times_ns(self, program: Program) -> list[float]:
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        stream, graph = model.stream(), model.graph()
+        handles = []
+        for item, cost in zip(program.body, self._block_costs(program), strict=True):
+            node = item.node
+            if cost is None:
+                handles.append(model.copy(stream, node.nbytes, node.kind))
+            else:
+                handles.append(
+                    model.launch(stream, node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
+                                 cluster=node.cluster, graph=graph, trace=False)
+                )  # fmt: skip
+        model.run()
+        ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
+        return [float(t) for t in np.diff(ends)]
+
+    def wave_blocks(self, program: Program) -> list[int]:
+        device = self.device
+        return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
+
+    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
+        with self._lock:
+            stream = self.sm.stream()
+            handles = [self._piece(program, first, end) for first, end in bounds]
+            whole = handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes))
+        return Launches(program, bounds, handles, whole, stream)
+
+    def _piece(self, program: Program, first: int, end: int) -> int:
+        key = (program.content(), first, end)
+        if key not in self._programs:
+            self._programs[key] = self._steps(program, first, end)
+        handle, self._next = self._next, self._next + 1
+        self._pieces[handle] = Piece(program.body[first:end], self._programs[key])
+        return handle
+
+    def _steps(self, program: Program, first: int, end: int) -> list[SmProgram | tuple[str, int]]:
+        steps: list[SmProgram | tuple[str, int]] = []
+        kernels: list[Kernel] = []
+        costs = self._block_costs(program)
+        for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
+            node = item.node
+            if cost is not None:
+                kernels.append(
+                    Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
+                           cluster=node.cluster, first=item.first * node.cluster)
+                )  # fmt: skip
+                continue
+            if kernels:
+                steps.append(self.sm.program(kernels))
+                kernels = []
+            steps.append((node.kind, node.nbytes))
+        if kernels:
+            steps.append(self.sm.program(kernels))
+        return steps
+
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
+        # The model is exact: one run, on a GPU of its own, says it all.
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        times = []
+        for first, end in [*launches.bounds, (0, len(launches.program.nodes))]:
+            piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end))
+            begin, last = piece.place(model, model.stream(), model.now_ns)
+            model.run()
+            times.append(model.finish_ns(last) - model.start_ns(begin))
+        return times[:-1], times[-1]
+
+    def release(self, launches: Launches) -> None:
+        with self._lock:
+            for handle in {*launches.handles, launches.whole}:
+                self._pieces.pop(handle, None)
+
+    # -- the loop
+
+    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._failed = state, failed
+        self._offset_ns = time.monotonic_ns() - self.sm.now_ns
+        self._flight: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._bell.ring()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._bell.ring()  # a loop that is not armed looks at the flag by itself
+        if self._thread is not None:
+            self._thread.join()
+        self._bell.close()
+
+    def to_trace_ns(self, host_ns: int) -> int:
+        return int(host_ns - self._offset_ns)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._bell.ring()
+
+    def _loop(self) -> None:
+        state, bell = self._state, self._bell
+        while not self._stopping:
+            while self._calls:
+                self._calls.popleft()()
+            now, posted = time.monotonic_ns(), int(state.g[st.POSTED])
+            self._advance(now)
+            happened = core.step(state, now)
+            if state.g[st.POSTED] != posted:
+                os.eventfd_write(int(state.g[st.WAKE_FD]), 1)
+            if state.g[st.OUT_N]:
+                self._launch(state)
+            elif not happened and not bell.armed:
+                bell.arm()
+                continue
+            elif not happened:
+                bell.sleep(self._next_event_s())
+            if bell.armed:
+                bell.disarm()
+
+    def _advance(self, now_ns: int) -> None:
+        """Lets the GPU's time pass and sets the words of what has ended."""
+        with self._lock:
+            self.sm.run(max(self.sm.now_ns, now_ns - self._offset_ns))
+            for handle in self.sm.completed():
+                word = self._flight.pop(int(handle), 0)
+                if word:
+                    store_word(word, 1)
+
+    def _launch(self, state: State) -> None:
+        orders, state.g[st.OUT_N] = state.out[: state.g[st.OUT_N]].copy(), 0
+        for order in orders:
+            lane, size, segment = int(order["lane"]), int(order["size"]), int(order["segment"])
+            launch = state.whole[lane, size] if segment == st.WHOLE else state.launch[lane, size, segment]
+            piece = self._pieces[int(launch["handle"])]
+            try:
+                for item in piece.items:
+                    item.run()
+            except Exception as e:
+                self._failed(e)
+                return
+            with self._lock:
+                submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
+                tracer = self._tracer
+                first_id = tracer.note(order, piece, int(submit), int(launch["stream"])) if tracer is not None else 0
+                _, last = piece.place(self.sm, int(launch["stream"]), submit, first_id)
+                self._flight[last] = int(order["word"])
+
+    def _next_event_s(self) -> float | None:
+        """How long nothing will happen by itself; None: ever."""
+        with self._lock:
+            event_ns = self.sm.next_event_ns
+        s = self._state
+        due_ns = int(s.request["deadline_ns"][s.due[0]]) if s.g[st.DUE_N] else st.NEVER
+        soonest = min(event_ns + self._offset_ns, due_ns)
+        if soonest >= st.NEVER:
+            return None
+        return max(0.0, (soonest - time.monotonic_ns()) * 1e-9)
+
+    # -- traces
+
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        with self._lock:
+            if self._tracer is not None:
+                raise TraceError("the engine is being traced already; traces cannot be nested")
+            self.sm.clear_blocks()
+            self._tracer = _Tracer(self.device)
+
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
+        with self._lock:
+            tracer, self._tracer = self._tracer, None
+            assert tracer is not None
+            blocks = self.sm.blocks()
+            self.sm.clear_blocks()
+        return tracer.finish(blocks)
+
+
+class _Tracer:
+    """Launch ids of what runs during a trace. The SM model keeps every block, whatever a ring would have held."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.session = Session(device)
+        self.pieces: list[TracedPiece] = []
+
+    def note(self, order: Any, piece: Piece, submit_ns: int, stream: int) -> int:
+        """Ids for one launch of a piece; the first of them."""
+        ids = self.session.reserve(max(1, len(piece.kernels)))
+        for launch, item in zip(ids, piece.kernels, strict=False):
+            node, compiled = item.node, item.launcher.compiled
+            gx, gy, gz = item.grid
+            warps = -(-node.threads // 32)
+            self.session.note(
+                compiled.name,
+                (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
+                 item.first * node.cluster, node.blocks, submit_ns, stream),
+            )  # fmt: skip
+        where = (int(order["lane"]), int(order["size"]), int(order["segment"]))
+        self.pieces.append(TracedPiece(*where, tuple(int(i) for i in ids), replayed=False))
+        return int(ids[0])
+
+    def finish(self, blocks: Records) -> TracedBlocks:
+        launches, kernels = self.session.launches()
+        number = dict(zip(launches["launch"].tolist(), launches["kernel"].tolist(), strict=True))
+        blocks = blocks[np.isin(blocks["launch"], launches["launch"])]
+        blocks["kernel"] = [number[launch] for launch in blocks["launch"].tolist()]
+        return TracedBlocks(blocks, launches, kernels, self.pieces)
+
+
+def _guarded(arrays: Arrays) -> Arrays:
+    return {name: array.view(GuardedArray) for name, array in arrays.items()}

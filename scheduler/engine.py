@@ -1,0 +1,541 @@
+"""`Engine`: models on one GPU, requests in, results out. Everything else is behind it.
+
+    with pp.Engine("virtual:h200", policy="paella") as engine:
+        engine.load(model)
+        y = engine.infer_sync("double", {"x": x})["y"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device import CudaDevice, Device, VirtualDevice
+from scheduler import core
+from scheduler import state as st
+from scheduler.backend import Backend
+from scheduler.core_models import remove
+from scheduler.engine_stats import Stats, occupancy_of
+from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
+from scheduler.errors import (
+    DeadlineError,
+    EngineClosedError,
+    EngineFailedError,
+    InputError,
+    ModelError,
+    QueueFullError,
+    UnknownModelError,
+)
+from scheduler.frontend import FrontEnd, Pending, Waiter, pack, thread_waiter
+from scheduler.install import capacity, install
+from scheduler.lanes import MemoryPlan
+from scheduler.loader import LoadedModel, Loader
+from scheduler.model import Model
+from scheduler.policy import Policy, find_policy
+from scheduler.state import Limits, new_state
+
+Inputs = Mapping[str, Any]
+Outputs = dict[str, NDArray[Any]]
+
+
+class Engine:
+    """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
+
+    def __init__(
+        self,
+        device: str | Device = "auto",
+        policy: str | Policy = "paella",
+        memory_bytes: int | None = None,
+        quantum_us: float = 50.0,
+        max_active: int = 8,
+        *,
+        limits: Limits | None = None,
+    ) -> None:
+        """`quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once."""
+        if not 1 <= quantum_us < math.inf:
+            raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
+        if max_active < 1:
+            raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
+        self.device = Device.open(device) if isinstance(device, str) else device
+        self.limits = limits or Limits()
+        self.max_active = max_active
+        self._failure: BaseException | None = None
+        self._closed = self._closing = False
+        self._loading = threading.RLock()
+        self._backend = _backend(self.device)
+        self.state = new_state(self.limits)
+        capacity(self.state, self.device)
+        self.state.g[st.MAX_ACTIVE] = max_active
+        self.state.g[st.HOLD] = 1
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.state.g[st.WAKE_FD] = self._wake_fd
+        self._policy = self._attach(policy)
+        budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
+        self.memory = MemoryPlan(budget)
+        self._loader = Loader(self._backend, self.memory, self.limits, quantum_us * 1e3)
+        self._models: dict[str, LoadedModel] = {}
+        self._by_row: dict[int, LoadedModel] = {}
+        self._front = FrontEnd(self.state, self._backend.wake, self._wake_fd)
+        self._stats = Stats()
+        self._front.watchers.append(self._stats.note)
+        self._backend.start(self.state, self._fail)
+
+    # -- models
+
+    def load(self, model: Model) -> None:
+        """Compiles, captures, measures and opens a model. Others go on running meanwhile."""
+        with self._loading:
+            self._check_open()
+            if model.name in self._models:
+                raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
+            free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))
+            wanted = min(self.max_active, self.limits.lanes_per_model, free)
+            if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
+                raise ModelError(
+                    f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
+                    f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
+                )
+            loaded = self._loader.load(model, wanted, alone=self._front.waiting == 0)
+            install(self.state, loaded)
+            self._by_row[loaded.row] = loaded
+            self._stats.open(loaded.row, model.name)
+            self._front.command(st.OPEN_MODEL, loaded.row)
+            self._models[model.name] = loaded
+
+    def unload(self, name: str) -> None:
+        """Finishes the model's requests, refuses new ones, and gives its memory back. Others go on running."""
+        with self._loading:
+            loaded = self._find(name)
+            del self._models[name]
+            waiter = Waiter()
+            self._front.on_model_closed(loaded.row, waiter.set)
+            self._front.command(st.CLOSE_MODEL, loaded.row)
+            self._front.wait(waiter)
+            remove(self.state, loaded.row)
+            self._forget(loaded)
+
+    def _forget(self, loaded: LoadedModel) -> None:
+        self._loader.unload(loaded)
+        del self._by_row[loaded.row]
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """The models that are loaded, by name."""
+        return {name: loaded.model for name, loaded in self._models.items()}
+
+    def profile(self, name: str) -> list[Any]:
+        """How the model was cut and what it takes: one `ProgramProfile` per batch size."""
+        return list(self._find(name).profiles)
+
+    # -- requests
+
+    async def infer(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """Runs one request. Cancelling the awaiting task takes the request back."""
+        loop = asyncio.get_running_loop()
+        self._front.attach(loop)
+        future: asyncio.Future[Outputs] = loop.create_future()
+        pending = self._submit(name, inputs, deadline_ms, priority, client, _Answer(self, future, loop))
+        return await self._await(pending, future)
+
+    async def _await(self, pending: Pending, future: asyncio.Future[Outputs]) -> Outputs:
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._front.cancel(pending)
+            raise
+
+    def infer_sync(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """As `infer`, blocking this thread."""
+        waiter = thread_waiter()
+        answer = _SyncAnswer(self, waiter)
+        pending = self._submit(name, inputs, deadline_ms, priority, client, answer)
+        return self._block(pending, answer, waiter)
+
+    def _block(self, pending: Pending, answer: _SyncAnswer, waiter: Waiter) -> Outputs:
+        try:
+            self._front.wait(waiter)
+        except BaseException:  # an interrupt from the keyboard, say
+            self._front.cancel(pending)
+            raise
+        return answer.result()
+
+    def reserve(
+        self,
+        name: str,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Slot:
+        """Room for one request's inputs, to be written in place: no copy where the model has a lane open.
+
+        Write at once and submit: the batch the slot belongs to waits for it.
+        """
+        return Slot(self, name, deadline_ms, priority, client)
+
+    def _submit(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        finish: Callable[[Any], None],
+    ) -> Pending:
+        arrival_ns, deadline_ns = _times(deadline_ms)
+        loaded = self._find(name)
+        arrays = check_inputs(loaded.model, inputs)
+        pending = Pending(loaded, finish)
+        self._front.take_row(pending)
+        number = 0 if client is None else self._front.client_number(client)
+        rank = loaded.model.priority if priority is None else int(priority)
+        claimed = self._front.claim(loaded.row)
+        if claimed is None:
+            self._front.post_staged(pending, pack(arrays.values()), number, rank, arrival_ns, deadline_ns)
+            return pending
+        lane, slot = claimed
+        slots = loaded.lane(lane).inputs
+        for key, array in arrays.items():
+            slots[key][slot] = array
+        self._front.post_claimed(pending, lane, slot, number, rank, arrival_ns, deadline_ns)
+        self._front.ready(lane)
+        return pending
+
+    # -- state
+
+    @property
+    def policy(self) -> str:
+        return self._policy.name
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Changes the policy; what is on the GPU runs on, what waits is ranked anew."""
+        self._check_open()
+        done = threading.Event()
+
+        def change() -> None:
+            try:
+                self._policy = self._attach(found)
+            finally:
+                done.set()
+
+        found = find_policy(policy)
+        self._backend.call(change)
+        done.wait()
+
+    def _attach(self, policy: str | Policy) -> Policy:
+        found = find_policy(policy)
+        core.attach_policy(self.state, found)
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and latencies so far, of the engine and of every model."""
+        return self._stats.snapshot(self)
+
+    def occupancy(self) -> dict[str, float]:
+        """How full the GPU is with what the engine has launched: shares of each resource, resident and pending."""
+        return occupancy_of(self.state)
+
+    def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
+        """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""
+        self._check_open()
+        return trace_engine(self, records_per_sm)
+
+    def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None:
+        with self._loading:
+            self._backend.begin_trace(records_per_sm, list(self._by_row.values()))
+            self._front.watchers.append(note)
+
+    def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[Any], Any]]:
+        with self._loading:
+            recorded = self._backend.end_trace(list(self._by_row.values()))
+            self._front.drain()
+            self._front.watchers.remove(note)
+        return recorded, self._backend.to_trace_ns
+
+    def loaded_rows(self) -> dict[int, LoadedModel]:
+        """Loaded models by their row in the core."""
+        return dict(self._by_row)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Refuses new requests, finishes those it has, and gives everything back."""
+        if self._closed or self._closing:
+            return
+        self._closing = True
+        with self._loading:
+            if self._failure is None:
+                self._front.command(st.DRAIN)
+            waiter = Waiter()
+            while self._front.waiting:
+                self._front.wait(waiter, 0.05)
+            self._backend.stop()
+            self._front.detach_all()
+            for loaded in list(self._by_row.values()):
+                self._forget(loaded)
+            self._models.clear()
+            self._closed = True
+            os.close(self._wake_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        what = "failed" if self._failure else "closed" if self._closed else self.policy
+        return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._front.waiting} requests>"
+
+    # -- inside
+
+    def _find(self, name: str) -> LoadedModel:
+        self._check_open()
+        loaded = self._models.get(name)
+        if loaded is None:
+            known = ", ".join(self._models) or "none"
+            raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
+        return loaded
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failed_error()
+        if self._closing or self._closed:
+            raise EngineClosedError("the engine is closed")
+
+    def _failed_error(self) -> EngineFailedError:
+        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _fail(self, cause: BaseException) -> None:
+        """From the loop: the device is lost. Everybody who waits is told why."""
+        if self._failure is None:
+            self._failure = cause
+            self._front.command(st.FAIL)
+
+    def _result(self, entry: Any) -> Outputs | Exception:
+        """What a completion means to its caller."""
+        status = int(entry["status"])
+        if status == st.OK:
+            loaded = self._by_row[int(entry["model"])]
+            lane = loaded.lane(int(entry["lane"]))
+            slot = int(entry["slot"])
+            return {key: array[slot].copy() for key, array in lane.outputs.items()}
+        name = self._by_row[int(entry["model"])].model.name if int(entry["model"]) in self._by_row else "?"
+        if status == st.EXPIRED:
+            late_ms = (int(entry["finish_ns"]) - int(entry["arrival_ns"])) * 1e-6
+            return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
+        if status == st.FAILED and self._failure is not None:
+            return self._failed_error()
+        if status == st.QUEUE_FULL:
+            return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
+        if status == st.NO_MODEL:
+            return UnknownModelError(f"model {name!r} was unloaded before the request could run")
+        return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
+
+
+class Slot:
+    """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
+
+    def __init__(
+        self, engine: Engine, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
+    ) -> None:
+        self._arrival_ns, self._deadline_ns = _times(deadline_ms)
+        self._engine, self._front = engine, engine._front
+        self._loaded = engine._find(name)
+        model = self._loaded.model
+        self._client = 0 if client is None else self._front.client_number(client)
+        self._priority = model.priority if priority is None else int(priority)
+        self._pending = Pending(self._loaded, self._unsubmitted)
+        self._front.take_row(self._pending)
+        self._open = True
+        self._place = self._front.claim(self._loaded.row)
+        if self._place is not None:
+            lane, slot = self._place
+            self._front.post_claimed(
+                self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
+            )
+            arrays = self._loaded.lane(lane).inputs
+            self.inputs = {key: arrays[key][slot, ...] for key in model.inputs}
+        else:
+            self._staged = np.zeros(sum(spec.nbytes for spec in model.inputs.values()), np.uint8)
+            self.inputs, at = {}, 0
+            for key, spec in model.inputs.items():
+                self.inputs[key] = self._staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+                at += spec.nbytes
+        self._early: Any = None
+
+    async def submit(self) -> Outputs:
+        """The inputs are written: run the request."""
+        loop = asyncio.get_running_loop()
+        self._front.attach(loop)
+        future: asyncio.Future[Outputs] = loop.create_future()
+        self._go(_Answer(self._engine, future, loop))
+        return await self._engine._await(self._pending, future)
+
+    def submit_sync(self) -> Outputs:
+        """As `submit`, blocking this thread."""
+        waiter = thread_waiter()
+        answer = _SyncAnswer(self._engine, waiter)
+        self._go(answer)
+        return self._engine._block(self._pending, answer, waiter)
+
+    def cancel(self) -> None:
+        """Gives the slot back without running it."""
+        if self._open:
+            self._open = False
+            if self._place is not None:
+                self._front.cancel(self._pending)
+                self._front.ready(self._place[0])
+            else:
+                self._front.give_back(self._pending)
+
+    def _go(self, finish: Callable[[Any], None]) -> None:
+        if not self._open:
+            raise InputError("this slot has been submitted or cancelled already; reserve another")
+        self._open = False
+        with self._front.answering:
+            early, self._pending.finish = self._early, finish
+        if self._place is not None:
+            self._front.ready(self._place[0])
+        elif early is None:
+            self._engine._check_open()
+            self._front.post_staged(
+                self._pending, self._staged, self._client, self._priority, self._arrival_ns, self._deadline_ns
+            )
+        if early is not None:
+            finish(early)
+
+    def _unsubmitted(self, entry: Any) -> None:
+        """It ended before it was submitted: expired, or the engine failed. The caller hears of it when he submits."""
+        self._early = entry.copy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and not self._engine._closed:
+            self.cancel()
+
+
+class _Answer:
+    """Completes an asyncio future, from whichever thread reads the completion."""
+
+    __slots__ = ("engine", "future", "loop")
+
+    def __init__(self, engine: Engine, future: asyncio.Future[Outputs], loop: asyncio.AbstractEventLoop) -> None:
+        self.engine, self.future, self.loop = engine, future, loop
+
+    def __call__(self, entry: Any) -> None:
+        result = self.engine._result(entry)  # now: the lane is released after this call
+        if _this_loop() is self.loop:
+            _set(self.future, result)
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_set, self.future, result)
+
+
+class _SyncAnswer:
+    __slots__ = ("_result", "engine", "waiter")
+
+    def __init__(self, engine: Engine, waiter: Waiter) -> None:
+        self.engine, self.waiter = engine, waiter
+        self._result: Outputs | Exception = {}
+
+    def __call__(self, entry: Any) -> None:
+        self._result = self.engine._result(entry)
+        self.waiter.set()
+
+    def result(self) -> Outputs:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+def _this_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _set(future: asyncio.Future[Outputs], result: Outputs | Exception) -> None:
+    if future.done():  # its task was cancelled meanwhile
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _backend(device: Device) -> Backend:
+    if isinstance(device, VirtualDevice):
+        from scheduler.backend_virtual import VirtualBackend
+
+        return VirtualBackend(device)
+    assert isinstance(device, CudaDevice)
+    from scheduler.backend_cuda import CudaBackend
+
+    return CudaBackend(device)
+
+
+def _times(deadline_ms: float | None) -> tuple[int, int]:
+    """Arrival and deadline of a request that comes now."""
+    now = time.monotonic_ns()
+    if deadline_ms is None:
+        return now, st.NEVER
+    if not deadline_ms > 0:
+        raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
+    return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+
+
+def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
+    """The inputs in the model's order, or what is wrong with them."""
+    if inputs.keys() != model.inputs.keys():
+        missing, extra = sorted(model.inputs.keys() - inputs.keys()), sorted(inputs.keys() - model.inputs.keys())
+        problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
+        raise InputError(f"model {model.name!r} takes {', '.join(model.inputs)}; given: {' and '.join(problem)}")
+    arrays = {}
+    for key, spec in model.inputs.items():
+        array = np.asarray(inputs[key])
+        if array.shape != spec.shape:
+            raise InputError(
+                f"model {model.name!r}, input {key!r} has shape {array.shape}; it takes {spec.shape}, without the batch"
+            )
+        if array.dtype != spec.dtype:
+            raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it takes {spec.dtype.name}")
+        arrays[key] = array
+    return arrays
+
+
+__all__ = ["Engine", "EngineTrace", "Slot"]

@@ -1,0 +1,41 @@
+"""Writing a loaded model into the core's tables, and the GPU's capacity beside it."""
+
+from __future__ import annotations
+
+from instrument.device.base import Device
+from instrument.device.timing import Timing
+from scheduler import core_models
+from scheduler.loader import LoadedModel
+from scheduler.profile import model_profile
+from scheduler.state import State
+
+
+def capacity(state: State, device: Device) -> None:
+    """What the GPU can hold, for the occupancy account."""
+    sm, gpu = device.limits, state.gpu[0]
+    gpu["capacity_blocks"] = device.sm_count * sm.blocks
+    gpu["capacity_warps"] = device.sm_count * sm.warps
+    gpu["capacity_registers"] = device.sm_count * sm.registers
+    gpu["capacity_shared_bytes"] = device.sm_count * sm.shared_bytes
+    gpu["capacity_issue"] = 1e9 / Timing().grid_issue_ns
+
+
+def install(state: State, loaded: LoadedModel) -> None:
+    """Fills the model's rows: from here on it only waits to be opened."""
+    model = loaded.model
+    profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
+    loaded.row, loaded.lane_rows = core_models.install(state, profile)
+    state.model["n_inputs"][loaded.row] = len(model.inputs)
+    for k, spec in enumerate(model.inputs.values()):
+        state.input_bytes[loaded.row, k] = spec.nbytes
+    for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
+        words = lane.words
+        words[:] = 0
+        for k, array in enumerate(lane.inputs.values()):
+            state.input_address[row, k] = array.ctypes.data
+        for size, launches in enumerate(sizes):
+            segments = state.launch[row, size, : len(launches.handles)]
+            segments["handle"], segments["stream"] = launches.handles, launches.stream
+            for i in range(len(launches.handles)):
+                segments["word"][i] = words.ctypes.data + 8 * i
+            state.whole[row, size] = (launches.whole, launches.stream, words[-1:].ctypes.data)

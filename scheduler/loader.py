@@ -1,0 +1,146 @@
+"""Loading a model: rehearse, plan memory, capture, measure, cut. What comes out is ready for the core."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from instrument.device.base import Device
+from scheduler import profile as profiles
+from scheduler.backend import Backend, Launches
+from scheduler.errors import ModelError
+from scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
+from scheduler.model import Arrays, Model
+from scheduler.profile import ProgramProfile
+from scheduler.program import Program
+from scheduler.segments import cut, plan_slices
+from scheduler.state import Limits
+
+_REPEATS = 15
+
+# One capture at a time on a device: other threads' launches go on, other loads wait.
+_locks: dict[int, threading.RLock] = {}
+
+
+def device_lock(device: Device) -> threading.RLock:
+    return _locks.setdefault(id(device), threading.RLock())
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model with its memory and launches, as the engine keeps it."""
+
+    model: Model
+    weights: Arrays
+    reservation: Reservation
+    lanes: list[Lane]
+    profiles: list[ProgramProfile]  # one per batch size
+    launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
+    row: int = -1
+    lane_rows: list[int] = field(default_factory=list)  # the lanes' numbers in the core
+
+    def lane(self, row: int) -> Lane:
+        """The lane that the core knows under this number."""
+        return self.lanes[self.lane_rows.index(row)]
+
+
+class Loader:
+    """Loads models onto one backend."""
+
+    def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, quantum_ns: float) -> None:
+        self.backend, self.memory, self.limits, self.quantum_ns = backend, memory, limits, quantum_ns
+
+    def load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
+        """`alone`: nothing else runs on the GPU, so times are undisturbed."""
+        self._check(model)
+        with device_lock(self.backend.device):
+            return self._load(model, lanes_wanted, alone)
+
+    def _load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
+        backend = self.backend
+        weights_bytes = sum(array.nbytes for array in model.weights.values())
+        # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
+        self.memory.reserve(model.name, weights_bytes, 0, 1)
+        lanes: list[Lane] = []
+        try:
+            weights = backend.upload(model)
+            scratch = max(backend.rehearse(model, weights, batch) for batch in model.batch)
+            plan = plan_lane(model, scratch, self.limits.segments)
+            self.memory.release(model.name)
+            least = model.lanes or 1
+            reservation = self.memory.reserve(
+                model.name, weights_bytes, plan.device_bytes, model.lanes or lanes_wanted, least
+            )
+            lanes += (Lane(k, model, plan, backend.lane_memory(plan)) for k in range(reservation.lanes))
+            loaded = LoadedModel(model, weights, reservation, lanes, [], [[] for _ in lanes])
+            for batch in model.batch:
+                self._program(loaded, batch, alone)
+        except BaseException:
+            self.memory.release(model.name)
+            for lane in lanes:
+                lane.memory.free()
+            raise
+        return loaded
+
+    def _check(self, model: Model) -> None:
+        n = self.limits
+        for what, count, limit in (
+            ("batch sizes", len(model.batch), n.sizes),
+            ("requests in its largest batch", model.max_batch, n.batch),
+            ("inputs", len(model.inputs), n.inputs),
+            ("lanes", model.lanes or 1, n.lanes_per_model),
+        ):
+            if count > limit:
+                raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
+
+    # -- programs
+
+    def _program(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
+        """Captures, cuts and measures one batch size on all lanes."""
+        backend = self.backend
+        first = backend.capture(loaded.lanes[0], loaded.weights, batch, {})
+        where = profiles.key(first.content(), backend.fingerprint(), self.quantum_ns)
+        known = profiles.load(where)
+        if known is None or known.batch != batch:
+            known = self._plan(loaded, first, alone)
+            profiles.store(where, known)
+        loaded.profiles.append(known)
+        for k, lane in enumerate(loaded.lanes):
+            if k == 0 and not known.cuts:
+                program = first
+            else:
+                program = backend.capture(lane, loaded.weights, batch, known.cuts)
+            loaded.launches[k].append(backend.cut(program, known.bounds, lane))
+
+    def _plan(self, loaded: LoadedModel, first: Program, alone: bool) -> ProgramProfile:
+        """Decides where to cut, from the times of the nodes, and measures the result."""
+        backend = self.backend
+        quantum_ns = self.quantum_ns
+        program, times = first, backend.node_times_ns(first)
+        cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), quantum_ns)
+        if cuts:
+            program = backend.capture(loaded.lanes[0], loaded.weights, first.batch, cuts)
+            times = backend.node_times_ns(program)
+        bounds = cut(times, quantum_ns)
+        while len(bounds) > self.limits.segments:
+            quantum_ns *= 1.25 * len(bounds) / self.limits.segments
+            bounds = cut(times, quantum_ns)
+        launches = backend.cut(program, bounds, loaded.lanes[0])
+        segment_ns, whole_ns = backend.segment_times_ns(launches, _REPEATS, alone)
+        backend.release(launches)
+        waves, limits = backend.wave_blocks(program), backend.device.limits
+        segments = tuple(
+            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
+            for (a, b), t in zip(bounds, segment_ns, strict=True)
+        )
+        return ProgramProfile(first.batch, tuple(bounds), segments, whole_ns, cuts, program.chain)
+
+    def unload(self, loaded: LoadedModel) -> None:
+        """Gives everything back; nothing of the model may be in flight."""
+        for lane in loaded.launches:
+            for launches in lane:
+                self.backend.release(launches)
+        for each in loaded.lanes:
+            each.memory.free()
+        loaded.weights.clear()
+        self.memory.release(loaded.model.name)

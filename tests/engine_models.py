@@ -1,0 +1,137 @@
+"""Small models for the engine's tests: three Triton kernels, and what NumPy makes of the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import paellapy as pp
+from scheduler.model import Model, TensorSpec
+
+
+@pp.kernel
+@triton.jit
+def scale(x, out, factor, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n) * factor, mask=i < n)
+
+
+@pp.kernel
+@triton.jit
+def gemm(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        depth = k + tl.arange(0, BK)
+        left = tl.load(a + rows[:, None] * K + depth[None, :], mask=rows[:, None] < M, other=0.0)
+        total += tl.dot(left, tl.load(b + depth[:, None] * N + columns[None, :]), input_precision="ieee")
+    tl.store(out + rows[:, None] * N + columns[None, :], total, mask=rows[:, None] < M)
+
+
+@pp.kernel
+@triton.jit
+def softmax(x, out, n, B: tl.constexpr):
+    row, i = tl.program_id(0), tl.arange(0, B)
+    values = tl.load(x + row * n + i, mask=i < n, other=float("-inf"))
+    exponents = tl.exp(values - tl.max(values, 0))
+    tl.store(out + row * n + i, exponents / tl.sum(exponents, 0), mask=i < n)
+
+
+@pp.kernel
+@triton.jit
+def reach_too_far(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i + 1_000_000_000, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+Reference = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+WIDTH, HIDDEN = 64, 128
+
+
+def scale_model(name: str = "scale", factor: float = 2.0, steps: int = 1, n: int = 64, **options: Any) -> Model:
+    """x · factor^steps, one kernel per step."""
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        total = inputs["x"].shape[0] * n
+        source = inputs["x"]
+        for k in range(steps):
+            target = outputs["y"] if k == steps - 1 else pp.empty(source.shape)
+            scale[(triton.cdiv(total, 128),)](source, target, factor, total, B=128)
+            source = target
+
+    specs = {"inputs": {"x": TensorSpec((n,))}, "outputs": {"y": TensorSpec((n,))}}
+    return Model(name, fn, **specs, **options)
+
+
+def scale_reference(factor: float = 2.0, steps: int = 1) -> Reference:
+    return lambda inputs: {"y": inputs["x"] * np.float32(factor) ** steps}
+
+
+def mlp_weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "up": rng.standard_normal((WIDTH, HIDDEN)).astype(np.float32) / 8,
+        "down": rng.standard_normal((HIDDEN, WIDTH)).astype(np.float32) / 8,
+    }
+
+
+def mlp_model(name: str = "mlp", layers: int = 2, **options: Any) -> Model:
+    """Two products and a softmax, `layers` times over."""
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        batch, source = inputs["x"].shape[0], inputs["x"]
+        for layer in range(layers):
+            hidden, logits = pp.empty((batch, HIDDEN)), pp.empty((batch, WIDTH))
+            target = outputs["p"] if layer == layers - 1 else pp.empty((batch, WIDTH))
+            rows = triton.cdiv(batch, 16)
+            gemm[(rows, HIDDEN // 32)](source, weights["up"], hidden, batch, HIDDEN, WIDTH, BM=16, BN=32, BK=32)
+            gemm[(rows, WIDTH // 32)](hidden, weights["down"], logits, batch, WIDTH, HIDDEN, BM=16, BN=32, BK=32)
+            softmax[(batch,)](logits, target, WIDTH, B=WIDTH)
+            source = target
+
+    options.setdefault("weights", mlp_weights())
+    specs = {"inputs": {"x": TensorSpec((WIDTH,))}, "outputs": {"p": TensorSpec((WIDTH,))}}
+    return Model(name, fn, **specs, **options)
+
+
+def mlp_reference(layers: int = 2) -> Reference:
+    weights = mlp_weights()
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        x = inputs["x"]
+        for _ in range(layers):
+            logits = x @ weights["up"] @ weights["down"]
+            exponents = np.exp(logits - logits.max())
+            x = exponents / exponents.sum()
+        return {"p": x}
+
+    return run
+
+
+def faulty_model(name: str = "faulty", **options: Any) -> Model:
+    """Writes far outside its memory when its input starts with a number above zero."""
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        fault_if[(1,)](inputs["x"], outputs["y"], 64, B=64)
+
+    options.setdefault("batch", (1,))
+    return Model(name, fn, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, **options)
+
+
+@pp.kernel
+@triton.jit
+def fault_if(x, out, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    values = tl.load(x + i)
+    far = tl.where(tl.max(values, 0) > 0, 1 << 40, 0)
+    tl.store(out + i + far, values)
+
+
+def random_inputs(model: Model, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {k: rng.standard_normal(s.shape).astype(s.dtype) for k, s in model.inputs.items()}
