@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,10 @@ EVALUABLE = [case for case in TRITON_CASES if case.evaluable]
 
 
 def ttir(kernel: Any, call: Call, sm: int = 80) -> str:
-    return triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options).asm["ttir"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tl.make_block_ptr is deprecated")  # Triton 3.7 and 3.8
+        built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", sm, 32), options=call.options)
+    return built.asm["ttir"]
 
 
 def flat(args: dict[str, Argument]) -> list[Any]:
