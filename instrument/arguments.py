@@ -91,7 +91,7 @@ def of_int(value: int) -> tuple[int, int]:
         return value, 2 + even
     if -0x8000000000000000 <= value < 0x8000000000000000:
         return value, 4 + even
-    if value < 0x10000000000000000:
+    if 0 <= value < 0x10000000000000000:
         return value, 6 + even
     raise ArgumentError(f"integer argument {value} does not fit 64 bits")
 
@@ -137,8 +137,10 @@ class Handlers(dict[type, Handler]):
             items = [(self.get(type(v)) or self.missing)(v) for v in value]
             values, keys = [v for v, _ in items], tuple(k for _, k in items)
             return (kind(*values) if hasattr(value, "_fields") else tuple(values)), keys
-        handler = self._find(kind)
+        base = next((b for b in (int, float) if isinstance(value, b)), None)  # an enum's member, numpy.float64
+        handler = SCALARS[base] if base else self._find(kind)
         if handler is None:
-            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}")
+            remedy = "; pass its value, .item()" if hasattr(kind, "item") else ""
+            raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}")
         self[kind] = handler
         return handler(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from triton.runtime.autotuner import Autotuner, Heuristics
 
 from instrument.device.base import Device
-from instrument.errors import ArgumentError
+from instrument.errors import ArgumentError, PaellaError
 
 if TYPE_CHECKING:
     from instrument.kernel import TritonKernel
@@ -86,27 +86,38 @@ class Tuner:
         rest: Sequence[Any],
     ) -> Any:
         inner = Tuner(rest, self.arg_names)
-        keep = _Restorer(device, wrapper, {**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        keep = _Restorer(device, wrapper, named)
         times: list[float] = []
+        failure: PaellaError | None = None
         session, device.session = device.session, None  # trials are not part of a trace
         tuner, kernel._tuner = kernel._tuner, inner if rest else None
         try:
             for config in configs:
                 merged = {**kwargs, **_launch_kwargs(config)}
                 best = float("inf")
-                for attempt in range(_WARMUPS + _REPEATS):
-                    keep.before()
-                    with device.stream() as stream:
-                        start = stream.record()
-                        kernel[grid](*args, **merged)
-                        end = stream.record()
-                        stream.synchronize()
-                    if attempt >= _WARMUPS:
-                        best = min(best, end.elapsed_ns(start))
+                try:
+                    for attempt in range(_WARMUPS + _REPEATS):
+                        keep.before()
+                        if config.pre_hook is not None:
+                            config.pre_hook({**named, **config.all_kwargs()})
+                        with device.stream() as stream:
+                            start = stream.record()
+                            kernel[grid](*args, **merged)
+                            end = stream.record()
+                            stream.synchronize()
+                        if attempt >= _WARMUPS:
+                            best = min(best, end.elapsed_ns(start))
+                except ArgumentError:
+                    raise
+                except PaellaError as e:  # too much shared memory for this GPU, say: the others may fit
+                    failure = e
                 keep.after()
                 times.append(best)
         finally:
             device.session, kernel._tuner = session, tuner
+        if failure is not None and min(times) == float("inf"):
+            raise failure
         return configs[times.index(min(times))]
 
 

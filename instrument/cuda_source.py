@@ -18,7 +18,7 @@ import numpy as np
 from instrument import cache
 from instrument.arguments import param_layout
 from instrument.compiled import Source
-from instrument.errors import ArgumentError, CompileError, NoDeviceError
+from instrument.errors import ArgumentError, CompileError, NoDeviceError, PtxError
 from instrument.ptx import Function, Module
 from instrument.triton_source import target_capability
 
@@ -32,6 +32,8 @@ class CudaSource:
     def __init__(self, source: str, name: str, options: Sequence[str] = ()) -> None:
         if not isinstance(source, str):
             raise ArgumentError(f"CUDA source must be a string, not {type(source).__name__}")
+        if isinstance(options, str):
+            raise ArgumentError(f"compiler options are a list, as in options=[{options!r}]")
         self.text, self.name, self.options = source, name, tuple(options)
         self._sources: dict[str, Source] = {}
 
@@ -46,7 +48,13 @@ class CudaSource:
     def source(self, target: str) -> Source:
         if target not in self._sources:
             ptx, entry = compile_to_ptx(self.text, self.name, self.options, target)
-            function = Module.parse(ptx).entry(entry)
+            try:
+                function = Module.parse(ptx).entry(entry)
+            except PtxError as e:
+                raise CompileError(
+                    f'CUDA kernel {self.name!r} was not found: {e}. Declare it extern "C" __global__, or give a C++ '
+                    "name expression such as 'scale<float>'."
+                ) from None
             codes = [_param_code(p) for p in _param_declarations(function)]
             found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
             self._sources[target] = Source(
@@ -63,7 +71,8 @@ class CudaSource:
 
 def compile_to_ptx(text: str, name: str, options: Sequence[str], target: str) -> tuple[str, str]:
     """PTX and the entry's lowered name, cached on disk."""
-    arch = f"compute_{target_capability(target)}"
+    target_capability(target)  # refuses what is none
+    arch = target.replace("sm_", "compute_")
     flags = [f"--gpu-architecture={arch}", "-lineinfo", *options, *(f"-I{d}" for d in _include_dirs())]
     version = ".".join(map(str, _check(_nvrtc().nvrtcVersion())))
     key = cache.digest("nvrtc", version, text, name, *flags)
@@ -155,11 +164,12 @@ def bind_values(name: str, codes: Sequence[str], args: Sequence[Any], handlers: 
 
 
 def _bind_one(name: str, index: int, code: str, arg: Any, handlers: Any) -> Any:
-    if isinstance(arg, np.generic) and not isinstance(arg, np.void):
-        arg = arg.item()
     problem = None
-    if code.partition("@")[0].endswith("s"):
-        data = arg.tobytes() if isinstance(arg, (np.void, np.ndarray)) else arg
+    is_structure = code.partition("@")[0].endswith("s")
+    if isinstance(arg, np.generic) and not is_structure:
+        arg = arg.item()
+    if is_structure:
+        data = arg.tobytes() if isinstance(arg, (np.generic, np.ndarray)) else arg
         size = int(code.partition("s")[0])
         if isinstance(data, bytes) and len(data) == size:
             return data
@@ -175,8 +185,11 @@ def _bind_one(name: str, index: int, code: str, arg: Any, handlers: Any) -> Any:
         return float(arg)
     elif isinstance(arg, (int, float)):
         problem = "an integer or an array"
-    elif code == "Q":
-        return (handlers.get(type(arg)) or handlers.missing)(arg)[0]
+    elif code == "Q" and arg is not None:
+        try:
+            return (handlers.get(type(arg)) or handlers.missing)(arg)[0]
+        except ArgumentError as e:
+            raise ArgumentError(f"argument {index} of kernel {name!r}: {e}") from None
     raise ArgumentError(
         f"argument {index} of kernel {name!r} must be {problem or 'a number'}, not {type(arg).__name__} {arg!r:.60}"
     )

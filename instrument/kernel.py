@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import index, itemgetter
 from typing import Any, overload
 
 from instrument import cuda_source, triton_source
+from instrument.arguments import Handlers
 from instrument.autotune import Tuner
 from instrument.compiled import Compiled, Source
 from instrument.cuda_source import CudaSource
 from instrument.device.base import Device, Launcher
 from instrument.device.parts import limits_for_capability
-from instrument.errors import ArgumentError
+from instrument.errors import ArgumentError, InstrumentError
 from instrument.occupancy import Occupancy, occupancy
 from instrument.passes import Exits, PassConfig, Report
 from instrument.triton_source import TritonSource
@@ -25,12 +26,18 @@ from instrument.triton_source import TritonSource
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
 
+class _NoDevice:
+    """Stands for a device where only types are known."""
+
+    handlers: Handlers = triton_source.TypeHandlers()
+
+
 class Kernel:
     """A kernel that reports. Launch it as `kernel[grid](…)`, like any Triton kernel."""
 
     def __init__(self, report: Report | None, exits: Exits) -> None:
         self.report, self.exits = report, exits
-        PassConfig(report)  # an unknown level is refused here, not at the first launch
+        PassConfig(report, exits=exits)  # what is unknown is refused here, not at the first launch
         self._launchers: dict[Any, Launcher] = {}
 
     name: str
@@ -51,6 +58,11 @@ class TritonKernel(Kernel):
         self.name = self._source.name
         self.arg_names = self._source.arg_names
         self._tuner = Tuner(wrappers, self.arg_names) if wrappers else None
+        if exits == "count-out":
+            raise InstrumentError(
+                f"threads of Triton kernel {self.name!r} cannot be counted out: that needs static shared memory, which "
+                "would move Triton's own off its alignment. Leave exits= out: Triton's blocks end together."
+            )
         self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
 
     def __getitem__(self, grid: Grid) -> Callable[..., Any]:
@@ -69,26 +81,33 @@ class TritonKernel(Kernel):
             kwargs = self._tuner.choose(self, device, grid, args, kwargs)
         values, key, options = self._bind(device, args, kwargs)
         if options:
-            key = (*key, *sorted(options.items()))
+            key = self._with_options(key, options)
         launcher = self._launchers.get((key, device.session is None, part is None, device))
         if launcher is None:
             launcher = self._prepare(device, values, key, options, part is not None)
         if callable(grid):
             grid = grid(dict(zip(self.arg_names, values, strict=True)))
+        grid = _as_grid(grid)
         if part is not None:
             _check_part(self.name, grid, part)
-        return launcher(grid if isinstance(grid, tuple) else _as_grid(grid), values, part=part)
+        return launcher(grid, values, part=part)
 
     def _bind(
-        self, device: Device, args: Sequence[Any], kwargs: dict[str, Any]
+        self, device: Device | type[_NoDevice], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         try:
             return self._source.bind(device.handlers, *args, **kwargs)
-        except ArgumentError as e:
-            raise ArgumentError(f"kernel {self.name!r}: {e}") from None
-        except TypeError as e:
-            problem = str(e).replace("bind()", "").strip()
-            raise ArgumentError(f"kernel {self.name!r}: {problem}; it takes {', '.join(self.arg_names)}") from None
+        except TypeError:
+            raise ArgumentError(self._source.misuse(device.handlers, args, kwargs)) from None
+
+    def _with_options(self, key: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        key = (*key, *sorted(options.items()))
+        try:
+            hash(key)
+        except TypeError:  # a list, say: no option takes one
+            triton_source.split_options(options, self.name, self.arg_names)
+            raise
+        return key
 
     def _prepare(
         self, device: Device, values: Sequence[Any], key: Any, options: dict[str, Any], sliced: bool
@@ -113,13 +132,9 @@ class TritonKernel(Kernel):
         device = None if target else Device.current()
         if self._tuner is not None:
             kwargs = self._tuner.first(args, kwargs)
-        handlers = device.handlers if device else _TypeHandlers
-        try:
-            values, key, options = self._source.bind(handlers, *args, **kwargs)
-        except TypeError as e:
-            raise ArgumentError(f"kernel {self.name!r}: {str(e).replace('bind()', '').strip()}") from None
+        values, key, options = self._bind(device or _NoDevice, args, kwargs)
         if options:
-            key = (*key, *sorted(options.items()))
+            key = self._with_options(key, options)
         source = self._compile_source(values, key, options, target or (device.target if device else ""))
         return source.build(PassConfig(report or self.report, sliced, self.exits))
 
@@ -162,7 +177,10 @@ class CudaKernel(Kernel):
         part: tuple[int, int] | None,
         /,
         *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        if kwargs:
+            raise ArgumentError(f"CUDA kernel {self.name!r} takes arguments by position, not as {next(iter(kwargs))}=…")
         device = Device.current()
         launcher = self._launchers.get((device.session is None, part is None, device))
         source = self._source.source(device.target)
@@ -215,10 +233,16 @@ def kernel(
     if report == "trace":
         report = None  # records need a trace to go to; inside one every kernel reports them
     if source is not None:
+        if fn is not None:
+            raise ArgumentError("pp.kernel takes a function or CUDA source, not both")
         if name is None:
             raise ArgumentError("say which kernel of the source to take: name=…")
         return CudaKernel(CudaSource(source, name, options), report, exits)
+    if options:
+        raise ArgumentError("options= are for the compiler of CUDA source: give source=… too")
     if fn is None:
+        if name is not None:
+            raise ArgumentError(f"name={name!r} picks a kernel from CUDA source: give source=… too")
         return functools.partial(kernel, report=report, exits=exits)
     if isinstance(fn, Kernel):
         raise ArgumentError(f"kernel {fn.name!r} is a pp.kernel already")
@@ -245,10 +269,14 @@ def _picker(source: Source, values: Sequence[Any]) -> Callable[[Sequence[Any]], 
 
 
 def _as_grid(grid: Any) -> tuple[int, ...]:
-    if isinstance(grid, int):
-        return (grid,)
+    if grid.__class__ is tuple and 1 <= len(grid) <= 3:  # the usual case, on every launch
+        for extent in grid:
+            if extent.__class__ is not int:
+                break
+        else:
+            return grid
     try:
-        found = tuple(int(g) for g in grid)
+        found = tuple(map(index, grid)) if isinstance(grid, (tuple, list)) else (index(grid),)
     except TypeError:
         found = ()
     if not 1 <= len(found) <= 3:
@@ -263,6 +291,3 @@ def _check_part(name: str, grid: Sequence[int], part: tuple[int, int]) -> None:
         raise ArgumentError(
             f"kernel {name!r}: blocks {first}…{first + count - 1} are not all in a grid of {total} blocks"
         )
-
-
-_TypeHandlers = triton_source.TypeHandlers()

@@ -27,17 +27,20 @@ def counts(device: Device | None = None) -> Counts:
     device = device or Device.current()
     lines = device.counts()
     started, ended = lines["started"], lines["ended"]
-    warps = _resident(started >> 32, ended >> 32)
+    blocks, warps = _resident(started, ended)
     return Counts(
         started=(started & 0xFFFFFFFF).astype(np.int64),
         ended=(ended & 0xFFFFFFFF).astype(np.int64),
-        resident_blocks=_resident(started, ended),
+        resident_blocks=blocks,
         resident_warps=warps,
         occupancy=warps / device.limits.warps,
     )
 
 
-def _resident(started: NDArray[Any], ended: NDArray[Any]) -> NDArray[np.int64]:
-    # 32-bit counters wrap; their difference does not. A line may be read between the two counters of a block.
-    difference: NDArray[np.int32] = (started - ended).astype(np.uint32).view(np.int32)
-    return np.maximum(difference, 0).astype(np.int64, copy=False)
+def _resident(started: NDArray[Any], ended: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks and warps that started and did not end."""
+    # The counters wrap, and the block counts carry into the warp counts above them; the difference of the packed words
+    # does neither. A line may be read between the two counters of a block: nothing is resident then, not -1.
+    difference = (started - ended).view(np.int64)
+    blocks = difference.astype(np.int32).astype(np.int64)
+    return np.maximum(blocks, 0), np.maximum((difference - blocks) >> 32, 0)

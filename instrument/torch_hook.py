@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from triton import knobs
+from triton.compiler import compiler
 from triton.runtime import _allocation
 
 from instrument import passes
@@ -23,7 +24,7 @@ from instrument.device.base import Device
 from instrument.errors import InstrumentError, PaellaError
 from instrument.passes import PassConfig
 from instrument.records import DESCRIPTOR, MAGIC
-from instrument.triton_source import TRITON_VERSION, is_warp_specialised
+from instrument.triton_source import TRITON_VERSION, compiling, is_warp_specialised
 
 _TABLE = 8192  # descriptors; a trace takes this many launches of PyTorch's kernels
 _active: _Hook | None = None
@@ -42,8 +43,9 @@ def instrument_torch(enable: bool = True) -> None:
             _active = None
         return
     if _active is None:
-        _active = _Hook()
-        _active.install()
+        hook = _Hook()
+        hook.install()
+        _active = hook
 
 
 class _Hook:
@@ -64,27 +66,34 @@ class _Hook:
             )
         knobs.runtime.add_stages_inspection_hook = self.stages
         if TRITON_VERSION < (3, 7):
-            # 3.6 leaves the hook out of its cache key and would return the plain binary; this option is in it.
-            self._before = knobs.compilation.instrumentation_mode
+            # 3.6 leaves the hook out of its cache keys and would return the plain binary. This option is in the key of
+            # kernels that are launched; the key of the cache on disk, which Inductor goes to directly, we extend.
+            self._before = knobs.compilation.instrumentation_mode, compiler.get_cache_key
             knobs.compilation.instrumentation_mode = "paellapy"
+            compiler.get_cache_key = self._cache_key
         _allocation.set_profile_allocator(self.descriptor)
         knobs.runtime.launch_enter_hook.add(self.entered)
 
     def remove(self) -> None:
-        knobs.runtime.add_stages_inspection_hook = None
+        if knobs.runtime.add_stages_inspection_hook == self.stages:
+            knobs.runtime.add_stages_inspection_hook = None
         if TRITON_VERSION < (3, 7):
-            knobs.compilation.instrumentation_mode = self._before
+            knobs.compilation.instrumentation_mode, compiler.get_cache_key = self._before
         _allocation.set_profile_allocator(None)
         knobs.runtime.launch_enter_hook.remove(self.entered)
 
     def stages(self, *args: Any) -> Any:
         """Triton's hook: without arguments the cache key (3.7 and later), else the stages to edit."""
+        ours = getattr(compiling, "plain", False)
         if not args:
-            return self.key, self.hash
+            return ("", "") if ours else (self.key, self.hash)
         stages = args[1]
-        if "ptx" in stages:
+        if "ptx" in stages and not ours:
             stages["ptx"] = self._with_report(stages["ptx"])
         return None
+
+    def _cache_key(self, *args: Any, **kwargs: Any) -> str:
+        return f"{self._before[1](*args, **kwargs)}{self.stages()[0]}"
 
     def _with_report(self, make_ptx: Callable[..., str]) -> Callable[..., str]:
         def ptx_stage(source: Any, metadata: dict[str, Any]) -> str:

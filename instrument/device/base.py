@@ -120,6 +120,7 @@ class Device(ABC):
     """
 
     kinds: ClassVar[dict[str, type[Device]]] = {}
+    first: ClassVar[str] = ""  # what "cuda" without a colon stands for
     _open: ClassVar[dict[str, Device]] = {}
 
     name: str
@@ -143,6 +144,7 @@ class Device(ABC):
         kind, _, which = name.partition(":")
         if kind not in cls.kinds:
             raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")
+        which = which or cls.kinds[kind].first
         full = f"{kind}:{which}" if which else kind
         if full not in cls._open:
             # Set up here and not in __init__, which Python would run again for every Device(name).

@@ -144,7 +144,7 @@ class CudaLauncher(Launcher):
         buffer = self._free.pop() if self._free else self._new_buffer()
         try:
             self._pack(buffer.bytes, 0, *self.pick(values), *hidden)
-        except struct.error as e:
+        except (struct.error, OverflowError) as e:
             raise ArgumentError(f"kernel {self.compiled.name!r}: an argument does not fit its parameter: {e}") from None
         notification = None
         first, count = 0, gx * gy * gz
