@@ -45,6 +45,8 @@ _PROBE = """
 class CudaDevice(Device):
     """`Device("cuda:0")`."""
 
+    first = "0"
+
     def _setup(self, which: str) -> None:
         cu = driver()
         count = check(cu.cuDeviceGetCount(), "counting GPUs")
