@@ -20,6 +20,7 @@ from scheduler.core_lanes import look_at_held, take_out
 from scheduler.core_predict import predict, predict_finish
 from scheduler.core_requests import undue
 from scheduler.core_submit import fail_all, take_submissions
+from scheduler.policy import Policy
 from scheduler.state import (
     BUSY_NS,
     CANCELLED,
@@ -28,6 +29,8 @@ from scheduler.state import (
     EXPIRED,
     F_ADMIT,
     F_CLOCK,
+    F_ORDER,
+    F_RANK,
     F_WRITE,
     FLIGHT_N,
     GAIN,
@@ -35,6 +38,8 @@ from scheduler.state import (
     LAUNCHES,
     LEAVING_N,
     LIVE,
+    LOOK_AHEAD,
+    MAX_ACTIVE,
     POSTED,
     READY_N,
     RUNNING,
@@ -42,11 +47,12 @@ from scheduler.state import (
     SERVED_NS,
     STEPS,
     WAKE_FD,
+    WHOLE_ALWAYS,
     State,
     Words,
 )
 
-__all__ = ["attach_libc", "predict_finish", "run", "step"]
+__all__ = ["attach_libc", "attach_policy", "predict_finish", "run", "step"]
 
 _ZERO = np.uint64(0)
 CLOCK_MONOTONIC = 1
@@ -139,6 +145,15 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def attach_policy(state: State, policy: Policy) -> None:
+    """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
+    state.fn[F_RANK], state.fn[F_ADMIT], state.fn[F_ORDER] = policy.addresses
+    state.g[MAX_ACTIVE] = min(policy.active, len(state.lane))
+    state.g[LOOK_AHEAD] = policy.look_ahead
+    state.g[WHOLE_ALWAYS] = policy.whole
+    state.g[CHANGED] = 1
 
 
 def attach_libc(state: State) -> None:

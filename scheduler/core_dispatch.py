@@ -26,6 +26,7 @@ from scheduler.state import (
     LAUNCHES,
     LOOK_AHEAD,
     MAX_ACTIVE,
+    NEVER,
     NONE,
     OUT_N,
     PREEMPTIONS,
@@ -184,10 +185,15 @@ def worst(s: State, now: int) -> int:
 
 @inlined
 def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy lets the lane in. An idle GPU takes it anyway: policies order work, they do not lose it."""
-    if s.fn[F_ADMIT] == _ZERO or (s.g[FLIGHT_N] == 0 and s.g[ACTIVE_N] == 0):
+    """Whether the policy lets the lane launch now. An idle GPU takes it anyway: policies order work, and lose none."""
+    others = s.g[ACTIVE_N] - (1 if s.lane[lane].active_at >= 0 else 0)
+    if s.fn[F_ADMIT] == _ZERO or (s.g[FLIGHT_N] == 0 and others == 0):
         return True
     measure(s)
+    top = s.lane[lane].priority if s.lane[lane].active_at >= 0 else -NEVER
+    for k in range(s.g[ACTIVE_N]):
+        top = max(top, s.lane[s.active[k]].priority)
+    s.gpu[0].active_priority = top
     fill_lane_job(s, lane, now)
     return bool(call_admit(s.fn[F_ADMIT], s.job.ctypes.data, s.gpu.ctypes.data) != 0)
 
@@ -218,6 +224,17 @@ def next_turn(s: State, n: int, now: int) -> int:
 
 
 @inlined
+def goes_on(s: State, lane: int, now: int) -> bool:
+    """Whether an active lane stays: a policy with `admit` may stop it between segments."""
+    a = s.lane[lane]
+    if s.fn[F_ADMIT] == _ZERO or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+        return True
+    deactivate(s, lane)
+    make_ready(s, lane, a.rank)
+    return False
+
+
+@inlined
 def choose(s: State, now: int) -> bool:
     """Fill the active set with the best that wait, and launch what active lanes may; False when the backend fails."""
     n = s.g[REFRESH]
@@ -234,6 +251,8 @@ def choose(s: State, now: int) -> bool:
                 continue
         else:
             lane = s.active[k]
+            if not goes_on(s, lane, now):  # another lane has moved to k
+                continue
             k += 1
         if not feed(s, lane, now):
             return False

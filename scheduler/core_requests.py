@@ -152,7 +152,7 @@ def fill_job(
     model = s.model[m]
     job.now_ns = now
     job.arrival_ns = arrival
-    job.target_ns = model.target_ns if model.target_ns < NEVER else np.inf
+    job.target_ns = model.target_ns
     job.deadline_ns = deadline if deadline < NEVER else arrival + job.target_ns
     job.priority = priority
     job.share = model.share

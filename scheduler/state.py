@@ -236,8 +236,8 @@ JOB = np.dtype(
     [
         ("now_ns", "f8"),
         ("arrival_ns", "f8"),  # of its oldest request
-        ("deadline_ns", "f8"),  # earliest deadline, or arrival + target where it has none; infinite without either
-        ("target_ns", "f8"),
+        ("deadline_ns", "f8"),  # earliest deadline, or arrival + target where it has none; NEVER or more without either
+        ("target_ns", "f8"),  # NEVER: none
         ("priority", "f8"),
         ("remaining_ns", "f8"),  # time alone of what has not completed
         ("total_ns", "f8"),
@@ -262,7 +262,13 @@ GPU = np.dtype(
         for kind in ("capacity", "resident", "pending")
         for what in ("blocks", "warps", "registers", "shared_bytes", "issue")
     ]
-    + [("active_jobs", "f8"), ("waiting_jobs", "f8"), ("max_active", "f8"), ("occupancy", "f8")],
+    + [
+        ("active_jobs", "f8"),
+        ("active_priority", "f8"),  # highest among active jobs; kept only for policies with `admit`
+        ("waiting_jobs", "f8"),
+        ("max_active", "f8"),
+        ("occupancy", "f8"),  # fullest resource, resident ÷ capacity
+    ],
     align=True,
 )
 

@@ -1,0 +1,13 @@
+"""Earliest deadline first; a job without deadline or target is due after four times its time alone."""
+
+from scheduler.policy import Job, policy
+from scheduler.state import NEVER
+
+SLOWDOWN = 4.0
+
+
+@policy(name="edf")
+def rank(job: Job) -> float:
+    if job.deadline_ns >= NEVER:
+        return job.arrival_ns + SLOWDOWN * job.total_ns
+    return job.deadline_ns

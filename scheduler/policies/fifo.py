@@ -1,0 +1,8 @@
+"""First come, first served."""
+
+from scheduler.policy import Job, policy
+
+
+@policy(name="fifo")
+def rank(job: Job) -> float:
+    return job.arrival_ns

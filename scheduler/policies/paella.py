@@ -1,0 +1,32 @@
+"""Paella (SOSP'23): shortest remaining time first, with a bound on unfairness.
+
+A model that is owed more GPU time than the threshold goes first, the most indebted to first. Where Paella counts
+launches this counts GPU time, by shares; clients of one model take turns by fair queueing.
+"""
+
+from scheduler.policy import Job, Policy, policy
+
+THRESHOLD_MS = 10.0
+
+
+def order(job: Job) -> float:
+    return job.client_start_ns
+
+
+@policy(name="paella", order=order)
+def rank(job: Job) -> float:
+    if job.deficit_ns > THRESHOLD_MS * 1e6:
+        return -job.deficit_ns
+    return job.remaining_ns
+
+
+def with_threshold(threshold_ms: float) -> Policy:
+    """Paella with another bound: 0 is fair sharing, a large one plain SRPT."""
+    threshold_ns = threshold_ms * 1e6
+
+    def bounded(job: Job) -> float:
+        if job.deficit_ns > threshold_ns:
+            return -job.deficit_ns
+        return job.remaining_ns
+
+    return policy(name=f"paella({threshold_ms:g} ms)", order=order)(bounded)

@@ -1,0 +1,8 @@
+"""One job at a time, in order of arrival: one stream, the other baseline."""
+
+from scheduler.policy import Job, policy
+
+
+@policy(name="serial", active=1, whole=True)
+def rank(job: Job) -> float:
+    return job.arrival_ns

@@ -1,0 +1,10 @@
+"""Everything at once, whole programs, and the hardware decides: CUDA streams, the baseline."""
+
+from scheduler.policy import Job, policy
+
+EVERYTHING = 1 << 30
+
+
+@policy(name="streams", active=EVERYTHING, whole=True)
+def rank(job: Job) -> float:
+    return job.arrival_ns

@@ -1,0 +1,248 @@
+"""Policies: plain Python functions that rank jobs, compiled for the core and checked when they are made.
+
+    @policy
+    def shortest_first(job):
+        return job.remaining_ns
+
+The job of least rank goes first. `job` has the fields of `Job`. Two more functions may be given: `admit(job, gpu)` says
+whether the best job may launch now (asked again before each of its segments), and `order(job)` arranges the waiting
+requests of one model among themselves (asked once, when a request arrives; by default it is `rank`).
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import math
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast, overload
+
+import numba
+from numba import types
+from numba.core.errors import NumbaError
+
+from instrument.errors import PaellaError
+from scheduler.state import GPU, JOB
+
+BUILT_IN = "scheduler.policies"
+DEFAULT_ACTIVE = 8  # measured: 6 lost throughput on the H200, 10–16 lost latency
+
+
+class PolicyError(PaellaError):
+    """A policy cannot be used; the message names the function, the line and the reason."""
+
+
+class Job(Protocol):
+    """What a policy sees: numbers, times in ns. A job is what one lane holds: a batch of requests of one model."""
+
+    now_ns: float
+    arrival_ns: float
+    deadline_ns: float
+    target_ns: float
+    priority: float
+    remaining_ns: float
+    total_ns: float
+    batch: float
+    started: float
+    share: float
+    deficit_ns: float
+    client: float
+    client_deficit_ns: float
+    client_start_ns: float
+    occupancy: float
+    model: float
+
+
+class Gpu(Protocol):
+    """What `admit` sees of the GPU: sums over launched segments, against what it can hold."""
+
+    capacity_blocks: float
+    capacity_warps: float
+    capacity_registers: float
+    capacity_shared_bytes: float
+    capacity_issue: float
+    resident_blocks: float
+    resident_warps: float
+    resident_registers: float
+    resident_shared_bytes: float
+    resident_issue: float
+    pending_blocks: float
+    pending_warps: float
+    pending_registers: float
+    pending_shared_bytes: float
+    pending_issue: float
+    active_jobs: float
+    active_priority: float
+    waiting_jobs: float
+    max_active: float
+    occupancy: float
+
+
+Rank = Callable[[Any], float]
+Admit = Callable[[Any, Any], bool]
+_JOB = numba.from_dtype(JOB)
+_GPU = numba.from_dtype(GPU)
+_SIGNATURES = {"rank": types.float64(_JOB), "order": types.float64(_JOB), "admit": types.uint8(_JOB, _GPU)}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy ready for the core. Call it with a job to see its rank."""
+
+    name: str
+    rank: Rank
+    admit: Admit | None
+    order: Rank | None
+    active: int
+    look_ahead: int
+    whole: bool
+    compiled: tuple[Any, ...] = field(repr=False)  # rank, admit, order; kept alive for their addresses
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        rank, admit, order = (each.address if each else 0 for each in self.compiled)
+        return rank, admit, order
+
+    @property
+    def cost_ns(self) -> float:
+        """Measured cost of one ranking."""
+        from scheduler.policy_check import call_cost_ns
+
+        return call_cost_ns(self.addresses[0])
+
+    def __call__(self, job: Any) -> float:
+        return float(self.rank(job))
+
+
+@overload
+def policy(rank: Rank, /) -> Policy: ...
+@overload
+def policy(
+    *,
+    name: str | None = None,
+    admit: Admit | None = None,
+    order: Rank | None = None,
+    active: int = DEFAULT_ACTIVE,
+    look_ahead: int = 2,
+    whole: bool = False,
+) -> Callable[[Rank], Policy]: ...
+def policy(
+    rank: Rank | None = None,
+    /,
+    *,
+    name: str | None = None,
+    admit: Admit | None = None,
+    order: Rank | None = None,
+    active: int = DEFAULT_ACTIVE,
+    look_ahead: int = 2,
+    whole: bool = False,
+) -> Policy | Callable[[Rank], Policy]:
+    """Make a policy of a function: compiled, and tried on sample jobs.
+
+    `active`: jobs that may launch at a time. `look_ahead`: segments a job has on the GPU at a time. `whole`: launch
+    programs in one piece always.
+
+    >>> @policy(active=4)
+    ... def oldest(job):
+    ...     return job.arrival_ns
+    >>> oldest.name, oldest.active
+    ('oldest', 4)
+    """
+    if rank is None:
+        return lambda function: _make(function, name, admit, order, active, look_ahead, whole)
+    return _make(rank, name, admit, order, active, look_ahead, whole)
+
+
+def _make(
+    rank: Rank, name: str | None, admit: Admit | None, order: Rank | None, active: int, look_ahead: int, whole: bool
+) -> Policy:
+    title = name or str(getattr(rank, "__name__", rank))
+    if active < 1 or look_ahead < 1:
+        raise PolicyError(f"policy {title}: active ({active}) and look_ahead ({look_ahead}) must be at least 1")
+    functions: dict[str, Any] = {"rank": rank, "admit": admit, "order": order}
+    own = getattr(rank, "__module__", "").startswith(BUILT_IN + ".")
+    compiled = []
+    for role, function in functions.items():
+        compiled.append(compile_function(role, function, cache=own) if function is not None else None)
+    if not own:  # ours are checked by the tests: start-up is part of the product
+        from scheduler.policy_check import check
+
+        for (role, function), each in zip(functions.items(), compiled, strict=True):
+            if function is not None:
+                check(role, function, each)
+    return Policy(title, rank, admit, order, active, look_ahead, whole, tuple(compiled))
+
+
+def compile_function(role: str, function: Any, cache: bool = False) -> Any:
+    """The function as compiled code that the core calls by its address."""
+    wanted = len(_SIGNATURES[role].args)
+    arguments = "(job)" if wanted == 1 else "(job, gpu)"
+    if not inspect.isfunction(function):
+        raise PolicyError(f"{role} is {function!r}: give a plain function {role}{arguments}")
+    where = place(function)
+    if len(inspect.signature(function).parameters) != wanted:
+        raise PolicyError(f"{where}: {role} takes {arguments}")
+    try:
+        return numba.cfunc(_SIGNATURES[role], cache=cache, error_model="numpy", nogil=True)(function)
+    except KeyError as e:  # how Numba says that a record has no such field
+        fields = ", ".join(JOB.names or ()) if wanted == 1 else "those of Job and Gpu"
+        raise PolicyError(f"{where} reads the field {e}, which there is not; there are {fields}") from e
+    except NumbaError as e:
+        returns = "a number" if role != "admit" else "True or False"
+        raise PolicyError(
+            f"{where} cannot be compiled: {_first_lines(e)}\nUse numbers, fields of {arguments} and the math module "
+            f"only, and return {returns} on every path."
+        ) from e
+
+
+def place(function: Any) -> str:
+    code = function.__code__
+    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _first_lines(error: Exception) -> str:
+    """Numba's reasons without its advice, which is about Numba."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    kept = [
+        line for line in lines if not line.startswith(("Failed in nopython", "This error may", "To see", "During:"))
+    ]
+    return textwrap.shorten(" ".join(kept), 600, placeholder=" …")
+
+
+def may_loop(function: Any) -> bool:
+    """Whether the function could run for ever: it jumps back, or calls something that is not known to return."""
+    if any(
+        each.opname in {"FOR_ITER", "JUMP_ABSOLUTE"} or "BACKWARD" in each.opname
+        for each in dis.get_instructions(function)
+    ):
+        return True
+    outside = inspect.getclosurevars(function)
+    known = {value for value in vars(math).values() if callable(value)}
+    values = [*outside.globals.values(), *outside.nonlocals.values()]
+    return any(callable(value) and value not in known for value in values)
+
+
+def find_policy(which: str | Policy | Rank) -> Policy:
+    """A policy by name, or the policy given; a plain function becomes one.
+
+    >>> find_policy("srpt").name
+    'srpt'
+    """
+    if isinstance(which, Policy):
+        return which
+    if not isinstance(which, str):
+        return policy(which)
+    if which not in policy_names():
+        raise PolicyError(f"no policy named {which!r}: choose one of {', '.join(policy_names())}, or give a function")
+    return cast(Policy, importlib.import_module(f"{BUILT_IN}.{which}").rank)
+
+
+def policy_names() -> list[str]:
+    """The policies that come with the package."""
+    package = sys.modules.get(BUILT_IN) or importlib.import_module(BUILT_IN)
+    return sorted(each.name for each in pkgutil.iter_modules(package.__path__))
