@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from instrument.device.base import Device
-from scheduler.capture import Counting, call_model, capturing
+from instrument.errors import LaunchError
+from scheduler.capture import Counting, ModelCapture, call_model, capturing
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.model import Arrays, Model
@@ -114,7 +116,7 @@ class Backend(ABC):
         with self.device:
             call_model(model, weights, inputs, outputs, batch, "in its first run")
         counting = Counting(model, self.device)
-        with capturing(self.device, counting):
+        with capturing(self.device, counting), self.counting(counting):
             call_model(model, weights, inputs, outputs, batch, "in its second run")
         self.device.synchronize()
         if not counting.launches and not self.foreign_kernels:
@@ -122,6 +124,18 @@ class Backend(ABC):
         return counting.scratch_bytes
 
     foreign_kernels = False  # whether kernels other than ours can be captured
+
+    def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:
+        """Around a run whose scratch memory is counted: other libraries' allocations count too."""
+        return contextlib.nullcontext()
+
+    def discard(self, program: Program) -> None:
+        """The program has been cut, or is not wanted: what was captured may go."""
+        program.body = None
+
+    def failure(self, status: int) -> BaseException:
+        """The error that a status of the core's launches stands for."""
+        return LaunchError(f"running a model failed with status {status}")
 
     def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:
         pair = []

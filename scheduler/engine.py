@@ -8,17 +8,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.device import CudaDevice, Device, VirtualDevice
+from instrument.errors import PaellaError
 from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend
@@ -29,7 +29,6 @@ from scheduler.errors import (
     DeadlineError,
     EngineClosedError,
     EngineFailedError,
-    InputError,
     ModelError,
     QueueFullError,
     UnknownModelError,
@@ -39,11 +38,9 @@ from scheduler.install import capacity, install
 from scheduler.lanes import MemoryPlan
 from scheduler.loader import LoadedModel, Loader
 from scheduler.model import Model
-from scheduler.policy import Policy, find_policy
+from scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
+from scheduler.requests import AsyncAnswer, Inputs, Outputs, Slot, SyncAnswer, check_inputs, request_times
 from scheduler.state import Limits, new_state
-
-Inputs = Mapping[str, Any]
-Outputs = dict[str, NDArray[Any]]
 
 
 class Engine:
@@ -73,7 +70,6 @@ class Engine:
         self._backend = _backend(self.device)
         self.state = new_state(self.limits)
         capacity(self.state, self.device)
-        self.state.g[st.MAX_ACTIVE] = max_active
         self.state.g[st.HOLD] = 1
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.state.g[st.WAKE_FD] = self._wake_fd
@@ -149,7 +145,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._front.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
-        pending = self._submit(name, inputs, deadline_ms, priority, client, _Answer(self, future, loop))
+        pending = self._submit(name, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
         return await self._await(pending, future)
 
     async def _await(self, pending: Pending, future: asyncio.Future[Outputs]) -> Outputs:
@@ -169,11 +165,11 @@ class Engine:
     ) -> Outputs:
         """As `infer`, blocking this thread."""
         waiter = thread_waiter()
-        answer = _SyncAnswer(self, waiter)
+        answer = SyncAnswer(self, waiter)
         pending = self._submit(name, inputs, deadline_ms, priority, client, answer)
         return self._block(pending, answer, waiter)
 
-    def _block(self, pending: Pending, answer: _SyncAnswer, waiter: Waiter) -> Outputs:
+    def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
         try:
             self._front.wait(waiter)
         except BaseException:  # an interrupt from the keyboard, say
@@ -203,7 +199,7 @@ class Engine:
         client: Hashable,
         finish: Callable[[Any], None],
     ) -> Pending:
-        arrival_ns, deadline_ns = _times(deadline_ms)
+        arrival_ns, deadline_ns = request_times(deadline_ms)
         loaded = self._find(name)
         arrays = check_inputs(loaded.model, inputs)
         pending = Pending(loaded, finish)
@@ -246,6 +242,8 @@ class Engine:
     def _attach(self, policy: str | Policy) -> Policy:
         found = find_policy(policy)
         core.attach_policy(self.state, found)
+        if found.active == DEFAULT_ACTIVE:  # a policy that does not ask for a number of its own gets the engine's
+            self.state.g[st.MAX_ACTIVE] = min(self.max_active, len(self.state.lane))
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -293,7 +291,8 @@ class Engine:
             self._backend.stop()
             self._front.detach_all()
             for loaded in list(self._by_row.values()):
-                self._forget(loaded)
+                with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU takes nothing back
+                    self._forget(loaded)
             self._models.clear()
             self._closed = True
             os.close(self._wake_fd)
@@ -353,149 +352,15 @@ class Engine:
         if status == st.EXPIRED:
             late_ms = (int(entry["finish_ns"]) - int(entry["arrival_ns"])) * 1e-6
             return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
-        if status == st.FAILED and self._failure is not None:
+        if status == st.FAILED:
+            if self._failure is None:  # the core has met it before its loop could say so
+                self._failure = self._backend.failure(int(entry["error"]))
             return self._failed_error()
         if status == st.QUEUE_FULL:
             return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
         if status == st.NO_MODEL:
             return UnknownModelError(f"model {name!r} was unloaded before the request could run")
         return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
-
-
-class Slot:
-    """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
-
-    def __init__(
-        self, engine: Engine, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
-    ) -> None:
-        self._arrival_ns, self._deadline_ns = _times(deadline_ms)
-        self._engine, self._front = engine, engine._front
-        self._loaded = engine._find(name)
-        model = self._loaded.model
-        self._client = 0 if client is None else self._front.client_number(client)
-        self._priority = model.priority if priority is None else int(priority)
-        self._pending = Pending(self._loaded, self._unsubmitted)
-        self._front.take_row(self._pending)
-        self._open = True
-        self._place = self._front.claim(self._loaded.row)
-        if self._place is not None:
-            lane, slot = self._place
-            self._front.post_claimed(
-                self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
-            )
-            arrays = self._loaded.lane(lane).inputs
-            self.inputs = {key: arrays[key][slot, ...] for key in model.inputs}
-        else:
-            self._staged = np.zeros(sum(spec.nbytes for spec in model.inputs.values()), np.uint8)
-            self.inputs, at = {}, 0
-            for key, spec in model.inputs.items():
-                self.inputs[key] = self._staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-                at += spec.nbytes
-        self._early: Any = None
-
-    async def submit(self) -> Outputs:
-        """The inputs are written: run the request."""
-        loop = asyncio.get_running_loop()
-        self._front.attach(loop)
-        future: asyncio.Future[Outputs] = loop.create_future()
-        self._go(_Answer(self._engine, future, loop))
-        return await self._engine._await(self._pending, future)
-
-    def submit_sync(self) -> Outputs:
-        """As `submit`, blocking this thread."""
-        waiter = thread_waiter()
-        answer = _SyncAnswer(self._engine, waiter)
-        self._go(answer)
-        return self._engine._block(self._pending, answer, waiter)
-
-    def cancel(self) -> None:
-        """Gives the slot back without running it."""
-        if self._open:
-            self._open = False
-            if self._place is not None:
-                self._front.cancel(self._pending)
-                self._front.ready(self._place[0])
-            else:
-                self._front.give_back(self._pending)
-
-    def _go(self, finish: Callable[[Any], None]) -> None:
-        if not self._open:
-            raise InputError("this slot has been submitted or cancelled already; reserve another")
-        self._open = False
-        with self._front.answering:
-            early, self._pending.finish = self._early, finish
-        if self._place is not None:
-            self._front.ready(self._place[0])
-        elif early is None:
-            self._engine._check_open()
-            self._front.post_staged(
-                self._pending, self._staged, self._client, self._priority, self._arrival_ns, self._deadline_ns
-            )
-        if early is not None:
-            finish(early)
-
-    def _unsubmitted(self, entry: Any) -> None:
-        """It ended before it was submitted: expired, or the engine failed. The caller hears of it when he submits."""
-        self._early = entry.copy()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False) and not self._engine._closed:
-            self.cancel()
-
-
-class _Answer:
-    """Completes an asyncio future, from whichever thread reads the completion."""
-
-    __slots__ = ("engine", "future", "loop")
-
-    def __init__(self, engine: Engine, future: asyncio.Future[Outputs], loop: asyncio.AbstractEventLoop) -> None:
-        self.engine, self.future, self.loop = engine, future, loop
-
-    def __call__(self, entry: Any) -> None:
-        result = self.engine._result(entry)  # now: the lane is released after this call
-        if _this_loop() is self.loop:
-            _set(self.future, result)
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_set, self.future, result)
-
-
-class _SyncAnswer:
-    __slots__ = ("_result", "engine", "waiter")
-
-    def __init__(self, engine: Engine, waiter: Waiter) -> None:
-        self.engine, self.waiter = engine, waiter
-        self._result: Outputs | Exception = {}
-
-    def __call__(self, entry: Any) -> None:
-        self._result = self.engine._result(entry)
-        self.waiter.set()
-
-    def result(self) -> Outputs:
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
-
-
-def _this_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _set(future: asyncio.Future[Outputs], result: Outputs | Exception) -> None:
-    if future.done():  # its task was cancelled meanwhile
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 def _backend(device: Device) -> Backend:
@@ -507,35 +372,6 @@ def _backend(device: Device) -> Backend:
     from scheduler.backend_cuda import CudaBackend
 
     return CudaBackend(device)
-
-
-def _times(deadline_ms: float | None) -> tuple[int, int]:
-    """Arrival and deadline of a request that comes now."""
-    now = time.monotonic_ns()
-    if deadline_ms is None:
-        return now, st.NEVER
-    if not deadline_ms > 0:
-        raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
-    return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
-
-
-def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
-    """The inputs in the model's order, or what is wrong with them."""
-    if inputs.keys() != model.inputs.keys():
-        missing, extra = sorted(model.inputs.keys() - inputs.keys()), sorted(inputs.keys() - model.inputs.keys())
-        problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
-        raise InputError(f"model {model.name!r} takes {', '.join(model.inputs)}; given: {' and '.join(problem)}")
-    arrays = {}
-    for key, spec in model.inputs.items():
-        array = np.asarray(inputs[key])
-        if array.shape != spec.shape:
-            raise InputError(
-                f"model {model.name!r}, input {key!r} has shape {array.shape}; it takes {spec.shape}, without the batch"
-            )
-        if array.dtype != spec.dtype:
-            raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it takes {spec.dtype.name}")
-        arrays[key] = array
-    return arrays
 
 
 __all__ = ["Engine", "EngineTrace", "Slot"]

@@ -111,6 +111,9 @@ class Loader:
             else:
                 program = backend.capture(lane, loaded.weights, batch, known.cuts)
             loaded.launches[k].append(backend.cut(program, known.bounds, lane))
+            backend.discard(program)
+        if known.cuts:
+            backend.discard(first)
 
     def _plan(self, loaded: LoadedModel, first: Program, alone: bool) -> ProgramProfile:
         """Decides where to cut, from the times of the nodes, and measures the result."""
@@ -128,6 +131,8 @@ class Loader:
         launches = backend.cut(program, bounds, loaded.lanes[0])
         segment_ns, whole_ns = backend.segment_times_ns(launches, _REPEATS, alone)
         backend.release(launches)
+        if cuts:
+            backend.discard(program)
         waves, limits = backend.wave_blocks(program), backend.device.limits
         segments = tuple(
             profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)

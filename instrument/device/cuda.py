@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,13 @@ _PROBE = """
 """
 
 
+class _StreamStack(threading.local):
+    """Per thread, as in CuPy and PyTorch: what one thread captures must not catch another's launches."""
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+
+
 class CudaDevice(Device):
     """`Device("cuda:0")`."""
 
@@ -63,7 +71,7 @@ class CudaDevice(Device):
         self.limits = limits_for_capability(self.capability)
         self.sm_count = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "opening the GPU's context")
-        self.stream_stack: list[int] = []
+        self._streams = _StreamStack()
         self.activate()
         self.handlers = Handlers(
             {**SCALARS, CudaArray: self._cuda_array_handler(), np.ndarray: _refuse_numpy}, self._find_handler
@@ -142,8 +150,9 @@ class CudaDevice(Device):
 
     def current_stream(self) -> int:
         """Ours (`with stream:`) if set, else PyTorch's or CuPy's, whichever was moved off the default."""
-        if self.stream_stack:
-            return self.stream_stack[-1]
+        stack = self._streams.handles
+        if stack:
+            return stack[-1]
         stream = 0
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -153,6 +162,11 @@ class CudaDevice(Device):
             if cupy is not None:
                 stream = cupy.cuda.get_current_stream().ptr
         return stream
+
+    @property
+    def stream_stack(self) -> list[int]:
+        """The streams this thread has entered."""
+        return self._streams.handles
 
     def synchronize(self) -> None:
         self.not_in_capture("waits for the GPU")

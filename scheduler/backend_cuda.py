@@ -1,0 +1,327 @@
+"""A real GPU behind the engine: CUDA graphs launched by the compiled core, which spins while work is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.cuda import CudaDevice
+from instrument.device.cuda_memory import CudaArray, CudaStream
+from instrument.device.driver import check, driver, fail, library
+from instrument.errors import LaunchError, PaellaError
+from instrument.tracing import trace
+from scheduler import core
+from scheduler import state as st
+from scheduler.backend import Backend, Bounds, Launches
+from scheduler.capture import ModelCapture
+from scheduler.cuda_capture import capture_program, cupy_in_arena
+from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
+from scheduler.engine_trace import TracedBlocks, TracedPiece
+from scheduler.lanes import Lane, LanePlan, Memory
+from scheduler.loader import LoadedModel, device_lock
+from scheduler.loop import Bell
+from scheduler.model import Arrays, Model
+from scheduler.program import Cuts, Program
+from scheduler.state import State
+
+_LINGER_NS = 1_000_000  # the loop spins on for this long after its last work: the next request finds it awake
+_WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
+_NOT_READY = 600
+_PORTABLE_MAPPED = 3
+
+
+class CudaMemory(Memory):
+    """A lane's block on the GPU and its pinned block on the host."""
+
+    def __init__(self, device: CudaDevice, plan: LanePlan) -> None:
+        self._device = device
+        self._ptr = device.allocate(max(1, plan.device_bytes))
+        cu = driver()
+        try:
+            pinned = check(cu.cuMemHostAlloc(plan.host_bytes, _PORTABLE_MAPPED), "allocating pinned memory")
+        except PaellaError:
+            device.free(self._ptr)
+            raise
+        self._pinned = int(pinned)
+        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
+        self.host[:] = 0
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+        return CudaArray.over(self._device, self._ptr + offset, shape, dtype)
+
+    def free(self) -> None:
+        if self._pinned:
+            self._device.activate()
+            self._device.free(self._ptr)
+            driver().cuMemFreeHost(self._pinned)
+            self._pinned, self.host = 0, np.empty(0, np.uint8)
+
+
+class CudaBackend(Backend):
+    device: CudaDevice
+    foreign_kernels = True
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        device.activate()
+        self._capture_stream = CudaStream(device, 0)
+        self._probe_stream = CudaStream(device, 0)
+        self._pinned = device._allocate_pinned(64)
+        self._gate = Gate(self._pinned[:1])
+        self._streams: dict[int, CudaStream] = {}
+        self._bell = Bell()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stop_word = np.zeros(8, np.uint64)
+        self._scratch = np.zeros(8, np.int64)
+        self._stopping = False
+        self._busy, self._ended = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._trace: _CudaTrace | None = None
+
+    def default_memory_bytes(self) -> int:
+        self.device.activate()
+        free, _ = check(driver().cuMemGetInfo(), "reading the GPU's memory")
+        return int(free * 0.9)
+
+    def fingerprint(self) -> str:
+        version = check(driver().cuDriverGetVersion(), "reading the driver's version")
+        return f"{self.device.title} cuda {version}"
+
+    def lane_memory(self, plan: LanePlan) -> CudaMemory:
+        return CudaMemory(self.device, plan)
+
+    def upload(self, model: Model) -> Arrays:
+        self.device.activate()
+        return {name: self.device.array(value) for name, value in model.weights.items()}
+
+    # -- programs
+
+    @contextlib.contextmanager
+    def counting(self, capture: ModelCapture) -> Iterator[None]:
+        with cupy_in_arena(self.device, None, capture.empty):
+            yield
+
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
+        self.device.activate()
+        return capture_program(self.device, self._capture_stream, lane, weights, batch, cuts)[0]
+
+    def node_times_ns(self, program: Program) -> list[float]:
+        return node_times_ns(program.body, self._capture_stream.handle)
+
+    def wave_blocks(self, program: Program) -> list[int]:
+        device = self.device
+        return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
+
+    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
+        self.device.activate()
+        stream = self._streams.get(id(lane))
+        if stream is None:
+            stream = self._streams[id(lane)] = CudaStream(self.device, 0)
+        words = int(lane.words.ctypes.data)
+        handles: list[int] = []
+        try:
+            for k, (first, end) in enumerate(bounds):
+                handles.append(segment(program.body, first, end, words + 8 * k, stream.handle))
+            last = words + 8 * (lane.plan.n_words - 1)
+            handles.append(segment(program.body, 0, len(program.nodes), last, stream.handle))
+        except BaseException:
+            for handle in handles:
+                driver().cuGraphExecDestroy(handle)
+            raise
+        return Launches(program, bounds, handles[:-1], handles[-1], stream.handle, [lane, stream])
+
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
+        stream = self._capture_stream.handle
+        cut = launch_times_ns([launches.handles] * (repeats + 1), stream, self._gate)
+        whole = launch_times_ns([[launches.whole]] * (repeats + 1), stream, self._gate)
+        # Beside other work a time can only come out too long: the shortest is the nearest to alone.
+        pick = np.median if alone else np.min
+        times: NDArray[np.float64] = np.asarray(pick(cut[1:], axis=0))
+        return [float(t) for t in times], float(pick([run[0] for run in whole[1:]]))
+
+    def release(self, launches: Launches) -> None:
+        self.device.activate()
+        for handle in (*launches.handles, launches.whole):
+            driver().cuGraphExecDestroy(handle)
+        if isinstance(launches.keep[0], Lane):
+            self._streams.pop(id(launches.keep[0]), None)
+        launches.keep.clear()
+        launches.handles.clear()
+
+    def discard(self, program: Program) -> None:
+        if program.body is not None:
+            program.body.destroy()
+        super().discard(program)
+
+    # -- the loop
+
+    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._failed = state, failed
+        core.attach_libc(state)
+        state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
+        state.g[st.BACKEND] = st.CUDA
+        for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _loop(self) -> None:
+        self.device.activate()
+        state, bell = self._state, self._bell
+        while not self._stopping:
+            self._busy.set()
+            asked = core.run(state, self._stop_word, _LINGER_NS, self._scratch)
+            self._attend()
+            if asked:
+                continue
+            # Asleep only after a look with the bell armed: what was posted before is seen, what comes after rings.
+            bell.arm()
+            before = int(state.g[st.LAUNCHES])
+            if not core.run(state, self._stop_word, 0, self._scratch) and before == int(state.g[st.LAUNCHES]):
+                self._busy.clear()
+                bell.sleep(self._due_s())
+            bell.disarm()
+
+    def _attend(self) -> None:
+        """What others want done between two steps, and errors the core has met."""
+        self._stop_word[0] = 0
+        while self._calls:
+            self._calls.popleft()()
+        if self._state.g[st.MODE] == st.FAIL_MODE and self._state.g[st.ERROR]:
+            self._failed(self.failure(int(self._state.g[st.ERROR])))
+
+    def _due_s(self) -> float | None:
+        """Requests that wait for a front end may expire while the loop sleeps."""
+        s = self._state
+        if not s.g[st.DUE_N]:
+            return None
+        return max(0.0, (int(s.request["deadline_ns"][s.due[0]]) - time.monotonic_ns()) * 1e-9)
+
+    def _watch(self) -> None:
+        """A fault leaves completion words unwritten: when nothing moves, ask the driver."""
+        self.device.activate()
+        g = self._state.g
+        while not self._ended.is_set():
+            self._busy.wait()
+            before = int(g[st.SEGMENTS_DONE])
+            if self._ended.wait(_WATCH_S):
+                return
+            if g[st.FLIGHT_N] and int(g[st.SEGMENTS_DONE]) == before:
+                status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
+                if status not in (0, _NOT_READY):
+                    self._failed(self.failure(status))
+                    return
+
+    def failure(self, status: int) -> BaseException:
+        try:
+            fail(status, "running a model")
+        except LaunchError as e:
+            return e
+        return LaunchError(f"running a model failed with CUDA status {status}")
+
+    def wake(self) -> None:
+        self._bell.ring()
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._stop_word[0] = 1
+        os.eventfd_write(self._bell.fd, 1)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._ended.set()
+        self._busy.set()
+        self._interrupt()
+        for thread in self._threads:
+            thread.join()
+        self._bell.close()
+
+    # -- traces
+
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        with device_lock(self.device):
+            self._trace = _CudaTrace(self, records_per_sm, models)
+
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
+        current, self._trace = self._trace, None
+        assert current is not None
+        with device_lock(self.device):
+            return current.finish({row for loaded in models for row in loaded.lane_rows})
+
+    def to_trace_ns(self, host_ns: int) -> int:
+        return self.device.to_device_ns(host_ns)
+
+
+class _CudaTrace:
+    """Every lane's graphs captured once more, from kernels that record; in place of the others while the trace runs."""
+
+    def __init__(self, backend: CudaBackend, records_per_sm: int, models: list[LoadedModel]) -> None:
+        self._backend = backend
+        self._inner = trace(records_per_sm, backend.device)
+        self._result = self._inner.__enter__()
+        self._pieces: list[TracedPiece] = []
+        self._traced: list[Launches] = []
+        self._plain: list[tuple[int, int, Launches]] = []
+        try:
+            for loaded in models:
+                for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
+                    for size, launches in enumerate(sizes):
+                        self._swap_in(loaded, lane, row, size, launches)
+        except BaseException:
+            self._swap_out({row for loaded in models for row in loaded.lane_rows})
+            self._inner.__exit__(None)
+            raise
+
+    def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
+        backend = self._backend
+        cuts = loaded.profiles[size].cuts
+        backend.device.activate()
+        program, ids = capture_program(
+            backend.device, backend._capture_stream, lane, loaded.weights, loaded.model.batch[size], cuts
+        )
+        try:
+            traced = backend.cut(program, plain.bounds, lane)
+        finally:
+            backend.discard(program)
+        self._traced.append(traced)
+        self._plain.append((row, size, plain))
+        self._write(row, size, traced)
+        for k, (first, end) in [*enumerate(plain.bounds), (st.WHOLE, (0, len(ids)))]:
+            launches = tuple(i for i in ids[first:end] if i)
+            self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
+
+    def _write(self, row: int, size: int, launches: Launches) -> None:
+        # Aligned words, read by the core at its next launch. Both variants use the same buffers and completion words,
+        # so a lane may change over between any two segments.
+        state = self._backend._state
+        for k, handle in enumerate(launches.handles):
+            state.launch["handle"][row, size, k] = handle
+        state.whole["handle"][row, size] = launches.whole
+
+    def _swap_out(self, rows: set[int]) -> None:
+        """`rows`: lanes that are still there."""
+        for row, size, plain in self._plain:
+            if row in rows:
+                self._write(row, size, plain)
+
+    def finish(self, rows: set[int]) -> TracedBlocks:
+        self._swap_out(rows)
+        # Leaving waits for the GPU, so nothing that records is in flight afterwards.
+        self._inner.__exit__(None)
+        for launches in self._traced:
+            launches.keep[0] = None  # the lane's stream stays with the plain graphs
+            self._backend.release(launches)
+        t = self._result
+        return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished)

@@ -1,0 +1,168 @@
+"""Capture on a real GPU: into a CUDA graph, with our launches numbered, sliced where asked, and CuPy in the arena."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from instrument.device.base import Launcher
+from instrument.device.cuda import CudaDevice
+from instrument.device.cuda_launch import CudaLauncher
+from instrument.device.cuda_memory import CudaStream
+from instrument.device.driver import check, driver
+from instrument.errors import InstrumentError, LaunchError
+from instrument.tracing import Session
+from scheduler.capture import LaneCapture, call_model, capturing, code_digest
+from scheduler.cuda_graphs import CapturedGraph, describe, read_graph
+from scheduler.errors import CaptureError
+from scheduler.lanes import Lane
+from scheduler.model import Arrays
+from scheduler.program import Cuts, Node, Part, Program
+
+_sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
+
+
+def sliced_variant(launcher: CudaLauncher) -> Launcher | None:
+    """The same kernel compiled to run any range of its blocks; None where the pass cannot do that."""
+    if launcher.compiled.config.sliced:
+        return launcher
+    if launcher not in _sliced:
+        compiled = launcher.compiled
+        try:
+            _sliced[launcher] = launcher.device.prepare(
+                compiled.source, replace(compiled.config, sliced=True), launcher.pick
+            )
+        except InstrumentError:
+            _sliced[launcher] = None
+    return _sliced[launcher]
+
+
+class GraphCapture(LaneCapture):
+    """Our launches go to the capturing stream; which node each became is noted."""
+
+    def __init__(self, lane: Lane, cuts: Cuts, device: CudaDevice) -> None:
+        super().__init__(lane, cuts)
+        self.device = device
+        self.nodes: dict[int, tuple[int, Part | None, Any, int]] = {}  # node → launch number, part, code, trace id
+
+    def launch(
+        self,
+        launcher: CudaLauncher,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: Part | None,
+    ) -> Any:
+        if min(grid) <= 0:
+            with self.letting_through():
+                return launcher(grid, values, block, shared_bytes, part)
+        number, parts = self.next_parts(part)
+        chosen: Launcher = launcher
+        if part is None and parts[0] is not None:
+            found = sliced_variant(launcher)
+            if found is None:
+                parts = [None]
+            else:
+                chosen = found
+        result = None
+        for each in parts:
+            with self.letting_through():
+                result = chosen(grid, values, block, shared_bytes, each)
+            self._note(number, each, launcher.compiled)
+        return result
+
+    def _note(self, number: int, part: Part | None, compiled: Any) -> None:
+        """The node just added is the one that whatever comes next on the stream depends on."""
+        info = check(driver().cuStreamGetCaptureInfo(self.device.current_stream()), "reading a capture")
+        dependencies = info[3]
+        traced = Session._next_id - 1 if self.device.session is not None else 0
+        self.nodes[int(dependencies[-1])] = (number, part, compiled, traced)
+
+    def describe(self, node: Any) -> tuple[Node, int]:
+        """Facts of a node, with what we know of it if we launched it; and the id its blocks have in a trace."""
+        found = describe(self.device, node, self.model.name)
+        ours = self.nodes.get(int(node))
+        if ours is None:
+            return found, 0
+        number, part, compiled, traced = ours
+        source = compiled.source
+        divisible = source.cluster == 1 and not source.cooperative and not source.scratch_bytes
+        return (
+            replace(found, name=compiled.name, launch=number, part=part, cluster=source.cluster, divisible=divisible,
+                    digest=code_digest(compiled)),
+            traced,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator[None]:
+    """CuPy's calls go to our stream and its memory comes from the arena, where CuPy is in use."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        yield
+        return
+
+    def allocate(nbytes: int) -> Any:
+        array = take((nbytes,), np.dtype(np.uint8))
+        memory = cupy.cuda.UnownedMemory(array.ptr, nbytes, array, device.index)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device.index))
+        stack.enter_context(cupy.cuda.using_allocator(allocate))
+        if stream is not None:
+            stack.enter_context(cupy.cuda.ExternalStream(stream, device.index))
+        yield
+
+
+def capture_program(
+    device: CudaDevice, stream: CudaStream, lane: Lane, weights: Arrays, batch: int, cuts: Cuts
+) -> tuple[Program, list[int]]:
+    """The model's function as a CUDA graph between the copies of its inputs and outputs; trace ids of its nodes."""
+    cu = driver()
+    model = lane.model
+    capture = GraphCapture(lane, cuts, device)
+    inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+    handle = stream.handle
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    with capturing(device, capture), stream, cupy_in_arena(device, handle, capture.empty):
+        check(cu.cuStreamBeginCapture(handle, mode), "starting a capture")
+        try:
+            for name, array in inputs.items():
+                source = lane.inputs[name].ctypes.data
+                check(cu.cuMemcpyHtoDAsync(array.ptr, source, array.nbytes, handle), "capturing a copy")
+            call_model(model, weights, inputs, outputs, batch, "while it was captured")
+            for name, array in outputs.items():
+                target = lane.outputs[name].ctypes.data
+                check(cu.cuMemcpyDtoHAsync(target, array.ptr, array.nbytes, handle), "capturing a copy")
+        except BaseException:
+            status, graph = cu.cuStreamEndCapture(handle)
+            if not int(status) and int(graph):
+                cu.cuGraphDestroy(graph)
+            raise
+        try:
+            graph = check(cu.cuStreamEndCapture(handle), "ending a capture")
+        except LaunchError as e:
+            raise CaptureError(
+                f"model {model.name!r} did something at batch {batch} that cannot be captured, such as waiting for the "
+                f"GPU, using the default stream, or leaving a second stream unjoined: {e}"
+            ) from e
+    captured = read_graph(graph)
+    return _program(captured, capture, lane, batch)
+
+
+def _program(captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int) -> tuple[Program, list[int]]:
+    try:
+        described = [capture.describe(node) for node in captured.nodes]
+    except BaseException:
+        captured.destroy()
+        raise
+    nodes = [node for node, _ in described]
+    return Program(lane.model, lane.index, batch, nodes, captured.chain, captured), [traced for _, traced in described]
