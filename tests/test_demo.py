@@ -16,7 +16,7 @@ from paellapy.demo import reference
 from scheduler.errors import UnknownModelError
 
 NAMES = demo.names()
-KERNELS = {"mlp": 3, "cnn": 13, "transformer": 61}
+KERNELS = {"mlp": 3, "cnn": 11, "transformer": 75}
 RUN_BATCH = 32  # images at once where all held-out ones are run
 
 

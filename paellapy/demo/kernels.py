@@ -74,13 +74,18 @@ def conv3x3(
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, 9 * C, BK):
         k = start + tl.arange(0, BK)
-        down, right = k // (3 * C) - 1, (k // C) % 3 - 1
-        h, w = row[:, None] + down[None, :], column[:, None] + right[None, :]
-        inside = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (m < M)[:, None] & (k < 9 * C)[None, :]
-        where = (m[:, None] + (down * W + right)[None, :]) * C + (k % C)[None, :]
-        pixels = tl.load(x + where, mask=inside, other=0.0)
         taps = tl.load(weight + k[:, None] * F + f[None, :], mask=(k < 9 * C)[:, None] & (f < F)[None, :], other=0.0)
-        acc = tl.dot(pixels, taps, acc, input_precision="ieee")
+        if C % BK == 0:  # all of the tile is one tap: where that lies is worked out per row, not per element
+            down, right = start // (3 * C) - 1, (start // C) % 3 - 1
+            h, w = row + down, column + right
+            inside = ((h >= 0) & (h < H) & (w >= 0) & (w < W) & (m < M))[:, None]
+            where = (m + down * W + right)[:, None] * C + (start % C + tl.arange(0, BK))[None, :]
+        else:
+            down, right = k // (3 * C) - 1, (k // C) % 3 - 1
+            h, w = row[:, None] + down[None, :], column[:, None] + right[None, :]
+            inside = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (m < M)[:, None] & (k < 9 * C)[None, :]
+            where = (m[:, None] + (down * W + right)[None, :]) * C + (k % C)[None, :]
+        acc = tl.dot(tl.load(x + where, mask=inside, other=0.0), taps, acc, input_precision="ieee")
     acc = tl.maximum(acc + tl.load(bias + f, mask=f < F, other=0.0)[None, :], 0.0)
     tl.store(out + m[:, None] * F + f[None, :], acc, mask=(m < M)[:, None] & (f < F)[None, :])
 

@@ -68,13 +68,13 @@ def mlp() -> Recipe:
 
 
 def cnn() -> Recipe:
-    channels = (1, 32, 32, 32, 64, 64, 64, 64, 64)
+    channels = (1, 16, 16, 32, 32, 64, 64)
     pairs = list(itertools.pairwise(channels))
     convolutions = [torch.nn.Conv2d(c, f, 3, padding=1, bias=False) for c, f in pairs]
     norms = [torch.nn.BatchNorm2d(f) for _, f in pairs]
     layers: list[Any] = []
     for i, (convolution, norm) in enumerate(zip(convolutions, norms, strict=True)):
-        layers += [torch.nn.MaxPool2d(2)] if i in (3, 6) else []
+        layers += [torch.nn.MaxPool2d(2)] if i in (2, 4) else []
         layers += [convolution, norm, torch.nn.ReLU()]
     network = torch.nn.Sequential(*layers)
     head = _linear("classes", channels[-1], CLASSES)
@@ -90,15 +90,15 @@ def cnn() -> Recipe:
             folded[f"{i}.bias"] = norm.bias - norm.running_mean * gain
         return folded
 
-    return Recipe(forward, [*network.parameters(), *_trained(head)], export, epochs=30, peak_rate=4e-3)
+    return Recipe(forward, [*network.parameters(), *_trained(head)], export, epochs=50, peak_rate=4e-3)
 
 
-def transformer(width: int = 64, hidden: int = 128, blocks: int = 8) -> Recipe:
+def transformer(width: int = 64, hidden: int = 128, blocks: int = 10) -> Recipe:
     tokens = (2 * SIDE // PATCH) ** 2
     weights = {**_linear("patch", PATCH**2, width), "position": torch.randn(tokens, width) * 0.02}
     for i in range(blocks):
         weights |= _norm(f"{i}.norm1", width) | _linear(f"{i}.qkv", width, 3 * width)
-        # What a block adds starts small, so that eight of them train as well as two.
+        # What a block adds starts small, so that many of them train as well as two.
         weights |= _linear(f"{i}.mix", width, width, 1 / math.sqrt(2 * blocks))
         weights |= _norm(f"{i}.norm2", width) | _linear(f"{i}.up", width, hidden)
         weights |= _linear(f"{i}.down", hidden, width, 1 / math.sqrt(2 * blocks))
