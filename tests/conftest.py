@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from instrument.device import Device
 from instrument.errors import NoDeviceError
+
+# On a machine shared with others an example may take any time: that says nothing about the code.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 def _gpu_or_reason() -> str | None:
