@@ -211,6 +211,7 @@ def _array_handler() -> Handler:
     aligned, lookup = pointer_keys()
 
     def handle(a: NDArray[Any]) -> tuple[Any, Any]:
+        a = np.asarray(a)  # the memory itself: NumPy would hand a subclass on to every intermediate result
         if a.ctypes.data & 15:
             return a, lookup(a.dtype, False)
         return a, aligned.get(a.dtype) or lookup(a.dtype, True)

@@ -1,0 +1,234 @@
+"""The virtual GPU: the same kernels, blocks, records and errors, without hardware."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from corpus import CUDA_CASES, TRITON_CASES, Case, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paellapy as pp
+from instrument.device.parts import PARTS
+from instrument.occupancy import occupancy
+
+
+@pytest.fixture
+def device() -> Any:
+    with pp.Device("virtual:h200") as opened:
+        yield opened
+
+
+@triton.jit
+def shift(x, out, n, by, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i + by, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def wide(x, out, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+
+def _call(kernel: Any, call: Any, part: tuple[int, int] | None = None) -> None:
+    rest = {**call.args, **call.constexprs, **call.options}
+    if part is None:
+        kernel[call.grid](**rest)
+    else:
+        kernel.slice(call.grid, *part)(**rest)
+
+
+def _right(call: Any) -> None:
+    expected = call.reference()
+    for name in call.outputs:
+        assert relative_error(np.asarray(call.args[name]), expected[name]) <= call.tolerance, name
+
+
+@pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.evaluable], ids=str)
+def test_decorated_corpus_kernels_are_right_and_traced(case: Case, device: Any) -> None:
+    call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), 0.5)
+    with pp.trace() as trace:
+        _call(pp.kernel(case.kernel), call)
+    _right(call)
+    total = int(np.prod(call.grid)) * call.options.get("num_ctas", 1)
+    assert np.array_equal(np.sort(trace.blocks["block"]), np.arange(total))
+    assert (trace.blocks["start_ns"] < trace.blocks["end_ns"]).all()
+    launch = trace.launches[0]
+    limit = occupancy(
+        device.part, 32 * int(launch["warps"]), int(launch["registers"]), int(launch["shared_bytes"]),
+        call.options.get("num_ctas", 1),
+    )  # fmt: skip
+    assert trace.residency().max_blocks.max() <= limit.blocks_per_sm
+
+
+@pytest.mark.parametrize("name", ["gather_rows", "transposed_copy", "conv3x3", "attention_fp32", "paged_decode"])
+def test_arrays_of_the_device_serve_as_well_as_numpys_launch_after_launch(name: str, device: Any) -> None:
+    case = next(c for c in TRITON_CASES if c.name == name)
+    call = case.make(np.random.default_rng(1), 0.5)
+    args = {k: pp.array(v) if isinstance(v, np.ndarray) else v for k, v in call.args.items()}
+    kernel = pp.kernel(case.kernel)
+    for _ in range(3):  # evaluated, recorded, replayed
+        kernel[call.grid](**args, **call.constexprs, **call.options)
+        for output, expected in call.reference().items():
+            assert relative_error(args[output].numpy(), expected) <= call.tolerance
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([c for c in TRITON_CASES if c.evaluable and c.sliceable and c.deterministic]), st.randoms())
+def test_random_slices_in_random_order_equal_the_whole(case: Case, random: Any) -> None:
+    with pp.Device("virtual:h200"):
+        call = case.make(np.random.default_rng(random.randrange(1 << 30)), 0.4)
+        if call.options.get("num_ctas", 1) > 1:
+            return
+        total = int(np.prod(call.grid))
+        cuts = sorted({0, total, *(random.randrange(total) for _ in range(3))})
+        parts = [(a, b - a) for a, b in itertools.pairwise(cuts)]
+        random.shuffle(parts)
+        kernel = pp.kernel(case.kernel)
+        for part in parts:
+            _call(kernel, call, part)
+        _right(call)
+
+
+def test_streams_run_in_order_and_beside_each_other(device: Any) -> None:
+    kernel = pp.kernel(shift)
+    x, out = np.arange(4096, dtype=np.float32), pp.empty(4096)
+    first, second = pp.stream(), pp.stream(priority=1)
+    with pp.trace() as trace:
+        with first:
+            kernel[(4,)](x, out, 4096, 0, B=1024)
+            begin = first.record()
+            kernel[(4,)](out, x, 4096, 0, B=1024)
+            done = first.record()
+        second.wait(done)
+        with second:
+            kernel[(4,)](x, out, 4096, 0, B=1024)
+        second.synchronize()
+    assert done.done()
+    assert done.elapsed_ns(begin) > 0
+    spans = [
+        (int(b["start_ns"].min()), int(b["end_ns"].max()))
+        for b in (trace.blocks[trace.blocks["launch"] == i] for i in trace.launches["launch"])
+    ]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "a stream's kernels, and waits, are in order"
+
+
+def test_counters_and_notifications_are_those_of_a_real_kernel(device: Any) -> None:
+    x, out = np.arange(4096, dtype=np.float32), pp.empty(4096)
+    before = pp.counts()
+    pp.kernel(shift, report="count")[(4,)](x, out, 4096, 0, B=1024)
+    device.synchronize()
+    after = pp.counts()
+    assert (after.started - before.started).sum() == (after.ended - before.ended).sum() == 4
+    assert after.resident_blocks.sum() == 0
+    told = pp.kernel(shift, report="notify")[(4,)](x, out, 4096, 0, B=1024)
+    assert not told
+    device.synchronize()
+    assert told
+    assert told.time_ns > 0
+
+
+def test_the_same_program_gives_the_same_trace_anywhere(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, numpy as np, paellapy as pp\n"
+        "from paellapy.doctor_kernel import twice\n"
+        "with pp.Device('virtual:a100'), pp.trace() as t:\n"
+        "    for _ in range(3): pp.kernel(twice)[(300,)](np.ones(76800, np.float32), pp.empty(76800), 76800, B=256)\n"
+        "sys.stdout.buffer.write(t.blocks.tobytes())\n"
+    )
+    runs = [subprocess.run([sys.executable, str(script)], capture_output=True, check=True).stdout for _ in range(2)]
+    assert runs[0] == runs[1] != b""
+
+
+def test_a_small_ring_counts_what_it_lost(device: Any) -> None:
+    kernel = pp.kernel(shift)
+    x, out = np.arange(1 << 15, dtype=np.float32), pp.empty(1 << 15)
+    launches = 1 + 16 * device.sm_count // 32
+    with pp.trace(records_per_sm=16) as trace:
+        for _ in range(launches):
+            kernel[(256,)](x, out, 1 << 15, 0, B=128)
+    assert trace.dropped > 0
+    assert trace.dropped + len(trace.blocks) == launches * 256
+
+
+def test_every_part_can_be_opened_and_runs_kernels() -> None:
+    for name in PARTS:
+        with pp.Device(f"virtual:{name}") as device:
+            x, out = np.arange(1000, dtype=np.float32), pp.empty(1000)
+            with pp.trace() as trace:
+                pp.kernel(shift)[(8,)](x, out, 1000, 0, B=128)
+            assert np.array_equal(out, x)
+            assert trace.device.n_sm == device.sm_count
+            assert f"virtual:{name}" in pp.devices()
+
+
+def test_an_access_outside_an_array_is_named(device: Any) -> None:
+    x, out = np.arange(1000, dtype=np.float32), pp.empty(1000)
+    with pytest.raises(pp.OutOfBoundsError) as caught:
+        pp.kernel(shift)[(8,)](x, out, 1000, 500, B=128)
+    message = str(caught.value)
+    for part in ("shift", "test_virtual.py", "block 3", "1000"):
+        assert part in message
+    with pytest.raises(pp.OutOfBoundsError):
+        pp.kernel(wide)[(8,)](x, out, B=128)
+
+
+def test_unknown_parts_and_kinds_say_what_exists() -> None:
+    with pytest.raises(pp.NoDeviceError, match="h200"):
+        pp.Device("virtual:h900")
+    with pytest.raises(pp.NoDeviceError, match="virtual"):
+        pp.Device("quantum:0")
+
+
+def test_resources_that_fit_no_sm_are_refused_with_the_figures() -> None:
+    matmul = next(c for c in TRITON_CASES if c.name == "gemm_fp16")
+    call = matmul.make(np.random.default_rng(0), 0.5)
+    deep = {**call.constexprs, "BM": 128, "BN": 128, "BK": 256}  # 128 KiB of tiles, an L4 has 99
+    with pp.Device("virtual:l4"), pytest.raises(pp.LaunchError, match="131072"):
+        pp.kernel(matmul.kernel)[call.grid](**call.args, **deep, num_warps=8)
+
+
+def test_cuda_c_says_that_it_needs_a_real_gpu(device: Any) -> None:
+    case = CUDA_CASES[0]
+    call = case.make(np.random.default_rng(0), 1.0)
+    kernel = pp.kernel(source=case.source, name=case.entry)
+    with pytest.raises(pp.LaunchError, match="real GPU"):
+        kernel[call.grid, call.block](*call.args)
+
+
+def test_traces_cannot_be_nested_nor_rings_too_small(device: Any) -> None:
+    with pp.trace(), pytest.raises(pp.TraceError, match="nested"), pp.trace():
+        pass
+    for size in (0, 8, 1000, 1 << 30):
+        with pytest.raises(pp.TraceError, match="power of two"):
+            pp.trace(records_per_sm=size)
+
+
+def test_an_error_inside_a_trace_is_the_error_one_sees(device: Any) -> None:
+    with pytest.raises(pp.OutOfBoundsError), pp.trace():
+        pp.kernel(wide)[(8,)](np.zeros(10, np.float32), pp.empty(10), B=128)
+    with pp.trace() as again:  # and the device can be traced again
+        pass
+    assert len(again.blocks) == 0
+
+
+def test_readme_example_runs(tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "4,096" in run.stdout
+    assert "theoretical: 100% occupancy" in run.stdout
