@@ -147,7 +147,7 @@ def test_a_thousand_launches_from_several_streams_lose_nothing(gpu: pp.Device) -
     assert len(trace.blocks) == 1000 * total
     pairs = np.unique(trace.blocks[["launch", "block"]])
     assert len(pairs) == 1000 * total
-    assert before.occupancy.shape == (gpu.sm_count,)
+    assert before.occupancy.shape == (gpu.sm_ids,)
     assert len({int(s) for s in trace.launches["stream"]}) == 4
 
 

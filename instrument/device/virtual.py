@@ -45,6 +45,8 @@ class VirtualArray(np.ndarray[Any, Any]):
 class VirtualDevice(Device):
     """`Device("virtual:h200")`; the parts are in parts.py."""
 
+    first = "h200"
+
     def _setup(self, which: str) -> None:
         self.part = part(which or "h200")
         self.name, self.title = f"virtual:{self.part.name}", f"{self.part.title} (virtual)"
