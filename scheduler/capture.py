@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,12 @@ from scheduler.lanes import Bump, Lane, aligned
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Node, Part
 
-_OURS = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("instrument", "scheduler"))
+_ROOT = Path(__file__).parent.parent
+_OURS = (
+    f"{_ROOT / 'instrument'}{os.sep}",
+    f"{_ROOT / 'scheduler'}{os.sep}",
+    str(_ROOT / "paellapy" / "__init__.py"),  # the rest of that package are models like any user's
+)
 _LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda"))
 _REMEDY = (
     "a captured function only launches kernels: make constants part of the weights, read results from the outputs"

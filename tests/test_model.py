@@ -1,0 +1,74 @@
+"""Models: what a user may say about one, and how a mistake is answered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from instrument.errors import PaellaError
+from scheduler.errors import ModelError
+from scheduler.model import Model, TensorSpec
+
+SPECS = {"x": TensorSpec((4,))}
+
+
+def nothing(weights, inputs, outputs):
+    return None
+
+
+def model(**changes):
+    options = {"inputs": SPECS, "outputs": SPECS, **changes}
+    return Model(options.pop("name", "m"), options.pop("fn", nothing), **options)
+
+
+def test_a_spec_counts_its_bytes_without_the_batch():
+    assert TensorSpec((3, 8), "float16").nbytes == 48
+    assert TensorSpec(5).shape == (5,)
+    assert TensorSpec((), np.int64).nbytes == 8
+
+
+@pytest.mark.parametrize("shape", [(0,), (-1, 2), (1.5,), ("a",)])
+def test_a_spec_refuses_what_is_no_shape(shape):
+    with pytest.raises(ModelError, match="shape"):
+        TensorSpec(shape)
+
+
+def test_specs_compare_by_value():
+    assert TensorSpec((2,), np.float32) == TensorSpec([2], "float32") != TensorSpec((2,), "float16")
+
+
+def test_weights_are_kept_contiguous():
+    weights = np.arange(12.0).reshape(3, 4).T
+    kept = model(weights={"w": weights}).weights["w"]
+    assert kept.flags.c_contiguous
+    np.testing.assert_array_equal(kept, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": ""}, "name"),
+        ({"fn": 3}, "callable"),
+        ({"inputs": {}}, "no inputs"),
+        ({"outputs": {}}, "no outputs"),
+        ({"inputs": {"x": (4,)}}, "TensorSpec"),
+        ({"batch": ()}, "batch"),
+        ({"batch": (2, 1)}, "batch"),
+        ({"batch": (0, 1)}, "batch"),
+        ({"batch": (1, 1)}, "batch"),
+        ({"batch": (1.0,)}, "batch"),
+        ({"target_ms": 0}, "target"),
+        ({"target_ms": float("nan")}, "target"),
+        ({"share": 0}, "share"),
+        ({"lanes": 0}, "lanes"),
+    ],
+)
+def test_each_mistake_is_named(changes, said):
+    with pytest.raises(ModelError, match=said) as caught:
+        model(**changes)
+    assert isinstance(caught.value, PaellaError)
+
+
+def test_the_largest_batch_is_the_last():
+    assert model(batch=(1, 4, 16)).max_batch == 16
+    assert "batch (1, 4, 16)" in repr(model(batch=(1, 4, 16)))

@@ -1,0 +1,118 @@
+"""Profiles: measured once, kept on disk, and what simulations get of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import paellapy as pp
+from instrument import cache
+from scheduler import profile as profiles
+from scheduler.backend_virtual import VirtualBackend
+from scheduler.core_models import SegmentProfile
+from scheduler.lanes import MemoryPlan
+from scheduler.loader import Loader
+from scheduler.profile import ProgramProfile, model_profile, segment_profile
+from scheduler.program import Node
+from scheduler.state import Limits
+from tests.engine_models import mlp_model, scale_model
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path))
+
+
+class Counted(VirtualBackend):
+    """Counts how often times are measured."""
+
+    measured = 0
+
+    def node_times_ns(self, program):
+        self.measured += 1
+        return super().node_times_ns(program)
+
+
+def load(model, quantum_us=50.0, lanes=1):
+    backend = Counted(pp.Device("virtual:h200"))
+    loader = Loader(backend, MemoryPlan(1 << 33), Limits(), quantum_us * 1e3)
+    return loader.load(model, lanes, alone=True), backend
+
+
+def test_a_second_load_finds_the_times_on_disk():
+    first, measuring = load(mlp_model(batch=(1, 4)))
+    again, reading = load(mlp_model(batch=(1, 4)))
+    assert measuring.measured == 2
+    assert reading.measured == 0
+    assert again.profiles == first.profiles
+
+
+def test_another_program_or_quantum_is_measured_anew():
+    load(scale_model(steps=3, batch=(1,)))
+    assert load(scale_model(steps=4, batch=(1,)))[1].measured == 1
+    assert load(scale_model(steps=3, batch=(1,)), quantum_us=10)[1].measured == 1
+    assert load(scale_model(steps=3, batch=(1,)))[1].measured == 0
+
+
+def test_times_follow_the_quantum():
+    coarse, _ = load(scale_model(steps=60, batch=(1,)), quantum_us=50)
+    fine, _ = load(scale_model(steps=60, batch=(1,)), quantum_us=10)
+    assert len(fine.profiles[0].segments) > len(coarse.profiles[0].segments) > 1
+    for segment in fine.profiles[0].segments[:-1]:
+        assert 5e3 < segment.time_ns < 20e3
+    # Cutting adds what a launch adds, never takes away.
+    assert fine.profiles[0].segmented_ns >= 0.95 * fine.profiles[0].whole_ns
+
+
+def test_a_long_kernel_is_sliced_into_whole_waves():
+    loaded, backend = load(scale_model(steps=1, n=1 << 22, batch=(1,)), quantum_us=5)
+    parts = loaded.profiles[0].cuts[0]
+    wave = next(w for w in backend.wave_blocks(loaded.launches[0][0].program) if w)
+    assert len(parts) > 1
+    assert all(count % wave == 0 for _, count in parts[:-1])
+    assert sum(count for _, count in parts) == (1 << 22) // 128
+
+
+def test_no_more_segments_than_the_core_can_hold():
+    backend = Counted(pp.Device("virtual:h200"))
+    loader = Loader(backend, MemoryPlan(1 << 30), Limits(segments=4), 1e3)
+    assert 1 < len(loader.load(scale_model(steps=40, batch=(1,)), 1, alone=True).profiles[0].bounds) <= 4
+
+
+def test_the_largest_kernel_stands_for_the_segment():
+    limits = pp.Device("virtual:h200").limits
+    nodes = [
+        Node("h2d", nbytes=4),
+        Node("kernel", "small", blocks=10, threads=64, registers=32),
+        Node("kernel", "large", blocks=5000, threads=128, registers=64, shared_bytes=1024),
+    ]
+    found = segment_profile(nodes, [0, 4224, 1056], 5e4, limits)
+    assert (found.blocks, found.warps, found.kernels) == (1056, 1056 * 4, 2)
+    assert found.registers == 1056 * 4 * 64 * 32
+    assert found.shared_bytes >= 1056 * 1024
+
+
+def test_copies_alone_are_a_segment_too():
+    found = segment_profile([Node("d2h", nbytes=1 << 20)], [0], 2e4, pp.Device("virtual:h200").limits)
+    assert (found.time_ns, found.blocks, found.kernels) == (2e4, 1, 1)
+
+
+def test_simulations_get_times_lanes_and_targets():
+    loaded, _ = load(mlp_model(batch=(1, 2), target_ms=3.0, priority=2, share=0.5))
+    found = model_profile(loaded.model, loaded.profiles, lanes=4, queue_limit=100)
+    assert found.batch == (1, 2)
+    assert found.alone_ns(1) == loaded.profiles[0].segmented_ns
+    assert (found.target_ms, found.priority, found.share, found.lanes) == (3.0, 2, 0.5, 4)
+
+
+def test_tails_sum_what_remains():
+    profile = ProgramProfile(1, ((0, 1), (1, 2)), (SegmentProfile(10.0), SegmentProfile(5.0)), 14.0, {}, True)
+    assert [profile.tail_ns(k) for k in range(3)] == [15.0, 5.0, 0]
+
+
+def test_a_profile_that_cannot_be_read_is_measured_again():
+    where = profiles.key("program", "gpu", 5e4)
+    for content in (b"not json", b"{}", json.dumps({"batch": 1, "bounds": 3}).encode()):
+        cache.write(where, content)
+        assert profiles.load(where) is None
