@@ -110,7 +110,7 @@ def step(s: State, now: int) -> int:
     look_at_held(s)
     expire(s, now)
     if s.g[CHANGED] or (s.g[READY_N] > 0 and s.fn[F_ADMIT] != _ZERO):
-        if not choose(s, now):
+        while not choose(s, now):
             fail_all(s, now)
         measure(s)
     return int(news + s.g[LAUNCHES] + s.g[SEGMENTS_DONE] - before)

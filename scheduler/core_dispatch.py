@@ -199,13 +199,14 @@ def admitted(s: State, lane: int, now: int) -> bool:
 
 
 @inlined
-def next_turn(s: State, n: int, now: int) -> int:
+def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     """The lane whose turn comes next, with a place made for it in the active set; NONE: all is as it should be."""
     settle(s, now)
     if s.g[READY_N] == 0:
         return NONE
     full = s.g[ACTIVE_N] >= s.g[MAX_ACTIVE]
-    if full and s.g[WHOLE_ALWAYS]:  # all of them are launched entirely: none can be held back any more
+    # Launched whole, none of them can be held back any more.
+    if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
         return NONE
     refresh(s, n, now)
     lane = int(s.ready[0])
@@ -242,7 +243,7 @@ def choose(s: State, now: int) -> bool:
     k = NONE
     while k < s.g[ACTIVE_N]:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
-            lane = next_turn(s, n, now) if s.g[PREEMPTIONS] < swaps else NONE
+            lane = next_turn(s, n, swaps, now)
             if lane < 0:
                 k = 0
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class ModelProfile:
     """
 
     name: str
-    sizes: dict[int, Sequence[SegmentProfile]]
+    sizes: Mapping[int, Sequence[SegmentProfile]]
     target_ms: float | None = None
     priority: int = 0
     share: float = 1.0

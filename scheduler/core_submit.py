@@ -166,6 +166,7 @@ def fail_all(s: State, now: int) -> None:
     for m in range(s.model.shape[0]):
         s.model[m].root = NONE
         s.model[m].queued = 0
+        ask(s, m)
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]

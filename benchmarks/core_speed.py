@@ -1,0 +1,147 @@
+"""What a decision of the dispatcher core costs, and how fast segments are simulated. One CPU core, no GPU.
+
+    python -m benchmarks.core_speed
+
+A decision is all of it: a completion word is seen, the request answered, the next job chosen among all that wait and
+launched, and a new submission taken in.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import save
+from instrument.device.heaps import compiled
+from instrument.device.parts import part
+from scheduler import state as st
+from scheduler.atomics import store_at
+from scheduler.core import attach_policy, step
+from scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity
+from scheduler.core_rings import post, take_done
+from scheduler.policy import find_policy
+from scheduler.simulate import simulate
+from scheduler.simulate_mix import MIX, mix_profiles
+from scheduler.workload import Lognormal
+
+ROUNDS = 7
+STEPS = 20_000
+
+
+@compiled
+def drive(s: st.State, taken: st.Table, steps: int, now: int) -> int:
+    """The GPU completes one launch per step, and each answered request is followed by another; decisions made."""
+    before = s.g[st.DECISIONS]
+    for k in range(steps):
+        s.g[st.OUT_N] = 0
+        if s.g[st.FLIGHT_N] > 0:
+            lane = s.flight[k % s.g[st.FLIGHT_N]]
+            a = s.lane[lane]
+            store_at(s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word, np.uint64(1))
+        now += 1000
+        step(s, now)
+        for i in range(take_done(s.ring, s.done, taken)):
+            e = taken[i]
+            post(
+                s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, e.request, np.int64(e.serial) + 1, 0, e.model,
+                e.client, 0, now, now + 5_000_000 + 1000 * (np.int64(e.serial) % 977), 0, False,
+            )  # fmt: skip
+    return int(s.g[st.DECISIONS] - before)
+
+
+def waiting(models: int, requests: int, policy: str) -> st.State:
+    """A core with this many requests over so many models, of many lengths, all waiting."""
+    s = st.new_state(
+        st.Limits(models=models, lanes=models, lanes_per_model=1, sizes=1, batch=1, segments=4, requests=requests)
+    )
+    set_capacity(s, part("h200"))
+    attach_policy(s, find_policy(policy))
+    random = np.random.default_rng(0)
+    first, _ = install(s, ModelProfile("m0", {1: [SegmentProfile(50e3)] * 4}, lanes=1, target_ms=20))
+    # The rest like it, each with its own times: written at once, a hundred thousand `install`s would take minutes.
+    scale = random.lognormal(0, 1, models)
+    s.model[:] = s.model[first]
+    s.size[:] = s.size[first]
+    s.segment[:] = s.segment[first]
+    s.size["total_ns"] *= scale[:, None]
+    for name in ("time_ns", "tail_ns"):
+        s.segment[name] *= scale[:, None, None]
+    s.lane["model"] = s.model_lane[:, 0] = np.arange(models)
+    segments = s.word.shape[1]
+    words = s.word.ctypes.data + 8 * np.arange(s.word.size).reshape(models, segments)
+    s.launch["word"] = words[:, None, :-1]
+    s.whole["word"] = words[:, -1:]
+    now = 1
+    for m in range(models):
+        open_model(s, m)
+        if m % 1024 == 1023:
+            step(s, now)
+    for row in range(requests):
+        now += 1000
+        deadline = now + 10**12 + int(random.integers(10**9))
+        post(s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, 0, 0, row % models, row % 7, 0, now, deadline, 0,
+             False)  # fmt: skip
+        if row % 512 == 511:
+            step(s, now)
+            s.g[st.OUT_N] = 0
+    while s.ring[st.SUBMIT_HEAD, 0] != s.ring[st.SUBMIT_TAIL, 0]:
+        step(s, now)
+        s.g[st.OUT_N] = 0
+    return s
+
+
+def decision_cost(models: int, requests: int, policy: str) -> dict[str, Any]:
+    s = waiting(models, requests, policy)
+    taken = np.zeros(64, st.COMPLETION)
+    now = 10**10
+    drive(s, taken, STEPS, now)
+    costs = []
+    for _ in range(ROUNDS):
+        now += 10**9
+        since = time.perf_counter_ns()
+        decisions = drive(s, taken, STEPS, now)
+        ns = time.perf_counter_ns() - since
+        costs.append((ns / decisions, ns / STEPS))
+    return {
+        "policy": policy,
+        "models": models,
+        "waiting_requests": requests,
+        "waiting_jobs_in_heap": int(s.g[st.READY_N]),
+        "ns_per_decision_median": round(statistics.median(each[0] for each in costs), 1),
+        "ns_per_decision_least": round(min(each[0] for each in costs), 1),
+        "ns_per_step_median": round(statistics.median(each[1] for each in costs), 1),
+        "decisions_per_step": round(decisions / STEPS, 3),
+    }
+
+
+def simulation_speed(policy: str) -> dict[str, Any]:
+    models = mix_profiles()
+    workload = Lognormal(5000, MIX, duration=4.0)
+    simulate(models, Lognormal(5000, MIX, duration=0.01), policy)
+    rates = []
+    for seed in range(ROUNDS):
+        since = time.process_time()
+        result = simulate(models, workload, policy, seed=seed)
+        rates.append(result.counters["segment_events"] / (time.process_time() - since))
+    return {"policy": policy, "segment_events_per_s_median": round(statistics.median(rates)), "best": round(max(rates))}
+
+
+def main() -> None:
+    results: dict[str, Any] = {"decision": [], "simulation": []}
+    for policy in ("srpt", "edf", "paella", "slack"):
+        for models, requests in ((1000, 1000), (8, 1000), (8, 100_000), (1000, 100_000), (100_000, 100_000)):
+            if models == 100_000 and policy not in ("srpt", "paella"):
+                continue
+            results["decision"].append(decision_cost(models, requests, policy))
+            print(results["decision"][-1], flush=True)
+    for policy in ("srpt", "paella", "slack"):
+        results["simulation"].append(simulation_speed(policy))
+        print(results["simulation"][-1], flush=True)
+    print("saved", save("core_speed", results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Simulated time at the grain of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
+
+Each lane's oldest launched segment progresses at a rate up to 1 (its time alone). Segments that run together share:
+
+* *slots* (blocks, warps, registers and shared memory: the fullest) and *memory bandwidth* in proportion to demand, as
+  block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once above 1;
+* *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
+
+The host is modelled too: the core launches one graph after the other, and decides nothing while it does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.heaps import Floats, Ints, compiled, heap_pop, heap_push, inlined
+from scheduler.atomics import store_at
+from scheduler.core import step
+from scheduler.core_rings import RING_FULL, post, take_done
+from scheduler.state import COMPLETION, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State, Table
+
+# F.g
+RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, STOPPED = range(7)
+# F.t
+NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
+SLOTS, MEMORY, ISSUE = range(3)
+DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
+BATCH = 256
+
+RECORD = np.dtype(
+    [
+        ("model", "i4"),
+        ("client", "i4"),
+        ("priority", "i4"),
+        ("batch", "i4"),
+        ("status", "i4"),
+        ("source", "i4"),  # closed-loop client it came from, or NONE
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("started_ns", "i8"),
+        ("finish_ns", "i8"),
+    ],
+    align=True,
+)
+ARRIVAL = np.dtype(
+    [("time_ns", "i8"), ("deadline_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True
+)
+LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True)
+
+
+class Fluid(NamedTuple):
+    """The simulated GPU, its load, and what came of it. L lanes, M models, B sizes, S segments."""
+
+    g: Ints
+    t: Floats
+    use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
+    work: Floats  # [M, B, S + 1] time alone
+    run: Ints  # [L] lanes with something launched
+    segment: Ints  # [L] what runs, or WHOLE
+    behind: Ints  # [L] launches queued behind it
+    left: Floats  # [L] work
+    delay: Floats  # [L] until the launch reaches the GPU
+    rate: Floats  # [L]
+    idle: Ints  # [L] 1: the lane has been started and has run dry
+    arrivals: Table  # ARRIVAL, by time
+    clients: Table  # LOOP_CLIENT: each has one request at a time
+    timer: Floats  # heap: when loop clients come back
+    timer_id: Ints
+    free: Ints  # request rows
+    records: Table  # RECORD
+    taken: Table  # COMPLETION, scratch
+    bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
+
+
+@inlined
+def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
+    m, size = s.lane[lane].model, s.lane[lane].size
+    f.segment[lane] = segment
+    k = f.work.shape[2] - 1 if segment == WHOLE else segment
+    f.left[lane] = f.work[m, size, k]
+    if segment > 0:
+        f.left[lane] += f.t[SEGMENT_GAP_NS]
+    f.delay[lane] = delay
+
+
+@inlined
+def share(f: Fluid, s: State) -> None:
+    """Everybody's rate, from what all want."""
+    slots = 0.0
+    memory = 0.0
+    last = f.work.shape[2] - 1
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if f.delay[lane] <= 0.0:
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
+            memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
+    common = 1.0 / max(1.0, slots, memory)
+    # Max-min: the level at which those above it fill what the others leave. Each round settles at least one.
+    level = 1.0
+    while True:
+        below = 0.0
+        above = 0
+        for k in range(f.g[RUN_N]):
+            lane = f.run[k]
+            if f.delay[lane] <= 0.0:
+                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+                if want > level:
+                    above += 1
+                else:
+                    below += want
+        if above == 0 and below <= 1.0:
+            break
+        lower = (1.0 - below) / above if above > 0 else 1.0 / max(1, f.g[RUN_N])
+        if lower >= level:
+            break
+        level = max(lower, 1e-6)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        f.rate[lane] = 0.0
+        if f.delay[lane] <= 0.0:
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+            f.rate[lane] = common if want <= level else common * level / want
+
+
+@inlined
+def note(f: Fluid, s: State, ns: float) -> None:
+    """Add an interval to the occupancy over time."""
+    use = (0.0, 0.0, 0.0)
+    last = f.work.shape[2] - 1
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+        u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
+        r = f.rate[lane]
+        use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
+    at = f.t[NOW]
+    end = at + ns
+    while at < end:
+        b = min(int(at / f.t[BIN_NS]), f.bins.shape[0] - 1)
+        until = end if b == f.bins.shape[0] - 1 else min(end, (b + 1) * f.t[BIN_NS])
+        part = max(until - at, 0.0)
+        f.bins[b, 0] += use[0] * part
+        f.bins[b, 1] += use[1] * part
+        f.bins[b, 2] += use[2] * part
+        f.bins[b, 3] += f.g[RUN_N] * part
+        if until <= at:
+            break
+        at = until
+
+
+@inlined
+def next_event(f: Fluid) -> float:
+    """When the GPU, or the load, does something next."""
+    at = np.inf
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if f.delay[lane] > 0.0:
+            at = min(at, f.delay[lane])
+        elif f.rate[lane] > 0.0:
+            at = min(at, f.left[lane] / f.rate[lane])
+    at += f.t[NOW]
+    if f.g[NEXT_ARRIVAL] < f.arrivals.shape[0]:
+        at = min(at, np.float64(f.arrivals[f.g[NEXT_ARRIVAL]].time_ns))
+    if f.g[TIMERS] > 0:
+        at = min(at, f.timer[0])
+    return float(at)
+
+
+@inlined
+def progress(f: Fluid, s: State, until: float) -> None:
+    """Let the GPU run; completion words are written, and what was queued behind starts."""
+    ns = until - f.t[NOW]
+    note(f, s, ns)
+    f.t[NOW] = until
+    k = 0
+    while k < f.g[RUN_N]:
+        lane = f.run[k]
+        if f.delay[lane] > 0.0:
+            f.delay[lane] = max(0.0, f.delay[lane] - ns)
+            if f.delay[lane] < 1e-3:
+                f.delay[lane] = 0.0
+            k += 1
+            continue
+        f.left[lane] -= ns * f.rate[lane]
+        if f.left[lane] > 1e-3:
+            k += 1
+            continue
+        f.g[EVENTS] += 1
+        size = s.lane[lane].size
+        if f.segment[lane] == WHOLE:
+            store_at(s.whole[lane, size].word, np.uint64(1))
+        else:
+            store_at(s.launch[lane, size, f.segment[lane]].word, np.uint64(1))
+        if f.behind[lane] > 0:
+            f.behind[lane] -= 1
+            start(f, s, lane, f.segment[lane] + 1, 0.0)
+            k += 1
+        else:
+            f.idle[lane] = 1
+            f.g[RUN_N] -= 1
+            f.run[k] = f.run[f.g[RUN_N]]
+
+
+@inlined
+def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
+    """One request, recorded and submitted; refused where the tables are full."""
+    n = f.g[RECORDS]
+    record = f.records[n]
+    record.model, record.client, record.priority, record.source = m, client, priority, source
+    record.arrival_ns, record.deadline_ns, record.started_ns, record.finish_ns = at, deadline, NEVER, at
+    record.batch = 0
+    record.status = QUEUE_FULL
+    f.g[RECORDS] += 1
+    if f.g[FREE_N] == 0:
+        back(f, source, at)
+        return
+    row = f.free[f.g[FREE_N] - 1]
+    answer = post(
+        s.ring, s.submit, s.filling, s.lane_word, SUBMIT, row, n, n, m, client, priority, at, deadline, 0, False
+    )
+    if answer == RING_FULL:
+        back(f, source, at)
+    else:
+        f.g[FREE_N] -= 1
+
+
+@inlined
+def back(f: Fluid, source: int, at: int) -> None:
+    """A closed-loop client thinks, then asks again."""
+    if source >= 0:
+        again = at + max(f.clients[source].think_ns, 1)
+        if again < f.t[HORIZON]:
+            heap_push(f.timer, f.timer_id, 0, f.g[TIMERS], np.float64(again), source)
+            f.g[TIMERS] += 1
+
+
+@inlined
+def load(f: Fluid, s: State) -> bool:
+    """Submit all that is due; False when the records are full."""
+    now = f.t[NOW]
+    while f.g[NEXT_ARRIVAL] < f.arrivals.shape[0] and f.arrivals[f.g[NEXT_ARRIVAL]].time_ns <= now:
+        if f.g[RECORDS] == f.records.shape[0]:
+            return False
+        a = f.arrivals[f.g[NEXT_ARRIVAL]]
+        f.g[NEXT_ARRIVAL] += 1
+        arrive(f, s, a.model, a.client, a.priority, a.deadline_ns, a.time_ns, NONE)
+    while f.g[TIMERS] > 0 and f.timer[0] <= now:
+        if f.g[RECORDS] == f.records.shape[0]:
+            return False
+        who = f.timer_id[0]
+        at = int(f.timer[0])
+        heap_pop(f.timer, f.timer_id, 0, f.g[TIMERS])
+        f.g[TIMERS] -= 1
+        c = f.clients[who]
+        arrive(f, s, c.model, c.client, c.priority, NEVER, at, who)
+    return True
+
+
+@inlined
+def launch(f: Fluid, s: State) -> None:
+    """Carry out what the core launched: one after the other, each taking the host's time."""
+    f.t[CORE_FREE] = max(f.t[CORE_FREE], f.t[NOW])
+    for k in range(s.g[OUT_N]):
+        out = s.out[k]
+        lane = out.lane
+        f.t[CORE_FREE] += f.t[LAUNCH_NS]
+        first = out.segment <= 0
+        if first:
+            f.idle[lane] = 1
+        if not first and f.idle[lane] == 0:
+            f.behind[lane] += 1
+            continue
+        # A program's time alone holds its first launch's way to the GPU; one that ran dry pays it again.
+        delay = f.t[CORE_FREE] - f.t[NOW] - f.t[LAUNCH_NS] + (0.0 if first else f.t[RESUME_NS])
+        f.idle[lane] = 0
+        f.run[f.g[RUN_N]] = lane
+        f.g[RUN_N] += 1
+        start(f, s, lane, out.segment, delay)
+    s.g[OUT_N] = 0
+
+
+@inlined
+def collect(f: Fluid, s: State) -> None:
+    """Completions into the records; rows become free, closed-loop clients come back."""
+    while True:
+        n = take_done(s.ring, s.done, f.taken)
+        for k in range(n):
+            entry = f.taken[k]
+            record = f.records[np.int64(entry.tag)]
+            record.batch, record.status = entry.batch, entry.status
+            record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
+            f.free[f.g[FREE_N]] = entry.request
+            f.g[FREE_N] += 1
+            back(f, record.source, entry.finish_ns)
+        if n < f.taken.shape[0]:
+            break
+
+
+@compiled
+def run_fluid(f: Fluid, s: State) -> int:
+    """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+    while True:
+        if not load(f, s):
+            return MORE_RECORDS
+        if f.t[CORE_FREE] <= f.t[NOW]:
+            step(s, int(f.t[NOW]))
+            collect(f, s)
+            if s.g[OUT_N] > 0:
+                launch(f, s)
+            share(f, s)
+        at = next_event(f)
+        if f.t[CORE_FREE] > f.t[NOW]:
+            at = min(at, f.t[CORE_FREE])
+        if at == np.inf:
+            return DONE
+        progress(f, s, max(at, f.t[NOW]))
+        share(f, s)
+
+
+def new_fluid(
+    state: State, use: NDArray[np.float64], work: NDArray[np.float64], arrivals: Table, clients: Table, bins: int
+) -> Fluid:
+    """An idle GPU and a load for it. Times and rows are the caller's to set."""
+    lanes, rows = len(state.lane), len(state.request)
+    ints = np.int64
+    return Fluid(
+        g=np.zeros(8, ints),
+        t=np.zeros(8),
+        use=use,
+        work=work,
+        run=np.zeros(lanes, ints),
+        segment=np.zeros(lanes, ints),
+        behind=np.zeros(lanes, ints),
+        left=np.zeros(lanes),
+        delay=np.zeros(lanes),
+        rate=np.zeros(lanes),
+        idle=np.ones(lanes, ints),
+        arrivals=arrivals,
+        clients=clients,
+        timer=np.zeros(len(clients) + 1),
+        timer_id=np.zeros(len(clients) + 1, ints),
+        free=np.arange(rows, dtype=ints),
+        records=np.zeros(max(1024, len(arrivals)), RECORD),
+        taken=np.zeros(BATCH, COMPLETION),
+        bins=np.zeros((bins, 4)),
+    )

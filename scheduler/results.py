@@ -1,0 +1,145 @@
+"""What came of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; table and plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.core_models import ModelProfile
+from scheduler.state import OK, STATUS, Table
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One model's requests, or all requests together. Latency counts from the intended arrival."""
+
+    name: str
+    submitted: int
+    completed: int
+    throughput: float  # completed per second
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    mean_ms: float
+    slowdown_p50: float  # latency ÷ time alone at batch 1
+    slowdown_p99: float
+    within_target: float  # of all submitted: what was refused or late is not within; NaN without targets
+    mean_batch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A run. `jobs` has one row per request (fluid.RECORD): model, arrival, start, finish, status, batch, …"""
+
+    policy: str
+    device: str
+    models: Sequence[ModelProfile]
+    jobs: Table
+    seconds: float  # from 0 to the last completion
+    occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), jobs running
+    bin_ms: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def latency_ms(self) -> NDArray[np.float64]:
+        """Of completed requests."""
+        done = self.jobs[self.jobs["status"] == OK]
+        latency: NDArray[np.float64] = (done["finish_ns"] - done["arrival_ns"]) / 1e6
+        return latency
+
+    def model(self, name: str | None = None) -> ModelResult:
+        """Figures of one model; of all together without a name."""
+        names = [each.name for each in self.models]
+        alone = np.array([each.alone_ns() for each in self.models])
+        target = np.array([np.nan if each.target_ms is None else each.target_ms for each in self.models])
+        jobs = self.jobs if name is None else self.jobs[self.jobs["model"] == names.index(name)]
+        done = jobs[jobs["status"] == OK]
+        ms = (done["finish_ns"] - done["arrival_ns"]) / 1e6
+        slow = ms * 1e6 / alone[done["model"]]
+        wanted = target[jobs["model"]]
+        met = (ms <= target[done["model"]]).sum()
+        with_target = np.isfinite(wanted).sum()
+
+        def at(values: NDArray[np.float64], q: float) -> float:
+            return float(np.percentile(values, q)) if len(values) else float("nan")
+
+        return ModelResult(
+            name=name or "all",
+            submitted=len(jobs),
+            completed=len(done),
+            throughput=len(done) / self.seconds if self.seconds else 0.0,
+            p50_ms=at(ms, 50),
+            p90_ms=at(ms, 90),
+            p99_ms=at(ms, 99),
+            mean_ms=float(ms.mean()) if len(ms) else float("nan"),
+            slowdown_p50=at(slow, 50),
+            slowdown_p99=at(slow, 99),
+            within_target=float(met / with_target) if with_target else float("nan"),
+            mean_batch=float(done["batch"].mean()) if len(done) else float("nan"),
+        )
+
+    @property
+    def per_model(self) -> list[ModelResult]:
+        return [self.model(each.name) for each in self.models]
+
+    @property
+    def all(self) -> ModelResult:
+        return self.model()
+
+    def statuses(self) -> dict[str, int]:
+        """How many requests ended in which way."""
+        numbers, counts = np.unique(self.jobs["status"], return_counts=True)
+        return {STATUS[k]: int(n) for k, n in zip(numbers, counts, strict=True)}
+
+    def table(self) -> Any:
+        """A rich table: one line per model, and one for all."""
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=f"{self.policy} on {self.device}, {self.seconds:.2f} s", title_justify="left")
+        table.add_column("model")
+        for column in ("done", "/s", "p50 ms", "p90 ms", "p99 ms", "p99 slowdown", "in target", "batch"):
+            table.add_column(column, justify="right")
+        for each in [*self.per_model, self.all]:
+            target = "–" if np.isnan(each.within_target) else f"{100 * each.within_target:.1f}%"
+            table.add_row(
+                each.name, f"{each.completed}/{each.submitted}", f"{each.throughput:.0f}", f"{each.p50_ms:.2f}",
+                f"{each.p90_ms:.2f}", f"{each.p99_ms:.2f}", f"{each.slowdown_p99:.1f}", target,
+                f"{each.mean_batch:.1f}", end_section=each is self.per_model[-1],
+            )  # fmt: skip
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=110, force_terminal=False, no_color=True)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+    def plot(self, axes: Any = None) -> Any:
+        """Latency distributions per model, and occupancy over time; the matplotlib figure."""
+        import matplotlib.pyplot as plt
+
+        if axes is None:
+            _, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        left, right = axes
+        for number, each in enumerate(self.models):
+            jobs = self.jobs[(self.jobs["model"] == number) & (self.jobs["status"] == OK)]
+            if len(jobs):
+                ms = np.sort((jobs["finish_ns"] - jobs["arrival_ns"]) / 1e6)
+                left.plot(ms, np.arange(1, len(ms) + 1) / len(ms), label=each.name)
+        left.set(xscale="log", xlabel="latency, ms", ylabel="share of requests", title=f"{self.policy}, {self.device}")
+        left.legend(fontsize="small")
+        time_ms = (np.arange(len(self.occupancy)) + 0.5) * self.bin_ms
+        for column, label in enumerate(("block slots", "memory bandwidth", "kernel issue")):
+            right.plot(time_ms, self.occupancy[:, column], label=label)
+        right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.05), title="occupancy")
+        right.legend(fontsize="small")
+        return left.figure

@@ -1,0 +1,160 @@
+"""`simulate`: a workload on a simulated GPU, under the same core and policies that run a real one. Timing only.
+
+from scheduler.simulate_mix import MIX, mix_profiles
+result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
+print(result); result.plot()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.heaps import heap_push
+from instrument.device.parts import Part, part
+from instrument.device.timing import Timing
+from instrument.errors import NoDeviceError
+from scheduler import fluid
+from scheduler import state as st
+from scheduler.core import attach_policy
+from scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
+from scheduler.policy import Policy, Rank, find_policy
+from scheduler.results import Results
+from scheduler.simulate_blocks import BlocksGpu
+from scheduler.workload import Workload
+
+Fidelity = Literal["segments", "blocks"]
+HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
+SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
+MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
+BINS = 400
+
+
+def simulate(
+    models: Sequence[ModelProfile],
+    workload: Workload,
+    policy: str | Policy | Rank = "paella",
+    device: str = "virtual:h200",
+    *,
+    fidelity: Fidelity = "segments",
+    seed: int = 0,
+    active: int | None = None,
+    look_ahead: int | None = None,
+    host_launch_ns: float = HOST_LAUNCH_NS,
+) -> Results:
+    """Run the workload to its end in simulated time.
+
+    `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
+    every kernel on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's.
+
+    >>> from scheduler.core_models import ModelProfile, SegmentProfile
+    >>> from scheduler.workload import Poisson
+    >>> net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 4})
+    >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
+    92
+    """
+    chosen = find_policy(policy)
+    if active is not None or look_ahead is not None:
+        chosen = replace(chosen, active=active or chosen.active, look_ahead=look_ahead or chosen.look_ahead)
+    gpu = _part(device)
+    names = [each.name for each in models]
+    if not models or len(set(names)) < len(names):
+        raise ProfileError(f"simulate needs models with names of their own, not {names}")
+    arrivals = workload.arrivals(names, seed)
+    clients = workload.loop_clients(names)
+    state = _state(models, len(arrivals) + len(clients))
+    set_capacity(state, gpu)
+    attach_policy(state, chosen)
+    for each in models:
+        open_model(state, install(state, each)[0])
+    timing = Timing.for_part(gpu)
+    use, work = resources(state, models, gpu, timing)
+    f = fluid.new_fluid(state, use, work, arrivals, clients, BINS)
+    f.g[fluid.FREE_N] = len(state.request)
+    f.t[fluid.HORIZON] = workload.seconds * 1e9
+    f.t[fluid.BIN_NS] = max(1.0, workload.seconds * 1e9 / BINS)
+    f.t[fluid.LAUNCH_NS], f.t[fluid.SEGMENT_GAP_NS] = host_launch_ns, SEGMENT_GAP_NS
+    f.t[fluid.RESUME_NS] = timing.launch_ns
+    for k in range(len(clients)):  # a nanosecond apart: whoever is served first has come first
+        heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]
+    f.g[fluid.TIMERS] = len(clients)
+    if fidelity == "segments":
+        while fluid.run_fluid(f, state) == fluid.MORE_RECORDS:
+            f = _more_records(f)
+    elif fidelity == "blocks":
+        f = BlocksGpu(gpu, timing, models, f, state, seed).run()
+    else:
+        raise ValueError(f"fidelity is {fidelity!r}: choose 'segments' or 'blocks'")
+    jobs = f.records[: f.g[fluid.RECORDS]].copy()
+    end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
+    counters = {"segment_events": int(f.g[fluid.EVENTS]), "launches": int(state.g[st.LAUNCHES])}
+    for name, k in (("steps", st.STEPS), ("decisions", st.DECISIONS), ("preemptions", st.PREEMPTIONS)):
+        counters[name] = int(state.g[k])
+    return Results(
+        policy=chosen.name,
+        device=device,
+        models=tuple(models),
+        jobs=jobs,
+        seconds=end_ns / 1e9,
+        occupancy=f.bins / f.t[fluid.BIN_NS],
+        bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
+        counters=counters,
+    )
+
+
+def _part(device: str) -> Part:
+    kind, _, name = device.partition(":")
+    if kind != "virtual":
+        raise NoDeviceError(f"simulate runs on a virtual GPU, not on {device!r}: name one as in 'virtual:h200'")
+    return part(name or "h200")
+
+
+def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
+    programs = [program for each in models for program in each.sizes.values()]
+    return st.new_state(
+        st.Limits(
+            models=len(models),
+            lanes=sum(each.lanes for each in models),
+            lanes_per_model=max(each.lanes for each in models),
+            sizes=max(len(each.sizes) for each in models),
+            batch=max(max(each.batch) for each in models),
+            segments=max(len(program) for program in programs),
+            requests=min(max(requests, 1), MAX_ROWS),
+            inputs=1,
+        )
+    )
+
+
+def resources(
+    state: st.State, models: Sequence[ModelProfile], gpu: Part, timing: Timing
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
+    n, sizes, segments = state.segment.shape
+    use = np.zeros((n, sizes, segments + 1, 3))
+    work = np.zeros((n, sizes, segments + 1))
+    bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
+    for m, model in enumerate(models):
+        for k, program in enumerate(model.sizes.values()):
+            for i, each in enumerate(program):
+                slots = max(
+                    each.blocks / (gpu.sms * gpu.sm.blocks),
+                    each.warps / (gpu.sms * gpu.sm.warps),
+                    each.registers / (gpu.sms * gpu.sm.registers),
+                    each.shared_bytes / (gpu.sms * gpu.sm.shared_bytes),
+                )
+                memory = each.bytes / each.time_ns / bandwidth
+                use[m, k, i] = np.minimum((slots, memory, each.kernels * timing.grid_issue_ns / each.time_ns), 1.0)
+                work[m, k, i] = each.time_ns
+            total = math.fsum(work[m, k, : len(program)])
+            use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
+            work[m, k, -1] = total
+    return use, work
+
+
+def _more_records(f: fluid.Fluid) -> fluid.Fluid:
+    return f._replace(records=np.concatenate([f.records, np.zeros_like(f.records)]))

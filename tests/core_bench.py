@@ -1,0 +1,157 @@
+"""A front end and a GPU by hand, around the core: tests decide what happens when."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from instrument.device.parts import part
+from scheduler import core, core_rings
+from scheduler import state as st
+from scheduler.core_check import check_integrity
+from scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
+from scheduler.policy import Policy, find_policy
+
+LIMITS = st.Limits(
+    models=4, lanes=16, lanes_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2
+)
+
+
+def profile(name: str = "m", segments: int = 3, batch: tuple[int, ...] = (1,), ns: float = 50e3, **more: Any) -> Any:
+    """A model whose segments take `ns` alone at batch 1, and half as much again for every doubling."""
+    sizes = {b: [SegmentProfile(ns * b**0.5, blocks=8 * b, kernels=4)] * segments for b in batch}
+    return ModelProfile(name, sizes, **more)
+
+
+@dataclass
+class Bench:
+    """The core with models, a clock, and everything that came out of it."""
+
+    models: list[ModelProfile]
+    policy: str | Policy = "srpt"
+    hold: bool = False
+    limits: st.Limits = LIMITS
+    now: int = 0
+    serial: int = 0
+    launched: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))  # lane → not yet completed
+    history: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # lane → segments of this life
+    done: dict[int, Any] = field(default_factory=dict)  # serial → completion
+    closed: list[int] = field(default_factory=list)
+    rows: dict[int, int] = field(default_factory=dict)  # serial → row, while in use
+    unready: list[int] = field(default_factory=list)  # lanes with a slot still to be written
+    unread: list[int] = field(default_factory=list)  # lanes with an output still to be read
+
+    def __post_init__(self) -> None:
+        self.state = st.new_state(self.limits)
+        self.free = list(range(self.limits.requests))
+        self._policy = find_policy(self.policy)
+        core.attach_policy(self.state, self._policy)
+        set_capacity(self.state, part("h200"))
+        self.state.g[st.HOLD] = self.hold
+        for each in self.models:
+            open_model(self.state, install(self.state, each)[0])
+        self.step()
+
+    def submit(
+        self, model: int = 0, *, deadline: int = st.NEVER, priority: int = 0, client: int = 0, direct: bool = False,
+        ready: bool = True, source: int = 0,
+    ) -> int:  # fmt: skip
+        self.serial += 1
+        row = self.free.pop()
+        s = self.state
+        answer = core_rings.post(
+            s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, self.serial, 1000 + self.serial,
+            model, client, priority, self.now, deadline, source, direct,
+        )  # fmt: skip
+        assert answer != core_rings.RING_FULL
+        self.rows[self.serial] = row
+        if answer >= 0:
+            self.unready.append(answer // core_rings.SLOTS)
+            if ready:
+                self.write()
+        return self.serial
+
+    def write(self) -> None:
+        """A front end finishes writing one slot."""
+        if self.unready:
+            core_rings.mark_ready(self.state.lane_word, self.unready.pop(0))
+
+    def read(self) -> None:
+        """A front end has read one output."""
+        if self.unread:
+            core_rings.release(self.state.lane_hold, self.unread.pop(0))
+
+    def cancel(self, serial: int) -> None:
+        tell(self.state, st.CANCEL, request=self.rows.get(serial, 0), serial=serial)
+
+    def tell(self, kind: int, model: int = 0, **more: int) -> None:
+        tell(self.state, kind, model, **more)
+
+    def step(self, ns: int = 0) -> list[int]:
+        """Let time pass and the core work; serials that completed."""
+        self.now += ns
+        s = self.state
+        core.step(s, self.now)
+        for entry in s.out[: s.g[st.OUT_N]]:
+            lane, segment = int(entry["lane"]), int(entry["segment"])
+            assert s.lane["state"][lane] == st.RUNNING or s.g[st.MODE] == st.FAIL_MODE
+            life = self.history[lane]
+            if segment in (0, st.WHOLE):
+                assert not self.launched[lane], "a lane was started while it runs"
+                life.clear()
+            else:
+                assert life[-1] == segment - 1, "segments were reordered"
+            life.append(segment)
+            self.launched[lane].append(int(entry["word"]))
+        s.g[st.OUT_N] = 0
+        check_integrity(s)
+        return self.take()
+
+    def take(self) -> list[int]:
+        into = np.zeros(64, st.COMPLETION)
+        finished = []
+        while n := core_rings.take_done(self.state.ring, self.state.done, into):
+            for entry in into[:n].copy():
+                if entry["request"] < 0:
+                    self.closed.append(int(entry["model"]))
+                    continue
+                serial = int(entry["serial"])
+                assert serial not in self.done, "a request was completed twice"
+                assert self.rows.pop(serial) == entry["request"]
+                assert entry["tag"] == 1000 + serial
+                self.done[serial] = entry
+                self.free.append(int(entry["request"]))
+                if self.hold and entry["status"] == st.OK:
+                    self.unread.append(int(entry["lane"]))
+                finished.append(serial)
+        return finished
+
+    def status(self, serial: int) -> int:
+        return int(self.done[serial]["status"])
+
+    @property
+    def running(self) -> list[int]:
+        return [lane for lane, words in self.launched.items() if words]
+
+    def finish_segment(self, lane: int) -> None:
+        """The GPU completes a lane's oldest launch."""
+        ctypes.c_uint64.from_address(self.launched[lane].popleft()).value = 1
+
+    def run_dry(self, limit: int = 5000) -> None:
+        """Let front ends and the GPU do all that is theirs until nothing is left."""
+        for _ in range(limit):
+            if not self.rows and not self.running and not self.unread and not self.unready:
+                self.step()
+                return
+            while self.unready:
+                self.write()
+            while self.unread:
+                self.read()
+            for lane in self.running:
+                self.finish_segment(lane)
+            self.step(1000)
+        raise AssertionError(f"still waiting for {sorted(self.rows)}")

@@ -1,0 +1,521 @@
+"""The dispatcher core, driven by hand: what each party may rely on, and everything at random."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from core_bench import LIMITS, Bench, profile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st_
+
+from scheduler import core, core_rings
+from scheduler import state as st
+from scheduler.core_check import IntegrityError, check_integrity
+from scheduler.core_models import (
+    ModelProfile,
+    ProfileError,
+    SegmentProfile,
+    install,
+    load_profiles,
+    remove,
+    save_profiles,
+)
+from scheduler.policy import find_policy, policy_names
+
+# --- one request ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lone_request_is_one_launch() -> None:
+    bench = Bench([profile(segments=5)])
+    serial = bench.submit()
+    bench.step()
+    assert bench.history[bench.running[0]] == [st.WHOLE]
+    bench.finish_segment(bench.running[0])
+    assert bench.step(100) == [serial]
+    assert bench.status(serial) == st.OK
+    assert bench.done[serial]["finish_ns"] == 100
+
+
+def test_beside_another_job_a_program_goes_in_segments_two_ahead() -> None:
+    bench = Bench([profile(segments=5, lanes=2)])
+    bench.submit()
+    bench.step()
+    bench.submit()
+    bench.step()
+    second = bench.running[1]
+    assert bench.history[second] == [0, 1]
+    bench.finish_segment(second)
+    bench.step()
+    assert bench.history[second] == [0, 1, 2]
+
+
+def test_staged_inputs_are_copied_into_the_slot() -> None:
+    bench = Bench([])
+    m, lanes = install(bench.state, profile(batch=(1, 2), lanes=1))
+    first, second = np.zeros((2, 3), np.uint8), np.zeros((2, 2), np.int16)
+    bench.state.model["n_inputs"][m] = 2
+    bench.state.input_bytes[m, :2] = (3, 4)
+    bench.state.input_address[lanes[0], :2] = (first.ctypes.data, second.ctypes.data)
+    bench.tell(st.OPEN_MODEL, m)
+    bench.step()
+    staged = np.arange(1, 8, dtype=np.uint8)
+    bench.submit(m)
+    bench.submit(m, source=staged.ctypes.data)
+    bench.step()
+    np.testing.assert_array_equal(first[1], staged[:3])
+    np.testing.assert_array_equal(second[1].view(np.uint8), staged[3:])
+
+
+def test_a_lane_waits_for_inputs_that_are_still_being_written() -> None:
+    bench = Bench([profile(batch=(1, 4), lanes=2)])
+    first = bench.submit(direct=True, ready=False)
+    bench.step()
+    assert not bench.running
+    assert st.READY_WAIT in bench.state.lane["state"]
+    other = bench.submit()  # goes on in another lane meanwhile
+    bench.step()
+    assert len(bench.running) == 1
+    bench.write()
+    bench.step()
+    assert len(bench.running) == 2
+    bench.run_dry()
+    assert {bench.status(first), bench.status(other)} == {st.OK}
+
+
+def test_outputs_are_held_until_they_are_read() -> None:
+    bench = Bench([profile(lanes=1)], hold=True)
+    first, second = bench.submit(), bench.submit()
+    bench.step()
+    bench.finish_segment(0)
+    bench.step()
+    while bench.running:
+        bench.finish_segment(0)
+        bench.step()
+    assert first in bench.done
+    assert second not in bench.done
+    assert bench.state.lane["state"][0] == st.HELD
+    bench.read()
+    bench.step()
+    assert bench.running == [0]
+    bench.run_dry()
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_form_while_the_gpu_is_busy_and_leave_in_the_smallest_size_that_fits() -> None:
+    bench = Bench([profile(batch=(1, 2, 8), lanes=2)], policy="serial")
+    first = bench.submit()
+    bench.step()
+    more = [bench.submit() for _ in range(3)]
+    bench.step()
+    bench.finish_segment(bench.running[0])
+    bench.step()
+    bench.run_dry()
+    assert bench.done[first]["batch"] == 1
+    assert [bench.done[each]["batch"] for each in more] == [3, 3, 3]
+    assert bench.done[more[0]]["size"] == 2
+
+
+def test_a_direct_reservation_and_the_core_share_one_lane() -> None:
+    bench = Bench([profile(batch=(8,), lanes=1)])
+    serials = [bench.submit(direct=k % 2 == 0) for k in range(8)]
+    bench.step()
+    bench.run_dry()
+    assert {int(bench.done[each]["batch"]) for each in serials} == {8}
+    assert len({int(bench.done[each]["slot"]) for each in serials}) == 8
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_cancelled_while_queued_in_a_lane_and_between_segments() -> None:
+    bench = Bench([profile(segments=6, lanes=1), profile("other", segments=6, lanes=1)])
+    bench.submit(1)
+    running = bench.submit()
+    bench.step()
+    queued = bench.submit()
+    bench.step()
+    bench.cancel(queued)
+    assert bench.step() == [queued]
+    lane = int(np.flatnonzero(bench.state.lane["model"] == 0)[0])
+    assert bench.history[lane] == [0, 1]
+    bench.cancel(running)
+    assert bench.step() == [running]
+    bench.finish_segment(lane)
+    bench.step()
+    bench.finish_segment(lane)
+    bench.step()
+    assert bench.history[lane] == [0, 1]  # the rest was never launched
+    assert bench.state.lane["state"][lane] != st.RUNNING
+    assert {bench.status(queued), bench.status(running)} == {st.CANCELLED}
+    bench.run_dry()
+
+
+def test_a_late_cancel_does_not_hit_the_next_request_of_the_row() -> None:
+    bench = Bench([profile()])
+    first = bench.submit()
+    bench.step()
+    row = bench.rows[first]
+    bench.run_dry()
+    second = bench.submit()
+    assert bench.rows[second] == row
+    bench.tell(st.CANCEL, request=row, serial=first)
+    bench.run_dry()
+    assert bench.status(second) == st.OK
+
+
+def test_deadlines_expire_in_the_queue_and_between_segments_but_not_on_the_gpu() -> None:
+    bench = Bench([profile(segments=4, lanes=1), profile("other", lanes=1)])
+    bench.submit(1)
+    between = bench.submit(deadline=500)
+    bench.step()
+    waiting = bench.submit(deadline=300)
+    past = bench.submit(deadline=0)
+    assert bench.step() == [past]
+    assert bench.step(300) == [waiting]
+    assert bench.step(300) == [between]
+    assert {bench.status(each) for each in (past, waiting, between)} == {st.EXPIRED}
+    bench.run_dry()
+    launched = bench.submit(deadline=bench.now + 10)
+    bench.step()  # whole: all of it is on the GPU
+    bench.step(1000)
+    bench.run_dry()
+    assert bench.status(launched) == st.OK
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench([profile(lanes=1, queue_limit=2)])
+    serials = [bench.submit() for _ in range(5)]
+    assert bench.step() == serials[3:]  # one runs, two wait
+    bench.run_dry()
+    assert [bench.status(each) for each in serials] == [st.OK] * 3 + [st.QUEUE_FULL] * 2
+
+
+def test_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
+    bench = Bench([profile(lanes=2)])
+    accepted = [bench.submit() for _ in range(5)]
+    bench.tell(st.DRAIN)
+    late = [bench.submit(), bench.submit(direct=True)]
+    bench.run_dry()
+    assert {bench.status(each) for each in accepted} == {st.OK}
+    assert {bench.status(each) for each in late} == {st.DRAINING}
+
+
+def test_an_unknown_model_is_refused() -> None:
+    bench = Bench([profile()])
+    serial = bench.submit(3)
+    assert bench.step() == [serial]
+    assert bench.status(serial) == st.NO_MODEL
+
+
+def test_a_failure_answers_everybody_and_refuses_from_then_on() -> None:
+    bench = Bench([profile(lanes=2), profile("b", lanes=1)])
+    serials = [bench.submit(k % 2) for k in range(6)]
+    bench.step()
+    bench.tell(st.FAIL, tag=719)
+    assert sorted(bench.step()) == serials
+    assert {bench.status(each) for each in serials} == {st.FAILED}
+    assert {int(bench.done[each]["error"]) for each in serials} == {719}
+    late = bench.submit()
+    assert bench.step() == [late]
+    assert bench.status(late) == st.FAILED
+
+
+def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
+    calls: list[tuple[int, int]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
+    def launch(graph: int, stream: int) -> int:
+        calls.append((graph, stream))
+        return 0 if len(calls) < 2 else 700
+
+    bench = Bench([profile(lanes=2)])
+    bench.state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
+    bench.state.g[st.BACKEND] = st.CUDA
+    bench.state.whole["handle"], bench.state.whole["stream"] = 77, 5
+    bench.state.launch["handle"], bench.state.launch["stream"] = 78, 6
+    first = bench.submit()
+    bench.step()
+    assert calls == [(77, 5)]
+    second = bench.submit()
+    assert sorted(bench.step()) == [first, second]
+    assert calls[1] == (78, 6)
+    assert bench.done[first]["error"] == 700
+
+
+def test_models_come_and_go_while_others_run() -> None:
+    bench = Bench([profile(lanes=2), profile("b", lanes=2)])
+    first = [bench.submit(0), bench.submit(0), bench.submit(0)]
+    bench.step()
+    bench.tell(st.CLOSE_MODEL, 0)
+    late = bench.submit(0)
+    bench.step()
+    assert bench.status(late) == st.NO_MODEL
+    with pytest.raises(ProfileError, match="in use"):
+        remove(bench.state, 0)
+    other = bench.submit(1)
+    bench.run_dry()
+    assert {bench.status(each) for each in [*first, other]} == {st.OK}
+    assert bench.closed == [0]
+    remove(bench.state, 0)
+    m, _ = install(bench.state, profile("c", lanes=3))
+    bench.tell(st.OPEN_MODEL, m)
+    again = bench.submit(m)
+    bench.run_dry()
+    assert bench.status(again) == st.OK
+
+
+def test_the_ring_says_when_it_is_full() -> None:
+    state = st.new_state(LIMITS)
+    args = (state.ring, state.submit, state.filling, state.lane_word)
+    answers = [
+        core_rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False) for _ in range(len(state.submit) + 1)
+    ]
+    assert answers[:-1] == [core_rings.STAGED] * len(state.submit)
+    assert answers[-1] == core_rings.RING_FULL
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_better_job_takes_the_place_of_a_worse_one_between_segments() -> None:
+    long, short = profile("long", segments=8, ns=1e6, lanes=2), profile("short", segments=2, ns=1e4, lanes=1)
+    bench = Bench([long, short], policy="srpt")
+    bench.state.g[st.MAX_ACTIVE] = 1
+    bench.submit(0)
+    bench.submit(0)
+    bench.step()
+    (lane,) = bench.running
+    quick = bench.submit(1)
+    bench.step()
+    assert len(bench.running) == 2  # what was launched runs on
+    bench.finish_segment(lane)
+    bench.finish_segment(lane)
+    bench.step()
+    assert bench.running == [lane_of(bench, 1)]
+    while quick not in bench.done:
+        bench.finish_segment(lane_of(bench, 1))
+        bench.step()
+    assert bench.running == [lane]
+    bench.run_dry()
+
+
+def lane_of(bench: Bench, model: int) -> int:
+    return int(np.flatnonzero((bench.state.lane["model"] == model) & (bench.state.lane["state"] == st.RUNNING))[0])
+
+
+def test_predictions_grow_with_the_work_ahead() -> None:
+    bench = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="fifo")
+    assert core.predict_finish(bench.state, 0, bench.now) == 400_000
+    predicted = []
+    for _ in range(6):
+        bench.submit(0)
+        bench.step()
+        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+    assert predicted == sorted(predicted)
+    assert predicted[-1] > 2 * 400_000
+    shortest_first = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="srpt")
+    for _ in range(6):
+        shortest_first.submit(0)
+        shortest_first.step()
+    assert core.predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
+    bench.run_dry()
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_profiles_survive_a_file(tmp_path: object) -> None:
+    path = tmp_path / "models.json"  # type: ignore[operator]
+    models = [profile(batch=(1, 4), target_ms=2.5, priority=3), profile("b", share=0.5)]
+    save_profiles(path, models)
+    assert load_profiles(path) == models
+    path.write_text('{"models": [{"name": "x"}]}')
+    with pytest.raises(ProfileError, match=r"models\.json"):
+        load_profiles(path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SegmentProfile(0.0),
+        lambda: SegmentProfile(1.0, kernels=0),
+        lambda: ModelProfile("m", {}),
+        lambda: ModelProfile("m", {1: []}),
+        lambda: ModelProfile("m", {1: [SegmentProfile(1.0)]}, share=0.0),
+        lambda: ModelProfile("m", {1: [SegmentProfile(1.0)]}, target_ms=-1),
+        lambda: profile().alone_ns(2),
+        lambda: install(st.new_state(LIMITS), profile(segments=9)),
+        lambda: install(st.new_state(LIMITS), profile(batch=(1, 16))),
+        lambda: install(st.new_state(LIMITS), profile(lanes=5)),
+    ],
+)
+def test_a_wrong_profile_is_refused(make: object) -> None:
+    with pytest.raises(ProfileError):
+        make()  # type: ignore[operator]
+
+
+def test_the_integrity_check_sees_a_lost_request() -> None:
+    bench = Bench([profile(lanes=1)])
+    bench.submit()
+    bench.submit()
+    bench.step()
+    bench.state.model["root"][0] = st.NONE
+    with pytest.raises(IntegrityError, match="miscounts"):
+        check_integrity(bench.state)
+
+
+# --- at random ------------------------------------------------------------------------------------------------------
+
+profiles = st_.builds(
+    lambda segments, batch, lanes, ns, target, priority, limit: profile(
+        segments=segments, batch=batch, lanes=lanes, ns=ns, target_ms=target, priority=priority, queue_limit=limit
+    ),
+    segments=st_.integers(1, 6),
+    batch=st_.sampled_from([(1,), (1, 2), (2, 8), (1, 4, 8)]),
+    lanes=st_.integers(1, 4),
+    ns=st_.sampled_from([1e3, 5e4, 1e6]),
+    target=st_.sampled_from([None, 0.5, 10.0]),
+    priority=st_.integers(0, 2),
+    limit=st_.sampled_from([0, 3, 100]),
+)
+actions = st_.lists(
+    st_.one_of(
+        st_.tuples(
+            st_.just("submit"),
+            st_.integers(0, 3),
+            st_.sampled_from([st.NEVER, 0, 500, 3000]),
+            st_.integers(-1, 2),
+            st_.integers(0, 3),
+            st_.booleans(),
+            st_.booleans(),
+        ),
+        st_.tuples(st_.just("cancel"), st_.integers(0, 40)),
+        st_.tuples(st_.just("segment"), st_.integers(0, 15)),
+        st_.tuples(st_.just("segment"), st_.integers(0, 15)),
+        st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000])),
+        st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000])),
+        st_.tuples(st_.just("write")),
+        st_.tuples(st_.just("read")),
+    ),
+    max_size=80,
+)
+
+
+def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
+    """Does what the script says; how many were submitted."""
+    submitted = 0
+    for action, *a in script:
+        if action == "submit" and bench.free:
+            submitted += 1
+            model, offset, priority, client, direct, ready = a
+            bench.submit(
+                int(model),  # type: ignore[call-overload]
+                deadline=st.NEVER if offset == st.NEVER else bench.now + offset,  # type: ignore[operator]
+                priority=priority,  # type: ignore[arg-type]
+                client=client,  # type: ignore[arg-type]
+                direct=bool(direct),
+                ready=bool(ready),
+            )
+        elif action == "cancel":
+            bench.cancel(a[0])  # type: ignore[arg-type]
+        elif action == "segment" and bench.running:
+            bench.finish_segment(bench.running[a[0] % len(bench.running)])  # type: ignore[operator]
+        elif action == "step":
+            bench.step(a[0])  # type: ignore[arg-type]
+        elif action == "write":
+            bench.write()
+        elif action == "read":
+            bench.read()
+    return submitted
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    models=st_.lists(profiles, min_size=1, max_size=4),
+    name=st_.sampled_from(policy_names()),
+    hold=st_.booleans(),
+    script=actions,
+    end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
+)
+def test_whatever_happens_each_request_completes_exactly_once(
+    models: list[ModelProfile], name: str, hold: bool, script: list[tuple[object, ...]], end: str
+) -> None:
+    bench = Bench(models, policy=name, hold=hold)
+    submitted = play(bench, script)
+    if end == "drain":
+        bench.tell(st.DRAIN)
+    elif end == "close":
+        for m in range(len(models)):
+            bench.tell(st.CLOSE_MODEL, m)
+    elif end == "fail":
+        bench.tell(st.FAIL, tag=1)
+        bench.step()
+        bench.launched.clear()
+    bench.run_dry()
+    assert len(bench.done) == submitted
+    s = bench.state
+    assert s.g[st.LIVE] == s.g[st.READY_N] == s.g[st.ACTIVE_N] == s.g[st.FLIGHT_N] == s.g[st.DUE_N] == 0
+    assert s.t[st.SHARES] == 0.0
+    if end == "close":
+        assert sorted(bench.closed) == list(range(len(models)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models=st_.lists(profiles, min_size=1, max_size=4), name=st_.sampled_from(policy_names()), script=actions)
+def test_the_gpu_is_never_idle_while_somebody_waits(
+    models: list[ModelProfile], name: str, script: list[tuple[object, ...]]
+) -> None:
+    bench = Bench(models, policy=name)
+    for k in range(len(script)):
+        play(bench, [(*entry[:6], True) if entry[0] == "submit" else entry for entry in script[k : k + 1]])
+        bench.step()
+        assert bench.running or not bench.rows, "requests wait for an idle GPU"
+    bench.run_dry()
+
+
+@settings(max_examples=20, deadline=None)
+@given(long_segments=st_.integers(2, 8), shorts=st_.integers(1, 3))
+def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
+    """A flood of short jobs that never ends, on a GPU that takes one job at a time, and one long job."""
+    long = profile("long", segments=long_segments, ns=2e6, lanes=1)
+    bench = Bench([profile("short", segments=1, ns=1e6, lanes=2), long], policy="paella")
+    bench.state.g[st.MAX_ACTIVE] = 1
+    flood = [bench.submit(0, client=k) for k in range(shorts + 2)]
+    bench.step()
+    waiting = bench.submit(1)
+    served = 0
+    while waiting not in bench.done:
+        assert served < 20 + 4 * long_segments, "the long job starves"
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        for serial in bench.step(1_000_000):
+            if serial != waiting:
+                served += 1
+                flood.append(bench.submit(0, client=served % 3))
+    bench.run_dry()
+
+
+def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
+    from scheduler.policies.paella import with_threshold
+
+    models = [profile("a", segments=1, ns=1e6, lanes=2, share=3.0), profile("b", segments=1, ns=1e6, lanes=2)]
+    bench = Bench(models, policy=with_threshold(0.0))
+    bench.state.g[st.MAX_ACTIVE] = 1
+    for k in range(8):
+        bench.submit(k % 2)
+    for _ in range(200):
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        for serial in bench.step(1_000_000):
+            bench.submit(int(bench.done[serial]["model"]))
+    used = bench.state.model["used_ns"]
+    assert used[0] / used[1] == pytest.approx(3.0, rel=0.15)
+    bench.run_dry()
+
+
+def test_every_policy_is_known_by_name() -> None:
+    assert {find_policy(name).name for name in policy_names()} == set(policy_names())
