@@ -176,12 +176,11 @@ class _Editor:
 	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
 	{self._reserve_slot() if trace else self._count_start()}
 $paellapy_started:""")
-        clock = "mov.u32 %paellapy_start, %globaltimer_lo;\n\t" if trace else ""
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
 	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
 	.reg .pred %paellapy_other, %paellapy_foreign, %paellapy_flat;
-	{clock}{self._thread_index_bits()}
+	{self._thread_index_bits()}
 	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{self._count_out_begin() if exits == "count-out" else ""}""")
         self.entry.insert_epilogue(self._epilogue(exits, trace))
 
@@ -240,7 +239,8 @@ $paellapy_started:""")
         # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._line_address()}
-	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;"""
+	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
+	mov.u32 %paellapy_start, %globaltimer_lo;"""
 
     def _prepare_count(self) -> str:
         return f"""{self._weight()}
@@ -303,14 +303,21 @@ $paellapy_done:
 	ret;
 """
         foreign = "" if self.config.pointer_param is None else "\n\t@%paellapy_foreign bra $paellapy_wait;"
-        # Thread 0 works out where to write before the barrier, while it would wait for the slowest warp anyway.
-        return f"""
-$paellapy_exit:
+        barrier = f"barrier.sync {_SPARE_BARRIER if exits == 'spare-barrier' else 0};"
+        before = ""
+        if not trace:
+            # A counter's address is worked out before the barrier, while thread 0 waits for the slowest warp anyway. A
+            # record's is not: it takes registers the kernel's last instructions need (40 became 48 in a layer norm).
+            before = f"""
 	@%paellapy_other bra $paellapy_wait;{foreign}
 	{prepare}
-$paellapy_wait:
-	barrier.sync {_SPARE_BARRIER if exits == "spare-barrier" else 0};
+$paellapy_wait:"""
+            prepare = ""
+        return f"""
+$paellapy_exit:{before}
+	{barrier}
 	@%paellapy_other bra $paellapy_done;{foreign.replace("wait", "done")}
+	{prepare}
 	{write}
 $paellapy_done:
 	ret;
