@@ -57,26 +57,16 @@ class CostModel:
         self, compiled: Compiled, cost: Records, values: Sequence[Any], threads: int, dot_dtype: str | None
     ) -> BlockCost:
         """One launch's blocks."""
-        cluster = compiled.source.cluster
-        ieee = "inputPrecision = ieee" in compiled.source.ttir or (
-            dot_dtype == "f32" and "inputPrecision" not in compiled.source.ttir
-        )
+        return self.of_kernel(compiled, threads, dot_dtype).block_cost(cost, values)
+
+    def of_kernel(self, compiled: Compiled, threads: int, dot_dtype: str | None) -> KernelCost:
+        """The model with everything looked up that one kernel needs launch after launch."""
         kind = dot_dtype or "f16"
         weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
-        flops = np.maximum(cost["flops"], 2.0 * cost["elements"])  # peak rates count two flops an instruction
-        tensor = cost["dot_flops"] * weight
-        if ieee and kind == "f32":  # no tensor core multiplies full fp32: products run on the ordinary units
-            flops, tensor = flops + self.timing.fma_product_cost * cost["dot_flops"], np.zeros_like(tensor)
-        # A product's latency hides behind its arithmetic once that takes longer.
-        busy = tensor / (self.part.fp16_tensor_tflops * 1e3 * self.timing.tensor_efficiency / self.part.sms)
-        latency = np.maximum(self.timing.dot_ns * cost["dots"] - busy, 0.0)
-        wait = self.factor(compiled.source.metadata.get("label", "")) * (self.wait_ns(cost, threads) + latency)
-        # Atomic updates of the same few sectors queue up behind each other, those of all blocks together.
-        wait += self.timing.sector_update_ns * float(cost["pressure"].sum()) / 1000
-        columns = [self._traffic(cost, values), flops, tensor, wait]
-        if cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
-            columns = [np.repeat(c if i == 3 else c / cluster, cluster) for i, c in enumerate(columns)]
-        return BlockCost(*(_one_or_all(c) for c in columns))
+        text = compiled.source.ttir
+        ieee = kind == "f32" and ("inputPrecision = ieee" in text or "inputPrecision" not in text)
+        label = compiled.source.metadata.get("label", "")
+        return KernelCost(self, threads, weight, ieee, self.factor(label), compiled.source.cluster)
 
     def factor(self, label: str) -> float:
         """The kernel's own factor; of one measured with other constants the geometric mean; else 1."""
@@ -86,15 +76,52 @@ class CostModel:
         alike = [f for known, f in self.factors.items() if known.partition("][")[0] == stem]
         return float(np.exp(np.mean(np.log(alike)))) if alike and stem else 1.0
 
-    def _traffic(self, cost: Records, values: Sequence[Any]) -> NDArray[np.float64]:
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """The cost model of one kernel."""
+
+    model: CostModel
+    threads: int
+    tensor_weight: float
+    ordinary_products: bool  # no tensor core multiplies full fp32: products run on the ordinary units
+    factor: float
+    cluster: int
+
+    def block_cost(self, cost: Records, values: Sequence[Any]) -> BlockCost:
+        """One launch's blocks; `values` are its arguments."""
+        # Blocks mostly cost the same: then one row says it all, and a launch costs the host a fraction.
+        alike = len(cost) > 1 and bool((cost[1:] == cost[0]).all())
+        count = len(cost)
+        if alike:
+            cost = cost[:1]
+        part, timing = self.model.part, self.model.timing
+        flops = np.maximum(cost["flops"], 2.0 * cost["elements"])  # peak rates count two flops an instruction
+        tensor = cost["dot_flops"] * self.tensor_weight
+        if self.ordinary_products:
+            flops, tensor = flops + timing.fma_product_cost * cost["dot_flops"], np.zeros_like(tensor)
+        # A product's latency hides behind its arithmetic once that takes longer.
+        busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
+        latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
+        wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
+        # Atomic updates of the same few sectors queue up behind each other, those of all blocks together.
+        pressure = float(cost["pressure"].sum()) * (count if alike else 1)
+        wait += timing.sector_update_ns * pressure / 1000
+        columns = [self._traffic(cost, count if alike else 1, values), flops, tensor, wait]
+        if self.cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
+            columns = [np.repeat(c if i == 3 else c / self.cluster, self.cluster) for i, c in enumerate(columns)]
+        return BlockCost(*(_one_or_all(c) for c in columns))
+
+    def _traffic(self, cost: Records, times: int, values: Sequence[Any]) -> NDArray[np.float64]:
         """Bytes in units of memory traffic: what L2 delivers counts for less."""
+        part, timing = self.model.part, self.model.timing
         touched: NDArray[np.float64] = (cost["bytes_loaded"] + cost["bytes_stored"]).astype(float)
-        total = float(touched.sum())
+        total = float(touched.sum()) * times
         distinct = min(total, float(sum(v.nbytes for v in values if isinstance(v, np.ndarray))))
         if total == 0.0:
             return np.zeros(len(cost))
-        from_memory = distinct if distinct > _L2_SHARE * self.part.l2_bytes else 0.0
-        share = (from_memory + (total - from_memory) / self.timing.l2_speedup) / total
+        from_memory = distinct if distinct > _L2_SHARE * part.l2_bytes else 0.0
+        share = (from_memory + (total - from_memory) / timing.l2_speedup) / total
         return np.multiply(touched, share)
 
 

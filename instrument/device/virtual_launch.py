@@ -49,6 +49,7 @@ class VirtualLauncher(Launcher):
         self.program = TtirProgram.parse(source.ttir, compiled.name)
         assert source.threads is not None
         self.threads = source.threads
+        self._kernel_cost = device.costs.of_kernel(compiled, self.threads, self.program.dot_dtype)
         occupancy(device.part, self.threads, compiled.registers, compiled.shared_bytes, source.cluster)
 
     def __call__(
@@ -106,4 +107,4 @@ class VirtualLauncher(Launcher):
 
     def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
         """The evaluator's counts as the SM model takes them; `values` are the launch's arguments."""
-        return self.device.costs.block_cost(self.compiled, cost, values, self.threads, self.program.dot_dtype)
+        return self._kernel_cost.block_cost(cost, values)
