@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Self
 
@@ -72,6 +73,8 @@ class Engine:
         capacity(self.state, self.device)
         self.state.g[st.HOLD] = 1
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
+        weakref.finalize(self, os.close, self._wake_fd)
         self.state.g[st.WAKE_FD] = self._wake_fd
         self._policy = self._attach(policy)
         budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
@@ -80,6 +83,7 @@ class Engine:
         self._models: dict[str, LoadedModel] = {}
         self._by_row: dict[int, LoadedModel] = {}
         self._front = FrontEnd(self.state, self._backend.wake, self._wake_fd)
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._stats = Stats()
         self._front.watchers.append(self._stats.note)
         self._backend.start(self.state, self._fail)
@@ -143,6 +147,7 @@ class Engine:
     ) -> Outputs:
         """Runs one request. Cancelling the awaiting task takes the request back."""
         loop = asyncio.get_running_loop()
+        self._check_open()
         self._front.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
         pending = self._submit(name, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
@@ -282,6 +287,8 @@ class Engine:
         if self._closed or self._closing:
             return
         self._closing = True
+        for slot in list(self._slots):
+            slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever
         with self._loading:
             if self._failure is None:
                 self._front.command(st.DRAIN)
@@ -295,7 +302,6 @@ class Engine:
                     self._forget(loaded)
             self._models.clear()
             self._closed = True
-            os.close(self._wake_fd)
 
     def __enter__(self) -> Self:
         return self

@@ -126,6 +126,10 @@ class FrontEnd:
                             priority, arrival_ns, deadline_ns):  # fmt: skip
             self._bell()  # the ring holds twice as many entries as there are requests: the core is about to read it
 
+    def wake(self) -> None:
+        """The core has something to look at."""
+        self._bell()
+
     def ready(self, lane: int) -> None:
         """The inputs of a claimed slot are written."""
         rings.mark_ready(self.state.lane_word, lane)

@@ -63,15 +63,19 @@ class Slot:
         model = self._loaded.model
         self._client = 0 if client is None else self._front.client_number(client)
         self._priority = model.priority if priority is None else int(priority)
-        self._pending = Pending(self._loaded, self._unsubmitted)
+        # Not a method of the slot: a slot that is forgotten must not be kept alive by what it waits for.
+        self._early = _Early()
+        self._pending = Pending(self._loaded, self._early)
         self._front.take_row(self._pending)
         self._open = True
+        engine._slots.add(self)
         self._place = self._front.claim(self._loaded.row)
         if self._place is not None:
             lane, slot = self._place
             self._front.post_claimed(
                 self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
             )
+            self._front.wake()  # it may expire before it is ready
             arrays = self._loaded.lane(lane).inputs
             self.inputs = {key: arrays[key][slot, ...] for key in model.inputs}
         else:
@@ -80,12 +84,12 @@ class Slot:
             for key, spec in model.inputs.items():
                 self.inputs[key] = self._staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
                 at += spec.nbytes
-        self._early: Any = None
 
     async def submit(self) -> Outputs:
         """The inputs are written: run the request."""
         loop = asyncio.get_running_loop()
-        self._front.attach(loop)
+        if self._open:
+            self._front.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
         self._go(AsyncAnswer(self._engine, future, loop))
         return await self._engine._await(self._pending, future)
@@ -112,7 +116,7 @@ class Slot:
             raise InputError("this slot has been submitted or cancelled already; reserve another")
         self._open = False
         with self._front.answering:
-            early, self._pending.finish = self._early, finish
+            early, self._pending.finish = self._early.entry, finish
         if self._place is not None:
             self._front.ready(self._place[0])
         elif early is None:
@@ -123,10 +127,6 @@ class Slot:
         if early is not None:
             finish(early)
 
-    def _unsubmitted(self, entry: Any) -> None:
-        """It ended before it was submitted: expired, or the engine failed. The caller hears of it when he submits."""
-        self._early = entry.copy()
-
     def __enter__(self) -> Self:
         return self
 
@@ -136,6 +136,18 @@ class Slot:
     def __del__(self) -> None:
         if getattr(self, "_open", False) and not self._engine._closed:
             self.cancel()
+
+
+class _Early:
+    """A slot that ended before it was submitted: it expired, or the engine failed. Its owner hears of it on submit."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self) -> None:
+        self.entry: Any = None
+
+    def __call__(self, entry: Any) -> None:
+        self.entry = entry.copy()
 
 
 class AsyncAnswer:
