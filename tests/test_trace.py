@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import builtins
 import struct
 import tempfile
 import zlib
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,8 @@ from hypothesis import strategies as st
 
 from instrument.errors import TraceError
 from instrument.records import BLOCK, LAUNCH, Records
-from instrument.trace import FORMAT_VERSION, DeviceFacts, Trace
+from instrument.trace import DeviceFacts, Trace
+from instrument.trace_file import FORMAT_VERSION
 
 EPOCH = 1_780_000_000_000_000_000
 TOY = DeviceFacts("toy", n_sm=3, max_warps_per_sm=64, compute_capability=(9, 0), versions={"driver": "580"})
@@ -369,28 +368,3 @@ def test_a_launch_listed_twice_is_refused() -> None:
 def test_other_arrays_are_refused() -> None:
     with pytest.raises(TraceError, match=r"records\.BLOCK"):
         Trace(np.zeros(3), make([]).launches, NAMES, TOY)
-
-
-# -- plot
-
-
-def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(TraceError, match=r"paellapy\[viz\]"):
-        make([]).plot()
-
-
-@pytest.mark.parametrize("rows", [[], [(1, 0, 0, 0, 5000), (2, 1, 2, 2000, 100)]])
-def test_plot_draws_one_row_per_sm(rows: list[Row]) -> None:
-    figure = pytest.importorskip("matplotlib.figure", reason="the extra `viz` is not installed").Figure()
-    trace = make(rows)
-    ax = trace.plot(bins=10, ax=figure.subplots())
-    (image,) = ax.get_images()
-    np.testing.assert_array_equal(np.asarray(image.get_array()), trace.occupancy(10).resident)

@@ -1,0 +1,178 @@
+"""Numbers of a trace: blocks resident on each SM, and one row per kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.records import Records
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from instrument.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residency:
+    """Resident blocks of each SM; means are over the time from the first start to the last end on any SM."""
+
+    max_blocks: NDArray[np.int64]
+    mean_blocks: NDArray[np.float64]
+    busy_ns: NDArray[np.int64]  # time with at least one block resident
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSummary:
+    kernel: str
+    launches: int  # every replay counts
+    blocks: int
+    mean_ns: float
+    median_ns: float
+    max_ns: int
+    span_ns: int  # from the first start to the last end
+    occupancy: float  # mean resident warps / maximum, where and while the kernel has a block on the SM
+    waves: float  # blocks of a launch / blocks that all SMs hold at the residency seen
+    tail_share: float  # share of a launch's time after the first of its SMs has run dry
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One row per kernel that ran. `print` it, or hand it to rich."""
+
+    title: str
+    kernels: tuple[KernelSummary, ...]
+
+    COLUMNS = ("kernel", "launches", "blocks", "mean", "median", "max", "span", "occupancy", "waves", "tail")
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        for k in self.kernels:
+            times = (readable_time(ns) for ns in (k.mean_ns, k.median_ns, k.max_ns, k.span_ns))
+            shares = f"{k.occupancy:.1%}", f"{k.waves:.2f}", f"{k.tail_share:.1%}"
+            yield k.kernel, f"{k.launches:,}", f"{k.blocks:,}", *times, *shares
+
+    def __str__(self) -> str:
+        rows = [self.COLUMNS, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
+        return "\n".join([self.title, *lines])
+
+    def __rich__(self) -> Table:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self.title), box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        for name in self.COLUMNS:
+            if name == "kernel":
+                table.add_column(name, overflow="fold", min_width=8)
+            else:
+                table.add_column(name, justify="right", no_wrap=True)
+        for row in self.cells():
+            table.add_row(*map(Text, row))  # Text: a name such as `f[int]` is not markup
+        return table
+
+
+def summarize(trace: Trace) -> Summary:
+    """One row per kernel that ran, in the order of their names in `trace.kernels`."""
+    run = runs(trace.blocks)
+    ran = np.unique(trace.blocks["kernel"]).tolist()
+    return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran))
+
+
+def _kernel_summary(trace: Trace, kernel: int, run: NDArray[np.int64]) -> KernelSummary:
+    chosen = trace.blocks["kernel"] == kernel
+    b, replays = trace.blocks[chosen], np.unique(run[chosen])
+    duration = b["end_ns"] - b["start_ns"]
+    seen = residency_of(b, trace.device.n_sm)
+    listed = np.isin(trace.launches["launch"], b["launch"])
+    warp_ns = float((duration * trace.warps[chosen]).sum())
+    return KernelSummary(
+        kernel=trace.kernels[kernel],
+        launches=len(replays),
+        blocks=len(b),
+        mean_ns=float(duration.mean()),
+        median_ns=float(np.median(duration)),
+        max_ns=int(duration.max()),
+        span_ns=int(b["end_ns"].max() - b["start_ns"].min()),
+        occupancy=warp_ns / max(int(seen.busy_ns.sum()) * trace.device.max_warps_per_sm, 1),
+        waves=float(trace.launches["blocks"][listed].mean() / (trace.device.n_sm * seen.max_blocks.max())),
+        tail_share=_tail_share(b, run[chosen]),
+    )
+
+
+def residency_of(blocks: Records, n_sm: int) -> Residency:
+    """The most and the mean number of these blocks that each SM held at a time."""
+    time = np.concatenate((blocks["start_ns"], blocks["end_ns"]))
+    sm = np.concatenate((blocks["sm"], blocks["sm"]))
+    step = np.repeat(np.array([1, -1]), len(blocks))
+    # At one instant: ends, then starts, then ends of blocks shorter than a tick of the clock, which did run.
+    order = np.concatenate((np.ones(len(blocks)), np.where(blocks["start_ns"] == blocks["end_ns"], 2, 0)))
+    by = np.lexsort((order, time, sm))
+    time, sm, count = time[by], sm[by], np.cumsum(step[by])  # each SM's steps add up to 0
+    lasted = np.diff(time, append=time[-1:])
+    lasted[:-1][sm[1:] != sm[:-1]] = 0
+    most = np.zeros(n_sm, np.int64)
+    np.maximum.at(most, sm, count)
+    busy = np.zeros(n_sm, np.int64)
+    np.add.at(busy, sm, np.where(count > 0, lasted, 0))
+    total = np.zeros(n_sm, np.int64)
+    np.add.at(total, blocks["sm"], blocks["end_ns"] - blocks["start_ns"])
+    span = int(blocks["end_ns"].max() - blocks["start_ns"].min()) if len(blocks) else 0
+    return Residency(most, total / max(span, 1), busy)
+
+
+def runs(blocks: Records) -> NDArray[np.int64]:
+    """A number for each block's run of its launch: replays of one launch have the same id, but never overlap."""
+    n = len(blocks)
+    order = np.lexsort((blocks["start_ns"], blocks["launch"]))
+    ordered = blocks[order]
+    launch, start, end = ordered["launch"], ordered["start_ns"], ordered["end_ns"]
+    by = np.lexsort((ordered["block"], launch))
+    same = (launch[by][1:] == launch[by][:-1]) & (ordered["block"][by][1:] == ordered["block"][by][:-1])
+    last_seen = np.full(n, -1)
+    last_seen[by[1:][same]] = by[:-1][same]
+    heads = np.flatnonzero(launch[1:] != launch[:-1]) + 1
+    last_seen[heads] = heads - 1
+    reach = np.maximum.accumulate(last_seen)
+    cuts = [0]
+    while (again := int(np.searchsorted(reach, cuts[-1]))) < n:
+        # This block ran already since the last cut, so a run begins between then and now: where the launch was quiet
+        # longest, because either end of a run may be missing from the trace.
+        cut, seen = cuts[-1], int(last_seen[again])
+        quiet = start[seen + 1 : again + 1] - np.maximum.accumulate(end[cut:again])[seen - cut :]
+        cuts.append(seen + 1 + int(np.argmax(quiet)))
+    run = np.empty(n, np.int64)
+    run[order] = np.searchsorted(cuts, np.arange(n), side="right")
+    return run
+
+
+def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
+    _, run = np.unique(run, return_inverse=True)
+    n = int(run.max()) + 1
+    far = np.iinfo(np.int64).max
+    first, last, dry = np.full(n, far), np.full(n, -far), np.full(n, far)
+    np.minimum.at(first, run, blocks["start_ns"])
+    np.maximum.at(last, run, blocks["end_ns"])
+    place, at = np.unique((run << 16) | blocks["sm"], return_inverse=True)
+    ends = np.full(len(place), -far)
+    np.maximum.at(ends, at, blocks["end_ns"])
+    np.minimum.at(dry, place >> 16, ends)
+    return float((last - dry).sum() / max((last - first).sum(), 1))
+
+
+def readable_time(ns: float) -> str:
+    """A time with the unit that suits it.
+
+    >>> readable_time(1234)
+    '1.23 µs'
+    """
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if ns >= size:
+            value = ns / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{ns:.0f} ns"

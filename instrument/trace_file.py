@@ -1,0 +1,103 @@
+"""The file a trace is kept in: 3 to 6 bytes a block, checked when read, and nothing in it is ever executed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.records import BLOCK, LAUNCH, Records
+
+T = TypeVar("T")
+
+# A trace file: this preamble (magic, version, bytes of the header, bytes and CRC of header and columns), the header as
+# JSON, and the columns of BLOCK and LAUNCH in one zlib stream. Raise the version whenever one of them changes.
+FORMAT_VERSION = 1
+_MAGIC = b"\x89PAELLA\n"
+_PREAMBLE = struct.Struct("<8sIIQI")
+
+
+def write(path: Path, blocks: Records, launches: Records, facts: Mapping[str, Any]) -> None:
+    """Writes records.BLOCK, records.LAUNCH and what JSON can say about them."""
+    header = json.dumps({"blocks": len(blocks), "launches": len(launches), **facts}).encode()
+    body = header + zlib.compress(_pack(blocks) + _pack(launches), 6)
+    path.write_bytes(_PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(header), len(body), zlib.crc32(body)) + body)
+
+
+def read(path: Path, build: Callable[[Records, Records, dict[str, Any]], T]) -> T:
+    """What `build` makes of blocks, launches and facts; facts it cannot use count as damage too."""
+    header, data = _read(path)
+    try:
+        meta = json.loads(header)
+        sizes = [meta["blocks"] * BLOCK.itemsize, meta["launches"] * LAUNCH.itemsize]
+        columns = zlib.decompressobj().decompress(data, sum(sizes) + 1)  # never more than the header announces
+        if min(sizes) < 0 or len(columns) != sum(sizes):
+            raise ValueError("the columns do not have the announced length")
+        return build(_unpack(columns[: sizes[0]], BLOCK), _unpack(columns[sizes[0] :], LAUNCH), meta)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
+        raise TraceError(f"{path} is damaged and cannot be read: {error!r}; record the trace again") from error
+
+
+def _read(path: Path) -> tuple[bytes, bytes]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    if content[: len(_MAGIC)] != _MAGIC:
+        raise TraceError(f"{path} is not a paellapy trace")
+    if len(content) < _PREAMBLE.size:
+        raise TraceError(f"{path} is truncated; copy or record it again")
+    _, version, header_bytes, body_bytes, checksum = _PREAMBLE.unpack_from(content)
+    if version > FORMAT_VERSION:
+        raise TraceError(f"{path} has format {version}, this paellapy reads up to {FORMAT_VERSION}: upgrade paellapy")
+    body = content[_PREAMBLE.size :]
+    if len(body) < body_bytes:
+        raise TraceError(f"{path} is truncated: {body_bytes - len(body):,} bytes are missing; copy or record it again")
+    if len(body) > body_bytes or zlib.crc32(body) != checksum:
+        raise TraceError(f"{path} is damaged: its checksum does not match; copy or record it again")
+    return body[:header_bytes], body[header_bytes:]
+
+
+def _pack(records: Records) -> bytes:
+    """Columns of small numbers in planes of equal bytes, which zlib packs far better than the records themselves."""
+    packed = []
+    for name, width, count in _columns(records.dtype):
+        values = np.ascontiguousarray(records[name]).view(f"<u{width}").reshape(len(records), count).T
+        if name == "end_ns":
+            steps = values - records["start_ns"].view("<u8")  # the duration
+        else:
+            steps = np.diff(values, axis=1, prepend=np.zeros((count, 1), values.dtype))
+        signed = np.ascontiguousarray(steps).view(f"<i{width}")
+        small = (signed << 1) ^ (signed >> (8 * width - 1))  # zigzag: small whether positive or negative
+        packed.append(small.view(np.uint8).reshape(-1, width).T.tobytes())
+    return b"".join(packed)
+
+
+def _unpack(packed: bytes, dtype: np.dtype[Any]) -> Records:
+    """The inverse of `_pack`; unsigned arithmetic wraps, so every value comes back exactly."""
+    n, at = len(packed) // dtype.itemsize, 0
+    records = np.zeros(n, dtype)
+    for name, width, count in _columns(dtype):
+        planes = np.frombuffer(packed, np.uint8, n * count * width, at).reshape(width, n * count)
+        small = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(count, n)
+        steps = (small >> 1) ^ (~(small & 1) + 1)
+        if name == "end_ns":
+            values = steps + records["start_ns"].view("<u8")
+        else:
+            values = np.cumsum(steps, axis=1, dtype=steps.dtype)
+        records[name] = values.T.reshape(records[name].shape).view(records[name].dtype)
+        at += n * count * width
+    return records
+
+
+def _columns(dtype: np.dtype[Any]) -> Iterator[tuple[str, int, int]]:
+    """Name, bytes of a number and numbers per record."""
+    for name in dtype.names or ():
+        base = dtype[name].base
+        yield name, base.itemsize, dtype[name].itemsize // base.itemsize
