@@ -46,6 +46,7 @@ from scheduler.state import (
     SEGMENTS_DONE,
     SERVED_NS,
     STEPS,
+    TIMELESS,
     WAKE_FD,
     WHOLE_ALWAYS,
     State,
@@ -153,6 +154,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     state.g[MAX_ACTIVE] = min(policy.active, len(state.lane))
     state.g[LOOK_AHEAD] = policy.look_ahead
     state.g[WHOLE_ALWAYS] = policy.whole
+    state.g[TIMELESS] = policy.timeless
     state.g[CHANGED] = 1
 
 

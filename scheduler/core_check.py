@@ -82,12 +82,28 @@ def _walk(r: Table, root: int) -> list[int]:
     return rows
 
 
+def _follow(r: Table, row: int, last: int) -> list[int]:
+    """The rows of a queue's list."""
+    rows: list[int] = []
+    left = NONE
+    while row >= 0:
+        node = r[row]
+        _require(node["height"] == 0 and node["left"] == left, "a queue's list is broken", row)
+        if rows:
+            keys = [(r[each]["order"], r[each]["sequence"]) for each in (left, row)]
+            _require(keys[0] < keys[1], "a queue's list is out of order", row)
+        rows.append(row)
+        left, row = row, int(node["right"])
+    _require(left == last, "a queue's list has lost its end", last)
+    return rows
+
+
 def _check_queues(s: State) -> None:
     """Every accepted request is in exactly one queue or slot, and counted once."""
     r = s.request
     seen: Counter[int] = Counter()
     for m in np.flatnonzero(s.model["n_lanes"]):
-        rows = _walk(r, int(s.model["root"][m]))
+        rows = _walk(r, int(s.model["root"][m])) + _follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
         _require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
         _require((r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all(), "a queue holds strangers", m)
         seen.update(rows)

@@ -35,6 +35,7 @@ from scheduler.state import (
     REFRESH,
     REFRESH_AT,
     SEGMENTS_DONE,
+    TIMELESS,
     VIRTUAL,
     WHOLE,
     WHOLE_ALWAYS,
@@ -142,6 +143,8 @@ def feed(s: State, lane: int, now: int) -> bool:
 @inlined
 def refresh(s: State, n: int, now: int) -> None:
     """Rank the heap's top afresh, and n others in turn: so a rank that depends on the time is never old for long."""
+    if s.g[TIMELESS]:
+        return
     for k in range(min(n + 1, s.g[READY_N])):
         i = 0
         if k > 0:
@@ -171,15 +174,15 @@ def activate(s: State, lane: int) -> bool:
 
 @inlined
 def worst(s: State, now: int) -> int:
-    """The active lane of greatest rank among those with something left to launch, or NONE."""
+    """The active lane of greatest rank, by what was last seen of each, among those with something left to launch."""
     found = NONE
     for k in range(s.g[ACTIVE_N]):
         lane = s.active[k]
         a = s.lane[lane]
-        if a.issued < a.segments:
-            a.rank = rank_lane(s, lane, now)
-            if found < 0 or a.rank > s.lane[found].rank:
-                found = lane
+        if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
+            found = lane
+    if found >= 0 and not s.g[TIMELESS]:
+        s.lane[found].rank = rank_lane(s, found, now)
     return found
 
 

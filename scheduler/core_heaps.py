@@ -1,7 +1,8 @@
 """Priority queues over the state's tables: an indexed binary heap, and a leftist heap whose nodes are request rows.
 
-The binary heap keeps where each member is, so that members can change their key or leave. The queues of the models are
-leftist heaps because they share one table of rows, however the load is spread over models, and cost O(log n) at worst.
+The binary heap keeps where each member is, so that members can change their key or leave. A model's queue is a list,
+for requests that come in order, and a leftist heap for the others: all models share one table of rows, however the
+load is spread over them, and it costs O(1) in order and O(log n) at worst.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from instrument.device.heaps import inlined
-from scheduler.state import NONE, Table
+from scheduler.state import NONE, State, Table
 
 # --- binary heap: `ids` in heap order, `at` each member's index, least (key, tie) first -----------------------------
 
@@ -118,22 +119,13 @@ def queue_merge(r: Table, a: int, b: int) -> int:
 
 
 @inlined
-def queue_add(r: Table, root: int, row: int) -> int:
-    """The new root."""
-    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
-    r[row].height = 1
-    return queue_merge(r, root, row)
-
-
-@inlined
-def queue_remove(r: Table, root: int, row: int) -> int:
-    """Take any row out; the new root."""
+def heap_out(r: Table, root: int, row: int) -> int:
+    """Take any row out of a leftist heap; the new root."""
     up, left, right = r[row].up, r[row].left, r[row].right
     if left >= 0:
         r[left].up = NONE
     if right >= 0:
         r[right].up = NONE
-    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
     below = queue_merge(r, left, right)
     if up < 0:
         return below
@@ -146,3 +138,52 @@ def queue_remove(r: Table, root: int, row: int) -> int:
     while up >= 0 and balance(r, up):
         up = r[up].up
     return root
+
+
+# --- a model's queue ------------------------------------------------------------------------------------------------
+
+
+@inlined
+def queue_add(s: State, m: int, row: int) -> None:
+    r = s.request
+    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
+    last = s.model[m].last
+    if last < 0 or not before(r, row, last):
+        r[row].height = 0
+        r[row].left = last
+        if last < 0:
+            s.model[m].first = row
+        else:
+            r[last].right = row
+        s.model[m].last = row
+    else:
+        r[row].height = 1
+        s.model[m].root = queue_merge(r, s.model[m].root, row)
+
+
+@inlined
+def queue_first(s: State, m: int) -> int:
+    """The row that comes next, or NONE."""
+    first, root = s.model[m].first, s.model[m].root
+    if first < 0 or (root >= 0 and before(s.request, root, first)):
+        return int(root)
+    return int(first)
+
+
+@inlined
+def queue_remove(s: State, m: int, row: int) -> None:
+    """Take any row out."""
+    r = s.request
+    if r[row].height > 0:
+        s.model[m].root = heap_out(r, s.model[m].root, row)
+    else:
+        left, right = r[row].left, r[row].right
+        if left < 0:
+            s.model[m].first = right
+        else:
+            r[left].right = right
+        if right < 0:
+            s.model[m].last = left
+        else:
+            r[right].left = left
+    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE

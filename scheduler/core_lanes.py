@@ -10,7 +10,7 @@ import numpy as np
 
 from instrument.device.heaps import inlined
 from scheduler.atomics import add_at, copy_bytes, load_at, or_at, store_at
-from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_remove
+from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from scheduler.core_requests import complete, post_done, rank_lane
 from scheduler.core_rings import ONE, address, reserve
 from scheduler.state import (
@@ -167,7 +167,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
     slot = reserve(s.lane_word, lane, s.size[m, s.model[m].n_sizes - 1].batch)
     if slot < 0:
         return False
-    s.model[m].root = queue_remove(s.request, s.model[m].root, row)
+    queue_remove(s, m, row)
     s.model[m].queued -= 1
     s.g[QUEUED_N] -= 1
     source = s.request[row].source
@@ -204,7 +204,7 @@ def fill_lane(s: State, m: int) -> None:
         s.model[m].filling = lane
         store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
     if s.model[m].queued > 0:
-        while s.model[m].queued > 0 and move_in(s, lane, s.model[m].root):
+        while s.model[m].queued > 0 and move_in(s, lane, queue_first(s, m)):
             pass
         touch(s, lane)
     if s.model[m].state != CLOSING:  # after the queue has had its part: who waited goes first
@@ -279,7 +279,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     m = r.model
     lane = r.lane
     if lane < 0:
-        s.model[m].root = queue_remove(s.request, s.model[m].root, row)
+        queue_remove(s, m, row)
         s.model[m].queued -= 1
         s.g[QUEUED_N] -= 1
         ask(s, m)
@@ -310,8 +310,10 @@ def settle_lane(s: State, lane: int, now: int) -> None:
             over = a.state != HELD
         else:
             competes = a.active_at < 0 and a.issued < a.segments
+    if competes or a.active_at >= 0:
+        a.rank = rank_lane(s, lane, now)
     if competes:
-        make_ready(s, lane, rank_lane(s, lane, now))
+        make_ready(s, lane, a.rank)
     else:
         unready(s, lane)
     if over:

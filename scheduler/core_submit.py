@@ -90,7 +90,7 @@ def enqueue(s: State, row: int, now: int) -> None:
     job.started = 0.0
     r.order = checked_rank(s, s.fn[F_ORDER] if s.fn[F_ORDER] != _ZERO else s.fn[F_RANK], 1)
     r.state = QUEUED
-    s.model[m].root = queue_add(s.request, s.model[m].root, row)
+    queue_add(s, m, row)
     s.model[m].queued += 1
     s.g[QUEUED_N] += 1
     ask(s, m)
@@ -135,7 +135,7 @@ def submitted(s: State, cell: Any, now: int) -> None:
 @called
 def opened(s: State, m: int) -> None:
     s.model[m].state = OPEN
-    s.model[m].root = s.model[m].filling = NONE
+    s.model[m].root = s.model[m].first = s.model[m].last = s.model[m].filling = NONE
     s.model[m].queued = s.model[m].live = s.model[m].completed = 0
     s.model[m].used_ns = s.model[m].virtual_ns = 0.0
     s.model[m].free_n = s.model[m].n_lanes
@@ -164,7 +164,7 @@ def fail_all(s: State, now: int) -> None:
                 s.slot[s.request[row].lane, s.request[row].slot] = NONE
             complete(s, row, FAILED, now)
     for m in range(s.model.shape[0]):
-        s.model[m].root = NONE
+        s.model[m].root = s.model[m].first = s.model[m].last = NONE
         s.model[m].queued = 0
         ask(s, m)
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0

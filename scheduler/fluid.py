@@ -20,15 +20,17 @@ from instrument.device.heaps import Floats, Ints, compiled, heap_pop, heap_push,
 from scheduler.atomics import store_at
 from scheduler.core import step
 from scheduler.core_rings import RING_FULL, post, take_done
-from scheduler.state import COMPLETION, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State, Table
+from scheduler.state import COMPLETION, DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State, Table
 
 # F.g
-RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, STOPPED = range(7)
+# NEWS: something for the core to see
+RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS = range(7)
 # F.t
 NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
 SLOTS, MEMORY, ISSUE = range(3)
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 BATCH = 256
+MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
 
 RECORD = np.dtype(
     [
@@ -81,8 +83,6 @@ def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
     f.segment[lane] = segment
     k = f.work.shape[2] - 1 if segment == WHOLE else segment
     f.left[lane] = f.work[m, size, k]
-    if segment > 0:
-        f.left[lane] += f.t[SEGMENT_GAP_NS]
     f.delay[lane] = delay
 
 
@@ -192,6 +192,7 @@ def progress(f: Fluid, s: State, until: float) -> None:
             k += 1
             continue
         f.g[EVENTS] += 1
+        f.g[NEWS] = 1
         size = s.lane[lane].size
         if f.segment[lane] == WHOLE:
             store_at(s.whole[lane, size].word, np.uint64(1))
@@ -199,7 +200,8 @@ def progress(f: Fluid, s: State, until: float) -> None:
             store_at(s.launch[lane, size, f.segment[lane]].word, np.uint64(1))
         if f.behind[lane] > 0:
             f.behind[lane] -= 1
-            start(f, s, lane, f.segment[lane] + 1, 0.0)
+            # Between two graphs of a stream the lane uses nothing: others may.
+            start(f, s, lane, f.segment[lane] + 1, f.t[SEGMENT_GAP_NS])
             k += 1
         else:
             f.idle[lane] = 1
@@ -228,6 +230,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
         back(f, source, at)
     else:
         f.g[FREE_N] -= 1
+        f.g[NEWS] = 1
 
 
 @inlined
@@ -308,19 +311,22 @@ def run_fluid(f: Fluid, s: State) -> int:
     while True:
         if not load(f, s):
             return MORE_RECORDS
-        if f.t[CORE_FREE] <= f.t[NOW]:
+        if f.g[NEWS] and f.t[CORE_FREE] <= f.t[NOW]:
+            f.g[NEWS] = 0
             step(s, int(f.t[NOW]))
             collect(f, s)
             if s.g[OUT_N] > 0:
                 launch(f, s)
-            share(f, s)
+        share(f, s)
         at = next_event(f)
-        if f.t[CORE_FREE] > f.t[NOW]:
+        if f.g[NEWS]:
             at = min(at, f.t[CORE_FREE])
+        elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= at:
+            at = np.float64(s.request[s.due[0]].deadline_ns)
+            f.g[NEWS] = 1
         if at == np.inf:
             return DONE
         progress(f, s, max(at, f.t[NOW]))
-        share(f, s)
 
 
 def new_fluid(
@@ -330,7 +336,7 @@ def new_fluid(
     lanes, rows = len(state.lane), len(state.request)
     ints = np.int64
     return Fluid(
-        g=np.zeros(8, ints),
+        g=np.array([0, 0, 0, 0, 0, 0, 1], ints),  # the models are yet to be opened: news
         t=np.zeros(8),
         use=use,
         work=work,

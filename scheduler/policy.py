@@ -109,6 +109,13 @@ class Policy:
         return rank, admit, order
 
     @property
+    def timeless(self) -> bool:
+        """Whether a job's rank changes only with the job: then the core need not look at it again."""
+        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy"}
+        code = cast(Any, self.rank).__code__
+        return not moving & {*code.co_names, *code.co_freevars} and not calls_others(self.rank)
+
+    @property
     def cost_ns(self) -> float:
         """Measured cost of one ranking."""
         from scheduler.policy_check import call_cost_ns
@@ -221,6 +228,11 @@ def may_loop(function: Any) -> bool:
         for each in dis.get_instructions(function)
     ):
         return True
+    return calls_others(function)
+
+
+def calls_others(function: Any) -> bool:
+    """Whether the function refers to any that is neither a builtin nor of the math module."""
     outside = inspect.getclosurevars(function)
     known = {value for value in vars(math).values() if callable(value)}
     values = [*outside.globals.values(), *outside.nonlocals.values()]

@@ -67,6 +67,10 @@ def simulate(
         raise ProfileError(f"simulate needs models with names of their own, not {names}")
     arrivals = workload.arrivals(names, seed)
     clients = workload.loop_clients(names)
+    priorities = np.array([each.priority for each in models])
+    for asked in (arrivals, clients):
+        own = asked["priority"] == fluid.MODELS_PRIORITY
+        asked["priority"][own] = priorities[asked["model"][own]]
     state = _state(models, len(arrivals) + len(clients))
     set_capacity(state, gpu)
     attach_policy(state, chosen)

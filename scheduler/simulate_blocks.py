@@ -79,8 +79,11 @@ class BlocksGpu:
                     _store(word, 1)
 
     def _next_arrival(self) -> float:
+        """When the load or a deadline comes next."""
         f = self.f
         at = f.timer[0] if f.g[fluid.TIMERS] else np.inf
+        if self.s.g[st.DUE_N]:
+            at = min(at, self.s.request["deadline_ns"][self.s.due[0]])
         if f.g[fluid.NEXT_ARRIVAL] < len(f.arrivals):
             at = min(at, f.arrivals["time_ns"][f.g[fluid.NEXT_ARRIVAL]])
         return float(at)

@@ -58,7 +58,7 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
 (BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH, WAKE_FD,
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
- CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N) = range(34)  # fmt: skip
+ CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS) = range(35)  # fmt: skip
 G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
@@ -97,7 +97,9 @@ MODEL = np.dtype(
         # written by the core
         ("free_n", "i8"),  # lanes on the stack free_lane[m]
         ("filling", "i8"),  # the core's own copy of State.filling[m]
-        ("root", "i8"),  # heap of queued requests
+        ("root", "i8"),  # heap of queued requests that came out of order
+        ("first", "i8"),  # list of those that came in order: each behind the one before
+        ("last", "i8"),
         ("queued", "i8"),
         ("live", "i8"),  # accepted and not completed
         ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
@@ -171,10 +173,10 @@ REQUEST = np.dtype(
         ("order", "f8"),  # key in its model's queue, then `sequence`
         ("sequence", "i8"),
         ("source", "u8"),  # staged inputs; 0: none to copy
-        ("left", "i8"),  # leftist heap of its model
-        ("right", "i8"),
+        ("left", "i8"),  # leftist heap of its model; in the list, the one before
+        ("right", "i8"),  # in the list, the one behind
         ("up", "i8"),
-        ("height", "i8"),
+        ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("leaving", "i8"),  # 1: listed in State.leaving
     ],
@@ -382,13 +384,14 @@ def new_state(limits: Limits | None = None) -> State:
         state.lane[column] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE
-    state.model["root"] = NONE
+    for column in ("root", "first", "last"):
+        state.model[column] = NONE
     state.model["filling"] = NONE
     state.client["share"] = 1.0
     state.g[MAX_ACTIVE] = 8
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
-    state.g[REFRESH] = 8
+    state.g[REFRESH] = 3
     state.g[WAKE_FD] = -1
     state.t[GAIN] = 1.0
     return state

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import PaellaError
-from scheduler.fluid import ARRIVAL, LOOP_CLIENT
+from scheduler.fluid import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 from scheduler.state import NEVER, Table
 
 Mix = str | Mapping[str, float]
@@ -54,6 +54,10 @@ def _index(models: Sequence[str], name: str) -> int:
     return list(models).index(name)
 
 
+def _priority(priority: int | None) -> int:
+    return MODELS_PRIORITY if priority is None else priority
+
+
 def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator) -> NDArray[np.int64]:
     weights = {mix: 1.0} if isinstance(mix, str) else dict(mix)
     if not weights or not all(math.isfinite(w) and w >= 0 for w in weights.values()) or not sum(weights.values()):
@@ -71,7 +75,7 @@ class _OpenLoop(Workload):
     mix: Mix
     duration: float = 1.0
     deadline_ms: float | None = None
-    priority: int = 0
+    priority: int | None = None  # None: the model's
     clients: int = 1
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class _OpenLoop(Workload):
         found["time_ns"] = times
         found["model"] = _choose(models, self.mix, len(times), random)
         found["client"] = random.integers(0, self.clients, len(times))
-        found["priority"] = self.priority
+        found["priority"] = _priority(self.priority)
         found["deadline_ns"] = NEVER if self.deadline_ms is None else found["time_ns"] + int(self.deadline_ms * 1e6)
         return found
 
@@ -135,7 +139,7 @@ class ClosedLoop(Workload):
     clients: int = 1
     think_ms: float = 0.0
     duration: float = 1.0
-    priority: int = 0
+    priority: int | None = None
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
@@ -152,7 +156,7 @@ class ClosedLoop(Workload):
         clients = np.zeros(self.clients, LOOP_CLIENT)
         clients["think_ns"] = int(self.think_ms * 1e6)
         clients["model"] = _index(models, self.model)
-        clients["priority"] = self.priority
+        clients["priority"] = _priority(self.priority)
         clients["client"] = np.arange(self.clients)
         return clients
 
@@ -161,7 +165,7 @@ class ClosedLoop(Workload):
 class Trace(Workload):
     """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each."""
 
-    rows: tuple[tuple[float, str, float | None, int, int], ...]
+    rows: tuple[tuple[float, str, float | None, int | None, int], ...]
 
     @classmethod
     def from_csv(cls, path: str | Path) -> Trace:
@@ -175,8 +179,8 @@ class Trace(Workload):
             for number, row in enumerate(reader, 2):
                 try:
                     deadline = float(row["deadline"]) if row.get("deadline") else None
-                    extra = (int(row.get("priority") or 0), int(row.get("client") or 0))
-                    rows.append((float(row["t"]), row["model"], deadline, *extra))
+                    priority = int(row["priority"]) if row.get("priority") else None
+                    rows.append((float(row["t"]), row["model"], deadline, priority, int(row.get("client") or 0)))
                 except ValueError as e:
                     raise WorkloadError(f"{path}, line {number}: {e}") from e
         return cls(tuple(sorted(rows, key=lambda each: each[0])))
@@ -190,7 +194,7 @@ class Trace(Workload):
         for k, (t, model, deadline, priority, client) in enumerate(self.rows):
             at = int(t * 1e9)
             due = NEVER if deadline is None else at + int(deadline * 1e6)
-            found[k] = (at, due, _index(models, model), priority, client)
+            found[k] = (at, due, _index(models, model), _priority(priority), client)
         return found
 
 

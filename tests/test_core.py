@@ -22,6 +22,7 @@ from scheduler.core_models import (
     remove,
     save_profiles,
 )
+from scheduler.occupancy import occupancy
 from scheduler.policy import find_policy, policy_names
 
 # --- one request ----------------------------------------------------------------------------------------------------
@@ -307,6 +308,23 @@ def lane_of(bench: Bench, model: int) -> int:
     return int(np.flatnonzero((bench.state.lane["model"] == model) & (bench.state.lane["state"] == st.RUNNING))[0])
 
 
+def test_occupancy_follows_what_is_launched() -> None:
+    bench = Bench([profile(segments=3, lanes=2)])
+    assert occupancy(bench.state).share == 0.0
+    bench.submit()
+    bench.step()
+    bench.submit()
+    bench.step()
+    seen = occupancy(bench.state)
+    assert (seen.jobs_on_gpu, seen.jobs_active, seen.jobs_waiting, seen.requests) == (2, 2, 0, 2)
+    assert seen.blocks.resident == 16  # the whole program of the first, the first segment of the second
+    assert seen.blocks.pending == 8
+    assert seen.fullest == "issue"
+    assert 0 < seen.share < 1
+    bench.run_dry()
+    assert occupancy(bench.state).share == 0.0
+
+
 def test_predictions_grow_with_the_work_ahead() -> None:
     bench = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="fifo")
     assert core.predict_finish(bench.state, 0, bench.now) == 400_000
@@ -363,7 +381,7 @@ def test_the_integrity_check_sees_a_lost_request() -> None:
     bench.submit()
     bench.submit()
     bench.step()
-    bench.state.model["root"][0] = st.NONE
+    bench.state.model["first"][0] = bench.state.model["last"][0] = st.NONE
     with pytest.raises(IntegrityError, match="miscounts"):
         check_integrity(bench.state)
 

@@ -1,0 +1,110 @@
+"""A short model beside a flood of long ones, simulated: what each policy makes of it.
+
+    python -m benchmarks.short_beside_long
+
+The short model (4 segments, 0.1 ms) is asked for 500 times a second, at random. Sixty-four clients ask for the long
+one (80 segments, 4 ms) without pause, through 32 lanes; each of its batches fills a quarter of the GPU.
+Also writes docs/short_beside_long.png.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import save
+from scheduler.core_models import ModelProfile, SegmentProfile
+from scheduler.policy import policy_names
+from scheduler.results import Results
+from scheduler.simulate import Fidelity, simulate
+from scheduler.workload import ClosedLoop, Poisson
+
+PLOT = Path(__file__).parents[1] / "docs" / "short_beside_long.png"
+SEEDS = (0, 1, 2, 3, 4)
+
+
+def models(long_segments: int = 80) -> list[ModelProfile]:
+    block = {"warps": 8, "registers": 8192}
+
+    def segment(us: float, blocks: int, kernels: int) -> SegmentProfile:
+        return SegmentProfile(us * 1e3, blocks, blocks * block["warps"], blocks * block["registers"], 0, kernels)
+
+    short = ModelProfile("short", {1: [segment(25, 66, 5)] * 4}, target_ms=1.0, lanes=8, priority=1)
+    long = ModelProfile("long", {1: [segment(50, 264, 5)] * long_segments}, target_ms=200.0, lanes=32)
+    return [short, long]
+
+
+def run(policy: str, seed: int, fidelity: Fidelity = "segments", seconds: float = 2.0, segments: int = 80) -> Results:
+    load = Poisson(500, "short", duration=seconds) + ClosedLoop("long", clients=64, duration=seconds)
+    return simulate(models(segments), load, policy, seed=seed, fidelity=fidelity)
+
+
+def figures(results: Sequence[Results]) -> dict[str, Any]:
+    p99 = [each.model("short").p99_ms for each in results]
+    rate = [each.all.throughput for each in results]
+    long = [each.model("long").throughput for each in results]
+    return {
+        "short_p99_ms_median": round(statistics.median(p99), 3),
+        "short_p99_ms_spread": [round(min(p99), 3), round(max(p99), 3)],
+        "short_p50_ms_median": round(statistics.median(each.model("short").p50_ms for each in results), 3),
+        "requests_per_s_median": round(statistics.median(rate), 1),
+        "long_per_s_median": round(statistics.median(long), 1),
+    }
+
+
+def plot(runs: dict[str, list[Results]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, results in runs.items():
+        ms = np.sort(np.concatenate([_short(each) for each in results]))
+        left.plot(ms, 1 - np.arange(len(ms)) / len(ms), label=name)
+    left.set(xscale="log", yscale="log", ylim=(1e-3, 1), xlabel="latency of the short model, ms")
+    left.set(ylabel="share of requests above", title="A short model beside a flood of long ones")
+    left.legend(fontsize="small")
+    names = list(runs)
+    rates = [statistics.median(each.model("long").throughput for each in runs[name]) for name in names]
+    right.bar(names, rates)
+    right.set(ylabel="long requests per second", title="What it costs the long model")
+    right.tick_params(axis="x", rotation=30)
+    PLOT.parent.mkdir(exist_ok=True)
+    figure.savefig(PLOT, dpi=110)
+    plt.close(figure)
+
+
+def _short(result: Results) -> Any:
+    jobs = result.jobs[result.jobs["model"] == 0]
+    return (jobs["finish_ns"] - jobs["arrival_ns"]) / 1e6
+
+
+def main() -> None:
+    runs = {name: [run(name, seed) for seed in SEEDS] for name in policy_names()}
+    results: dict[str, Any] = {"segments": {name: figures(each) for name, each in runs.items()}}
+    # Every block on its SM: a shorter flood, one seed.
+    results["blocks"] = {
+        name: figures([run(name, 0, "blocks", seconds=0.25, segments=20)])
+        for name in ("streams", "fifo", "paella", "edf")
+    }
+    for fidelity in ("segments", "blocks"):
+        print(fidelity)
+        for name, each in results[fidelity].items():
+            ratios = [each["short_p99_ms_median"] / results[fidelity][base]["short_p99_ms_median"]
+                      for base in ("streams", "fifo")]  # fmt: skip
+            rates = [each["requests_per_s_median"] / results[fidelity][base]["requests_per_s_median"]
+                     for base in ("streams", "fifo")]  # fmt: skip
+            each["p99_ratio_to_streams_and_fifo"] = [round(ratio, 3) for ratio in ratios]
+            each["throughput_ratio_to_streams_and_fifo"] = [round(rate, 3) for rate in rates]
+            print(f"  {name:9}", each)
+    plot(runs)
+    print("saved", save("short_beside_long", results), PLOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Policies: what each prefers, and what is refused when one is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from core_bench import Bench, profile
+
+from scheduler import policy_check
+from scheduler import state as st
+from scheduler.policies import edf, paella, priority, slack, srpt
+from scheduler.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
+
+
+def job(**facts: float) -> Any:
+    """A job with these facts, as policies see it."""
+    row = np.rec.array(policy_check.sample_jobs()[:1].copy())
+    for name, value in facts.items():
+        row[name] = value
+    return row[0]
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_built_in_policy_passes_the_check_it_is_spared(name: str) -> None:
+    found = find_policy(name)
+    for role, function, compiled in zip(
+        ("rank", "admit", "order"), (found.rank, found.admit, found.order), found.compiled, strict=True
+    ):
+        if function is not None:
+            policy_check.check(role, function, compiled)
+            assert not may_loop(function)
+
+
+def test_srpt_prefers_the_shortest_rest() -> None:
+    assert srpt.rank(job(remaining_ns=1e3)) < srpt.rank(job(remaining_ns=1e4))
+
+
+def test_edf_prefers_the_earliest_deadline_and_makes_one_up_where_there_is_none() -> None:
+    assert edf.rank(job(deadline_ns=1e9)) < edf.rank(job(deadline_ns=2e9))
+    assert edf.rank(job(deadline_ns=st.NEVER, arrival_ns=1e9, total_ns=1e6)) == 1e9 + 4e6
+
+
+def test_priority_beats_arrival_and_stands_still_beside_a_higher_one() -> None:
+    late, early = job(priority=1, arrival_ns=2e15), job(priority=0, arrival_ns=1e15)
+    assert priority.rank(late) < priority.rank(early)
+    assert priority.rank(job(priority=1, arrival_ns=1e15)) < priority.rank(job(priority=1, arrival_ns=1e15 + 100))
+    gpus = np.rec.array(policy_check.sample_gpus())
+    gpus.active_priority = 1
+    assert priority.admit(late, gpus[0])
+    assert not priority.admit(early, gpus[0])
+
+
+def test_paella_is_srpt_until_somebody_is_owed_too_much() -> None:
+    assert paella.rank(job(remaining_ns=1e3, deficit_ns=0)) < paella.rank(job(remaining_ns=1e4, deficit_ns=1e6))
+    assert paella.rank(job(remaining_ns=1e9, deficit_ns=1e9)) < paella.rank(job(remaining_ns=1, deficit_ns=0))
+
+
+def test_slack_puts_the_hopeless_last() -> None:
+    can = job(now_ns=0, deadline_ns=1e9, remaining_ns=9e8)
+    cannot = job(now_ns=0, deadline_ns=1e3, remaining_ns=1e4)
+    assert slack.rank(can) < slack.rank(cannot)
+
+
+def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
+    assert {name for name in policy_names() if not find_policy(name).timeless} == {"paella", "slack"}
+
+
+def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> None:
+    models = [profile("low", segments=6, lanes=1), profile("other", segments=6, lanes=1), profile("high", lanes=1)]
+    bench = Bench(models, policy="priority")
+    bench.submit(0)
+    bench.submit(1)
+    bench.step()
+    low = bench.running
+    assert len(low) == 2
+    urgent = bench.submit(2, priority=5)
+    bench.step()
+    for lane in low:
+        bench.finish_segment(lane)
+    bench.step()
+    assert all(bench.history[lane] == [0, 1] for lane in low)  # two were ahead; no third
+    while urgent not in bench.done:
+        high = next(lane for lane in bench.running if lane not in low)
+        bench.finish_segment(high)
+        bench.step()
+    assert all(len(bench.history[lane]) > 2 for lane in low)
+    bench.run_dry()
+
+
+def test_clients_of_one_model_take_turns_under_paella() -> None:
+    bench = Bench([profile("m", segments=1, ns=1e6, lanes=1)], policy="paella")
+    flood = [bench.submit(client=0) for _ in range(10)]
+    single = bench.submit(client=1)
+    bench.step()
+    order: list[int] = []
+    while len(order) < 11:
+        bench.finish_segment(bench.running[0])
+        order += bench.step(1_000_000)
+    assert order.index(single) <= 2
+    assert [each for each in order if each != single] == flood
+
+
+# --- yours ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_becomes_a_policy() -> None:
+    @policy(active=3, look_ahead=1)
+    def youngest(job: Any) -> float:
+        return -job.arrival_ns + math.sqrt(job.batch)
+
+    assert (youngest.name, youngest.active, youngest.look_ahead, youngest.whole) == ("youngest", 3, 1, False)
+    assert find_policy(youngest) is youngest
+    assert youngest(job(arrival_ns=5.0, batch=4)) == -3.0
+    bench = Bench([profile(lanes=2)], policy=youngest)
+    bench.submit()
+    bench.run_dry()
+
+
+def test_a_plain_function_is_found_as_a_policy() -> None:
+    assert find_policy(lambda job: job.batch).rank(job(batch=7)) == 7
+
+
+def test_a_policy_with_a_loop_that_ends_is_fine() -> None:
+    def polynomial(job: Any) -> float:
+        total = 0.0
+        for k in range(3):
+            total += job.batch * k
+        return total
+
+    assert may_loop(polynomial)
+    assert isinstance(policy(polynomial), Policy)
+
+
+def raises(job: Any) -> float:
+    if job.batch > 4:
+        raise ValueError("too many")
+    return 1.0
+
+
+def not_a_number(job: Any) -> float:
+    return (job.now_ns - job.now_ns) / (job.now_ns - job.now_ns)
+
+
+def nothing(job: Any) -> None:
+    job.batch + 1.0
+
+
+def text(job: Any) -> Any:
+    return "first"
+
+
+def unknown(job: Any) -> Any:
+    return job.size_of_the_moon
+
+
+def two(job: Any, other: Any) -> float:
+    return 1.0
+
+
+def sometimes(job: Any) -> Any:
+    if job.batch > 1:
+        return 1.0
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "raises on a sample job: ValueError: too many"),
+        (not_a_number, "returns nan"),
+        (nothing, "cannot be compiled"),
+        (text, "cannot be compiled"),
+        (unknown, "size_of_the_moon"),
+        (two, r"takes \(job\)"),
+        (sometimes, "cannot be compiled|returns nan|raises"),
+        (3, "plain function"),
+    ],
+)
+def test_what_cannot_be_a_policy_is_refused_with_its_name_and_line(function: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message) as caught:
+        policy(function)
+    if callable(function):
+        assert f"{function.__name__} ({__file__}:" in str(caught.value)
+
+
+def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(job: Any) -> float:
+        total = 0.0
+        while job.now_ns > total:
+            total -= job.batch
+        return total
+
+    monkeypatch.setattr(policy_check, "TIME_LIMIT_S", 6.0)
+    with pytest.raises(PolicyError, match="loop for ever"):
+        policy(endless)
+
+
+def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_check, "MAX_CALL_NS", 0.0)  # any cost is too much
+    with pytest.raises(PolicyError, match="µs per call"):
+        policy(lambda job: job.batch)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: policy(active=0)(raises), lambda: policy(look_ahead=0)(raises), lambda: find_policy("nonesuch")]
+)
+def test_options_and_names_are_checked(make: Callable[[], object]) -> None:
+    with pytest.raises(PolicyError):
+        make()
+
+
+def test_admit_is_checked_too() -> None:
+    def admit(job: Any, gpu: Any) -> bool:
+        return bool(job.batch / gpu.no_such_field > 1)
+
+    with pytest.raises(PolicyError, match="no_such_field"):
+        policy(admit=admit)(lambda job: job.batch)
+
+
+def test_a_bad_rank_at_run_time_goes_last_and_is_counted() -> None:
+    def root(job: Any) -> float:
+        return math.sqrt(job.priority + 1000.0)
+
+    bench = Bench([profile("a", lanes=1), profile("b", lanes=1)], policy=policy(active=1)(root))
+    bench.submit(0)
+    bench.step()
+    bad, good = bench.submit(0, priority=-5000), bench.submit(1)
+    bench.run_dry()
+    assert bench.state.g[st.BAD_RANKS] > 0
+    assert {bench.status(bad), bench.status(good)} == {st.OK}

@@ -1,0 +1,192 @@
+"""Simulation: workloads, results, and what policies do to a short model beside long ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler import state as st
+from scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
+from scheduler.simulate import Fidelity, simulate
+from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
+from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
+
+
+def net(name: str = "net", us: float = 50.0, segments: int = 4, blocks: int = 66, **more: object) -> ModelProfile:
+    segment = SegmentProfile(us * 1e3, blocks, blocks * 8, blocks * 8192, 0, 5)
+    return ModelProfile(name, {1: [segment] * segments}, **more)  # type: ignore[arg-type]
+
+
+# --- workloads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Poisson, Lognormal])
+def test_open_loops_have_their_rate_their_mix_and_their_seed(kind: type[Poisson]) -> None:
+    load = kind(20_000, {"a": 3, "b": 1}, duration=2.0, clients=4, deadline_ms=5)
+    first, again, other = (load.arrivals(["b", "a"], seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first["time_ns"][:10], other["time_ns"][:10])
+    assert len(first) == pytest.approx(40_000, rel=0.1)
+    assert (np.diff(first["time_ns"]) >= 0).all()
+    assert first["time_ns"].max() < 2e9
+    assert (first["model"] == 1).mean() == pytest.approx(0.75, abs=0.02)
+    assert set(first["client"]) == {0, 1, 2, 3}
+    assert (first["deadline_ns"] - first["time_ns"] == 5_000_000).all()
+
+
+def test_lognormal_gaps_are_burstier_than_poisson() -> None:
+    gaps = [np.diff(load(1000, "m", duration=20).arrivals(["m"], 0)["time_ns"]) for load in (Poisson, Lognormal)]
+    assert gaps[1].std() / gaps[1].mean() > 1.5 * gaps[0].std() / gaps[0].mean()
+
+
+def test_traces_come_from_csv(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("t,model,deadline,priority,client\n0.002,b,,,\n0.001,a,5,2,3\n")
+    found = Trace.from_csv(path).arrivals(["a", "b"], 0)
+    assert found["time_ns"].tolist() == [1_000_000, 2_000_000]
+    assert found["model"].tolist() == [0, 1]
+    assert found["deadline_ns"].tolist() == [6_000_000, st.NEVER]
+    assert found["client"].tolist() == [3, 0]
+    result = simulate([net("a"), net("b")], Trace.from_csv(path), "fifo")
+    assert result.all.completed == 2
+
+
+@pytest.mark.parametrize("text", ["time,model\n1,a\n", "t,model\nsoon,a\n", "t,model,priority\n1,a,high\n"])
+def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=r"wrong\.csv"):
+        Trace.from_csv(path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Poisson(0, "m"),
+        lambda: Poisson(10, "m", duration=-1),
+        lambda: Poisson(10, "m", deadline_ms=0),
+        lambda: ClosedLoop("m", clients=0),
+        lambda: Poisson(10, {}).arrivals(["m"], 0),
+        lambda: Poisson(10, {"m": -1}).arrivals(["m"], 0),
+        lambda: Poisson(10, "n").arrivals(["m"], 0),
+    ],
+)
+def test_a_wrong_workload_is_refused(make: object) -> None:
+    with pytest.raises(WorkloadError):
+        make()  # type: ignore[operator]
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+def test_a_model_alone_takes_its_time_alone(fidelity: Fidelity) -> None:
+    result = simulate([net()], ClosedLoop("net", think_ms=1, duration=0.05), "paella", fidelity=fidelity)
+    latency = result.latency_ms
+    assert len(latency) > 30
+    np.testing.assert_allclose(latency, 0.2, rtol=0.02 if fidelity == "segments" else 0.15)
+
+
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+@pytest.mark.parametrize("policy", ["paella", "streams"])
+def test_the_same_seed_gives_the_same_run(policy: str, fidelity: Fidelity) -> None:
+    load = Poisson(3000, {"a": 1, "b": 1}, duration=0.02)
+    runs = [simulate([net("a"), net("b", us=20)], load, policy, seed=5, fidelity=fidelity) for _ in range(2)]
+    np.testing.assert_array_equal(runs[0].jobs, runs[1].jobs)
+    np.testing.assert_array_equal(runs[0].occupancy, runs[1].occupancy)
+
+
+def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
+    """Each job fills a quarter of the GPU for 0.2 ms: four at a time, 20,000 a second, whoever waits."""
+    model = net(blocks=264, lanes=16)
+    result = simulate([model], ClosedLoop("net", clients=32, duration=0.2), "streams", host_launch_ns=0)
+    assert result.all.throughput == pytest.approx(20_000, rel=0.03)
+    assert result.occupancy[5:-5, 0].mean() == pytest.approx(1.0, abs=0.02)
+
+
+def test_batches_raise_throughput() -> None:
+    one, many = (mix_profiles(batch, names=["resnet18"]) for batch in ((1,), (1, 2, 4, 8)))
+    load = ClosedLoop("resnet18", clients=64, duration=0.3)
+    slow, fast = (simulate(models, load, "srpt").all for models in (one, many))
+    assert fast.throughput > 1.8 * slow.throughput
+    assert fast.mean_batch > 4
+
+
+def test_deadlines_expire_and_queues_overflow() -> None:
+    models = [net(lanes=1, queue_limit=10, target_ms=1)]
+    result = simulate(models, Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
+    statuses = result.statuses()
+    assert set(statuses) == {"ok", "expired", "queue full"} or set(statuses) == {"ok", "queue full"}
+    assert sum(statuses.values()) == len(result.jobs) == result.all.submitted
+    assert result.all.within_target < 0.5
+    late = simulate([net(lanes=1, target_ms=1)], Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
+    assert late.statuses()["expired"] > 0
+
+
+def test_results_print_and_plot(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    result = simulate([net("a", target_ms=1), net("b")], Poisson(2000, {"a": 1, "b": 1}, duration=0.02), "fifo")
+    assert "fifo on virtual:h200" in str(result)
+    assert "all" in str(result)
+    assert [each.name for each in result.per_model] == ["a", "b"]
+    figure = result.plot()
+    figure.savefig(tmp_path / "plot.png")
+    matplotlib.pyplot.close(figure)
+
+
+def test_an_empty_run_has_figures_that_say_so() -> None:
+    result = simulate([net()], Trace(()), "fifo")
+    assert result.all.completed == 0
+    assert np.isnan(result.all.p99_ms)
+    assert str(result)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: simulate([], Poisson(1, "m")),
+        lambda: simulate([net(), net()], Poisson(1, "net")),
+        lambda: simulate([net()], Poisson(1, "net"), fidelity="atoms"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(make: object) -> None:
+    with pytest.raises((ProfileError, ValueError)):
+        make()  # type: ignore[operator]
+
+
+def test_the_mix_is_as_measured() -> None:
+    models = {each.name: each for each in mix_profiles((1, 8))}
+    assert set(models) == set(MIX)
+    for name, us in ALONE_US.items():
+        assert models[name].alone_ns() / 1e3 == pytest.approx(us, rel=0.05)
+        assert 1.2 < models[name].alone_ns(8) / models[name].alone_ns(1) < 1.5
+    kernels = sum(MIX[name] * sum(s.kernels for s in each.sizes[1]) for name, each in models.items())
+    assert kernels == pytest.approx(228, rel=0.1)  # measured per request of the mix
+
+
+# --- the claim ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+def test_a_short_model_stays_short_beside_a_flood_of_long_ones(fidelity: Fidelity, seed: int) -> None:
+    if fidelity == "blocks" and seed:
+        pytest.skip("one seed suffices where every block is simulated")
+    segments, seconds = (80, 0.5) if fidelity == "segments" else (20, 0.1)
+    models = [
+        net("short", us=25, target_ms=1, lanes=8),
+        net("long", segments=segments, blocks=264, target_ms=200, lanes=32),
+    ]
+    load: Workload = Poisson(500, "short", duration=seconds) + ClosedLoop("long", clients=64, duration=seconds)
+    p99, rate = {}, {}
+    for policy in ("paella", "edf", "streams", "fifo"):
+        result = simulate(models, load, policy, seed=seed, fidelity=fidelity)
+        assert result.statuses() == {"ok": len(result.jobs)}
+        p99[policy], rate[policy] = result.model("short").p99_ms, result.all.throughput
+    for policy in ("paella", "edf"):
+        for baseline in ("streams", "fifo"):
+            assert p99[policy] <= 0.3 * p99[baseline], (policy, baseline, p99)
+            assert rate[policy] >= 0.97 * rate[baseline], (policy, baseline, rate)
