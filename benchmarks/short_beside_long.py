@@ -25,6 +25,7 @@ from scheduler.workload import ClosedLoop, Poisson
 
 PLOT = Path(__file__).parents[1] / "docs" / "short_beside_long.png"
 SEEDS = (0, 1, 2, 3, 4)
+BASELINES = ("streams", "serial", "fifo")
 
 
 def models(long_segments: int = 80) -> list[ModelProfile]:
@@ -62,21 +63,28 @@ def plot(runs: dict[str, list[Results]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, results in runs.items():
-        ms = np.sort(np.concatenate([_short(each) for each in results]))
-        left.plot(ms, 1 - np.arange(len(ms)) / len(ms), label=name)
-    left.set(xscale="log", yscale="log", ylim=(1e-3, 1), xlabel="latency of the short model, ms")
-    left.set(ylabel="share of requests above", title="A short model beside a flood of long ones")
-    left.legend(fontsize="small")
-    names = list(runs)
-    rates = [statistics.median(each.model("long").throughput for each in runs[name]) for name in names]
-    right.bar(names, rates)
-    right.set(ylabel="long requests per second", title="What it costs the long model")
-    right.tick_params(axis="x", rotation=30)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    names = sorted(runs, key=lambda name: _median_p99(runs[name]), reverse=True)
+    for row, name in enumerate(names):
+        ms = np.concatenate([_short(each) for each in runs[name]])
+        p50, p99 = np.percentile(ms, [50, 99])
+        left.barh(row, p99, color="tab:blue" if name not in BASELINES else "tab:gray")
+        left.plot([p50], [row], "|", color="black", markersize=12, label="median" if row == 0 else None)
+        left.annotate(f" {p99:.3g} ms", (p99, row), va="center", fontsize="small")
+        rate = statistics.median(each.model("long").throughput for each in runs[name])
+        right.barh(row, rate, color="tab:blue" if name not in BASELINES else "tab:gray")
+    left.set_yticks(range(len(names)), names)
+    left.set(xscale="log", xlim=(0.05, 2000), xlabel="p99 latency of the short model, ms (alone: 0.1 ms)")
+    left.set_title("A short model beside a flood of long ones")
+    left.legend(fontsize="small", loc="lower right")
+    right.set(xlabel="long requests per second", title="What it costs the long model")
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=110)
     plt.close(figure)
+
+
+def _median_p99(results: Sequence[Results]) -> float:
+    return statistics.median(each.model("short").p99_ms for each in results)
 
 
 def _short(result: Results) -> Any:

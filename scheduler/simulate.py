@@ -56,7 +56,7 @@ def simulate(
     >>> from scheduler.workload import Poisson
     >>> net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 4})
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
-    92
+    90
     """
     chosen = find_policy(policy)
     if active is not None or look_ahead is not None:

@@ -58,6 +58,7 @@ class BlocksGpu:
                 self.segments[m, k, st.WHOLE] = self.sim.program([kernel for each in kernels for kernel in each])
         self.words: dict[int, int] = {}  # handle of a launch → its completion word
         self.capacity = part.sms * part.sm.warps
+        self.resident = 0.0
 
     def run(self) -> fluid.Fluid:
         """Until nothing is left to come and nothing runs."""
@@ -70,8 +71,8 @@ class BlocksGpu:
             following = self._next_arrival()
             if not self.words and following == np.inf:
                 return self.f
-            self._note(now)
             self.sim.run(None if following == np.inf else max(following, now), stop_on_completion=True)
+            self._note(now)
             for handle in self.sim.completed():
                 word = self.words.pop(int(handle), 0)
                 if word:
@@ -149,11 +150,11 @@ class BlocksGpu:
                 f.g[fluid.FREE_N] += 1
                 self._back(int(record["source"]), int(entry["finish_ns"]))
 
-    def _note(self, now: float) -> None:
-        """Resident warps now, for the time bin it is; averaged over the looks at the end."""
+    def _note(self, since: float) -> None:
+        """Add the time since then to the occupancy, with the warps that were resident when it began."""
         f = self.f
-        b = min(int(now / f.t[fluid.BIN_NS]), len(f.bins) - 1)
+        ns = self.sim.now_ns - since
+        b = min(int(since / f.t[fluid.BIN_NS]), len(f.bins) - 1)
+        f.bins[b] += np.array([self.resident / self.capacity, 0.0, 0.0, len(self.words)]) * ns
         lines = self.sim.lines
-        resident = float(((lines["started"] >> np.uint64(32)) - (lines["ended"] >> np.uint64(32))).sum())
-        # One look stands for the whole bin, the last one wins: bins are short against what changes in them.
-        f.bins[b] = (resident / self.capacity * f.t[fluid.BIN_NS], 0.0, 0.0, len(self.words) * f.t[fluid.BIN_NS])
+        self.resident = float(((lines["started"] >> np.uint64(32)) - (lines["ended"] >> np.uint64(32))).sum())

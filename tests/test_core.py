@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,6 +280,87 @@ def test_the_ring_says_when_it_is_full() -> None:
     ]
     assert answers[:-1] == [core_rings.STAGED] * len(state.submit)
     assert answers[-1] == core_rings.RING_FULL
+
+
+# --- in real time ---------------------------------------------------------------------------------------------------
+
+
+class RealTime:
+    """The core's own loop in a thread, on a GPU whose launches are done at once."""
+
+    def __init__(self, models: list[ModelProfile]) -> None:
+        self.bench = Bench(models, policy="edf", limits=replace(LIMITS, requests=1024))
+        s = self.state = self.bench.state
+        self.launched: list[int] = []
+
+        @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
+        def launch(word: int, lane: int) -> int:
+            self.launched.append(lane)
+            ctypes.c_uint64.from_address(word).value = 1
+            return 0
+
+        self._launch = launch
+        core.attach_libc(s)
+        s.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
+        s.g[st.BACKEND] = st.CUDA
+        s.launch["handle"], s.whole["handle"] = s.launch["word"], s.whole["word"]
+        s.launch["stream"], s.whole["stream"] = np.arange(len(s.lane))[:, None, None], np.arange(len(s.lane))[:, None]
+        self.stop = np.zeros(1, np.uint64)
+        self.eventfd = os.eventfd(0)
+        s.g[st.WAKE_FD] = self.eventfd
+
+    def run(self, linger_ns: int) -> int:
+        return core.run(self.state, self.stop, linger_ns, np.zeros(4, np.int64))
+
+
+def test_the_loop_runs_until_idle_and_rings_the_bell() -> None:
+    real = RealTime([profile(lanes=2)])
+    assert real.run(0) == 0
+    serials = [real.bench.submit() for _ in range(5)]
+    assert real.run(1000) == 0
+    assert os.eventfd_read(real.eventfd) > 0
+    os.close(real.eventfd)
+    assert sorted(real.bench.take()) == serials
+    real.stop[0] = 1
+    assert real.run(10**15) == 1
+
+
+def test_many_threads_submit_while_the_core_runs() -> None:
+    real = RealTime([profile("a", lanes=3, batch=(1, 8)), profile("b", lanes=2)])
+    s = real.state
+    each, threads = 200, 4
+
+    def front_end(k: int) -> None:
+        for i in range(each):
+            row = serial = k * each + i
+            args = (row, serial, serial, i % 2, k, 0, i, st.NEVER, 0, i % 3 > 0)
+            answer = core_rings.post(s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, *args)
+            assert answer != core_rings.RING_FULL
+            if answer >= 0:
+                core_rings.mark_ready(s.lane_word, answer // core_rings.SLOTS)
+
+    core.step(s, 0)
+    loop = threading.Thread(target=real.run, args=(10**15,))
+    loop.start()
+    front_ends = [threading.Thread(target=front_end, args=(k,)) for k in range(threads)]
+    for thread in front_ends:
+        thread.start()
+    into = np.zeros(64, st.COMPLETION)
+    serials: list[int] = []
+    while len(serials) < each * threads:
+        n = core_rings.take_done(s.ring, s.done, into)
+        assert (into["status"][:n] == st.OK).all()
+        serials += into["serial"][:n].tolist()
+        if not n:
+            os.eventfd_read(real.eventfd)
+    for thread in front_ends:
+        thread.join()
+    real.stop[0] = 1
+    loop.join()
+    os.close(real.eventfd)
+    assert sorted(serials) == list(range(each * threads))
+    core.step(s, 1 << 60)
+    check_integrity(s)
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
