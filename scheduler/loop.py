@@ -8,7 +8,7 @@ import select
 import numpy as np
 
 from instrument.device.heaps import compiled
-from scheduler.atomics import add_at, load_at, store_at
+from scheduler.atomics import add_at, call_write, load_at, store_at
 
 
 @compiled
@@ -21,6 +21,14 @@ def _armed(word: np.ndarray) -> bool:
 def _set(word: np.ndarray, value: int) -> None:
     store_at(word.ctypes.data, value)
     add_at(word.ctypes.data, 0)
+
+
+@compiled
+def ring_bell(word: np.ndarray, descriptor: int, write: int, scratch: np.ndarray) -> None:
+    """`Bell.ring` for compiled front ends: `write` is the address of the C function, `scratch` one int64."""
+    if add_at(word.ctypes.data, 0) != 0:
+        scratch[0] = 1
+        call_write(np.uint64(write), np.int32(descriptor), scratch.ctypes.data, np.uint64(8))
 
 
 @compiled
@@ -42,22 +50,22 @@ class Bell:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._word = np.zeros(8, np.uint64)
+        self.word = np.zeros(8, np.uint64)
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
         self.armed = False
 
     def arm(self) -> None:
-        _set(self._word, 1)
+        _set(self.word, 1)
         self.armed = True
 
     def disarm(self) -> None:
-        _set(self._word, 0)
+        _set(self.word, 0)
         self.armed = False
 
     def ring(self) -> None:
         """From any thread, after the work is posted."""
-        if self.fd >= 0 and _armed(self._word):
+        if self.fd >= 0 and _armed(self.word):
             os.eventfd_write(self.fd, 1)
 
     def sleep(self, timeout_s: float | None) -> None:

@@ -1,0 +1,338 @@
+"""The engine against CUDA streams, in one run: latency at light load, p99 slowdown in a mix, saturation throughput.
+
+    python benchmarks/engine_h200.py [--device cuda|virtual:h200] [--quick] [--seeds 3] [--out DIR]
+
+Four models of Triton kernels, about 0.1, 0.3, 1 and 3 ms long alone, asked for in inverse proportion to their length.
+Every output is compared with that of the same function run without the engine. On a virtual GPU the host computes the
+data, so the times say nothing there: it shows that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from common import save
+from engine_load import Generator, Run
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import paellapy as pp
+from instrument.device import CudaDevice
+from scheduler.engine import Engine
+from scheduler.model import Model, TensorSpec
+
+OUTPUT = 64
+INPUTS = 4  # different inputs per model
+PROBE_LAYERS = 16
+TARGETS = {"light": 1.02, "p99": 0.5, "saturation": 1.0, "batching": 1.8}
+
+
+@pp.kernel(report=None)
+@triton.jit
+def layer(x, w, out, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """out = (x + sin(2 x w)) / 2: bounded, however many follow each other."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, N, BK):
+        depth = k + tl.arange(0, BK)
+        total += tl.dot(tl.load(x + m[:, None] * N + depth[None, :]), tl.load(w + depth[:, None] * N + n[None, :]))
+    own = tl.load(x + m[:, None] * N + n[None, :]).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], (0.5 * own + 0.5 * tl.sin(2.0 * total)).to(tl.float16))
+
+
+@pp.kernel(report=None)
+@triton.jit
+def head(x, out, tokens, N: tl.constexpr, B: tl.constexpr):
+    i = tl.arange(0, B)
+    item = tl.program_id(0)
+    tl.store(out + item * B + i, tl.load(x + item * tokens * N + i).to(tl.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One model: how wide, and how long it should take."""
+
+    name: str
+    width: int
+    tokens: int
+    target_ms: float
+
+    def model(self, layers: int, batch: tuple[int, ...], lanes: int | None, name: str | None = None) -> Model:
+        width, tokens = self.width, self.tokens
+
+        def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+            count = inputs["x"].shape[0]
+            rows = count * tokens
+            buffers = [pp.empty((rows, width), np.float16) for _ in range(2)]
+            source = inputs["x"]
+            for k in range(layers):
+                target, w = buffers[k % 2], weights[f"w{k % 2}"]
+                layer[(rows // 16, width // 64)](source, w, target, rows, N=width, BM=16, BN=64, BK=64)
+                source = target
+            head[(count,)](source, outputs["y"], tokens, N=width, B=OUTPUT)
+
+        rng = np.random.default_rng(width)
+        weights = {f"w{k}": (rng.standard_normal((width, width)) / width**0.5).astype(np.float16) for k in range(2)}
+        return Model(
+            name or self.name,
+            fn,
+            inputs={"x": TensorSpec((tokens, width), np.float16)},
+            outputs={"y": TensorSpec((OUTPUT,))},
+            weights=weights,
+            batch=batch,
+            lanes=lanes,
+            target_ms=4 * self.target_ms,
+        )
+
+    def inputs(self) -> NDArray[np.float16]:
+        rng = np.random.default_rng(self.tokens)
+        return rng.uniform(-1, 1, (INPUTS, self.tokens, self.width)).astype(np.float16)
+
+
+KINDS = (
+    Kind("tiny", 256, 16, 0.1),
+    Kind("small", 512, 32, 0.3),
+    Kind("medium", 1024, 32, 1.0),
+    Kind("large", 2048, 64, 3.0),
+)
+QUICK = (Kind("tiny", 128, 16, 0.03), Kind("small", 128, 16, 0.09))
+
+
+def choose_layers(device: str, kinds: tuple[Kind, ...]) -> list[int]:
+    """As many layers as make up the time a model should take."""
+    with Engine(device) as engine:
+        found = []
+        for kind in kinds:
+            engine.load(kind.model(PROBE_LAYERS, (1,), 1, f"probe {kind.name}"))
+            per_layer = engine.profile(f"probe {kind.name}")[0].whole_ns / (PROBE_LAYERS + 1)
+            found.append(max(2, round(kind.target_ms * 1e6 / per_layer) - 1))
+    return found
+
+
+def references(device: Any, models: list[Model], inputs: list[NDArray[np.float16]]) -> list[NDArray[np.float32]]:
+    """What each function computes when it is simply called."""
+    found = []
+    with device:
+        for model, given in zip(models, inputs, strict=True):
+            weights = {k: pp.array(v) for k, v in model.weights.items()}
+            rows = []
+            for x in given:
+                y = pp.empty((1, OUTPUT))
+                model.fn(weights, {"x": pp.array(x[None])}, {"y": y})
+                rows.append(y.numpy()[0])
+            found.append(np.array(rows))
+    return found
+
+
+class Bench:
+    """One engine with the models loaded, and the runs made on it."""
+
+    def __init__(self, device: str, kinds: tuple[Kind, ...], layers: list[int], batch: tuple[int, ...], lanes: int):
+        self.engine = Engine(device)
+        self.models = [kind.model(n, batch, lanes) for kind, n in zip(kinds, layers, strict=True)]
+        for model in self.models:
+            self.engine.load(model)
+        self.inputs = [kind.inputs() for kind in kinds]
+        self.expected = references(self.engine.device, self.models, self.inputs)
+        self.alone_ns = np.array([self.engine.profile(m.name)[0].whole_ns for m in self.models])
+        self.generator = Generator(self.engine, [m.name for m in self.models], self.inputs, OUTPUT)
+        share = 1 / self.alone_ns
+        self.share = share / share.sum()
+        self.checked = self.wrong = 0
+
+    def requests(self, n: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rng = np.random.default_rng(seed)
+        return rng.choice(len(self.models), n, p=self.share).astype(np.int64), rng.integers(0, INPUTS, n)
+
+    def check(self, run: Run) -> Run:
+        wanted = np.stack([self.expected[m][w] for m, w in zip(run.model, run.which, strict=True)])
+        self.checked += len(wanted)
+        self.wrong += int((~np.isclose(run.outputs, wanted, rtol=2e-2, atol=2e-2).all(axis=1)).sum())
+        return run
+
+    def saturate(self, policy: str, n: int, outstanding: int, seed: int) -> Run:
+        """As many requests as the engine can take."""
+        self.engine.set_policy(policy)
+        model, which = self.requests(n, seed)
+        return self.check(self.generator.run(np.zeros(n, np.int64), model, which, outstanding))
+
+    def offer(self, policy: str, rate: float, n: int, seed: int) -> Run:
+        """Poisson arrivals, whatever the engine makes of them."""
+        self.engine.set_policy(policy)
+        model, which = self.requests(n, seed)
+        at = np.cumsum(np.random.default_rng(seed + 1000).exponential(1e9 / rate, n)).astype(np.int64) + 1
+        return self.check(self.generator.run(at, model, which, 1 << 30))
+
+    def light(self, model: int, n: int) -> dict[str, float]:
+        """One request at a time, against one launch of the same graph."""
+        self.engine.set_policy("paella")
+        which = np.arange(n, dtype=np.int64) % INPUTS
+        run = self.check(self.generator.run(np.zeros(n, np.int64), np.full(n, model, np.int64), which, 1))
+        found = {"engine_us": float(np.median(run.latency_ns[n // 4 :])) / 1e3}
+        if isinstance(self.engine.device, CudaDevice):
+            found["graph_us"] = float(np.median(self.generator.alone_ns(model, 0, n)[n // 4 :])) / 1e3
+        else:
+            found["graph_us"] = float(self.alone_ns[model]) / 1e3
+        found["ratio"] = found["engine_us"] / found["graph_us"]
+        return found
+
+    def slowdown(self, run: Run) -> dict[str, float]:
+        slow = run.latency_ns / self.alone_ns[run.model]
+        return {
+            "p50": float(np.quantile(slow, 0.5)),
+            "p99": float(np.quantile(slow, 0.99)),
+            "within_4x": float((slow <= 4).mean()),
+            "throughput": run.throughput,
+            "mean_batch": float(run.batch.mean()),
+        }
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    kinds = QUICK if args.quick else KINDS
+    n_light, n_sat, seconds = (20, 60, 0.02) if args.quick else (200, 4000, 0.8)
+    fractions = (0.6, 0.8, 0.95)
+    policies = ("streams", "srpt", "slack")
+    seeds = range(args.seeds)
+    steps = len(kinds) + 3 * args.seeds + len(fractions) * len(policies) * args.seeds + 4 * args.seeds + 3
+    task = progress.add_task("loading", total=steps)
+
+    def step(what: str) -> None:
+        progress.update(task, advance=1, description=what)
+
+    layers = choose_layers(args.device, kinds)
+    step("loading, batch 1")
+    plain = Bench(args.device, kinds, layers, (1,), args.lanes)
+    step("light load")
+    found: dict[str, Any] = {
+        "models": {
+            k.name: {"layers": n, "width": k.width, "tokens": k.tokens, "alone_us": t / 1e3, "share": s}
+            for k, n, t, s in zip(kinds, layers, plain.alone_ns.tolist(), plain.share.tolist(), strict=True)
+        },
+        "light": {},
+    }
+    for m, kind in enumerate(kinds):
+        found["light"][kind.name] = plain.light(m, n_light)
+        step("saturation")
+    plain.saturate("streams", max(20, n_sat // 10), 64, 99)  # warm
+    found["saturation"] = {}
+    for policy in policies:
+        found["saturation"][policy] = []
+        for seed in seeds:
+            found["saturation"][policy].append(plain.saturate(policy, n_sat, 64, seed).throughput)
+            step(f"saturation, {policy}")
+    base = float(np.median(found["saturation"]["streams"]))
+    found["mixed"] = []
+    for fraction in fractions:
+        for seed in seeds:
+            for policy in policies:
+                n = max(40, int(base * fraction * seconds))
+                run = plain.offer(policy, base * fraction, n, seed)
+                found["mixed"].append({"load": fraction, "seed": seed, "policy": policy, **plain.slowdown(run)})
+                step(f"{fraction:.0%} load, {policy}")
+    plain.engine.close()
+    batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.lanes // 2))
+    step("saturation with batches")
+    batched.saturate("srpt", max(20, n_sat // 10), 256, 99)
+    found["batched"], found["batched_mixed"] = {}, []
+    for policy in ("srpt", "slack"):
+        found["batched"][policy] = []
+        for seed in seeds:
+            found["batched"][policy].append(batched.saturate(policy, 2 * n_sat, 256, seed).throughput)
+            step(f"saturation with batches, {policy}")
+            run = batched.offer(policy, 0.95 * base, max(40, int(0.95 * base * seconds)), seed)
+            found["batched_mixed"].append({"load": 0.95, "seed": seed, "policy": policy, **batched.slowdown(run)})
+            step(f"95% load with batches, {policy}")
+    batched.engine.close()
+    found["checked"] = plain.checked + batched.checked
+    found["wrong"] = plain.wrong + batched.wrong
+    found["targets"] = judge(found)
+    return found
+
+
+def judge(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each target with the value reached: the median, and the worst and best over seeds or models."""
+
+    def p99(load: float, policy: str) -> NDArray[np.float64]:
+        rows = [r for r in found["mixed"] if r["load"] == load and r["policy"] == policy]
+        return np.array([r["p99"] for r in sorted(rows, key=lambda r: r["seed"])])
+
+    loads = sorted({row["load"] for row in found["mixed"]})
+    streams = float(np.median(found["saturation"]["streams"]))
+    values = {
+        "light load, engine / one graph launch": ("light", [v["ratio"] for v in found["light"].values()], "<="),
+        **{
+            f"p99 slowdown at {load:.0%}, {policy} / streams": ("p99", (p99(load, policy) / p99(load, "streams")), "<=")
+            for load in loads
+            for policy in ("srpt", "slack")
+        },
+        "saturation, srpt / streams": ("saturation", np.array(found["saturation"]["srpt"]) / streams, ">="),
+        "saturation with batches, srpt / streams": ("batching", np.array(found["batched"]["srpt"]) / streams, ">="),
+    }
+    out = {}
+    for name, (which, given, sign) in values.items():
+        array = np.asarray(given, np.float64)
+        value, target = float(np.median(array)), TARGETS[which]
+        met = value <= target if sign == "<=" else value >= target
+        out[name] = {
+            "median": value, "least": float(array.min()), "most": float(array.max()),
+            "target": f"{sign} {target}", "met": bool(met),
+        }  # fmt: skip
+    return out
+
+
+def show(found: dict[str, Any], title: str, took_s: float) -> None:
+    console = Console()
+    models = Table(title=f"{title}: models", box=None)
+    for column in ("model", "kernels", "alone, µs", "graph, µs", "engine, µs", "ratio"):
+        models.add_column(column, justify="left" if column == "model" else "right")
+    for name, each in found["models"].items():
+        light = found["light"][name]
+        models.add_row(
+            name, str(each["layers"] + 1), f"{each['alone_us']:.1f}", f"{light['graph_us']:.1f}",
+            f"{light['engine_us']:.1f}", f"{light['ratio']:.3f}",
+        )  # fmt: skip
+    results = Table(title="Against CUDA streams", box=None)
+    for column in ("what", "median", "least … most", "target", ""):
+        results.add_column(column, justify="left" if column == "what" else "right")
+    for name, each in found["targets"].items():
+        results.add_row(
+            name, f"{each['median']:.3f}", f"{each['least']:.3f} … {each['most']:.3f}", each["target"],
+            "[green]met[/]" if each["met"] else "[red]missed[/]",
+        )  # fmt: skip
+    console.print(models, results)
+    if "(virtual)" in title:
+        console.print("On a virtual GPU the host computes the data: only the outputs mean something, not the times.")
+    console.print(f"{found['checked']:,} outputs checked, {found['wrong']} wrong; {took_s:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="two small models and few requests")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lanes", type=int, default=16, help="batches of one model that may be in flight")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    device = pp.Device(args.device)
+    start = time.monotonic()
+    with Progress(transient=True) as progress:
+        found = measure(args, progress)
+    show(found, device.title, time.monotonic() - start)
+    name = "engine_h200" if isinstance(device, CudaDevice) else "engine_virtual"
+    print(save(name, found, device, args.out))
+    if found["wrong"]:
+        raise SystemExit(f"{found['wrong']} of {found['checked']} outputs are wrong")
+
+
+if __name__ == "__main__":
+    main()
