@@ -1,1 +1,1 @@
-"""The HTTP front end."""
+"""The HTTP front end: Open Inference Protocol v2 over one engine, with latency targets."""

@@ -1,0 +1,60 @@
+"""Datatypes of the protocol and what NumPy calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from scheduler.errors import ModelError
+from scheduler.model import Model
+from serving.errors import RequestError
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def datatype(dtype: np.dtype[Any]) -> str:
+    """The protocol's name.
+
+    >>> datatype(np.dtype("float16"))
+    'FP16'
+    """
+    return NAMES[dtype]
+
+
+def check_datatype(name: str, wanted: np.dtype[Any], where: str) -> None:
+    """A request's datatype must be the model's."""
+    if DTYPES.get(name) == wanted:
+        return
+    if name == "BYTES":
+        raise RequestError(f"{where} is {datatype(wanted)}; the model has no BYTES tensors")
+    if name not in DTYPES:
+        raise RequestError(f"{where}: there is no datatype {name!r}; the model takes {datatype(wanted)}")
+    raise RequestError(f"{where} is {datatype(wanted)}, not {name}")
+
+
+def check_servable(model: Model) -> None:
+    """Every tensor of the model must have a name in the protocol."""
+    for kind, specs in (("input", model.inputs), ("output", model.outputs)):
+        for key, spec in specs.items():
+            if spec.dtype not in NAMES:
+                raise ModelError(
+                    f"model {model.name!r}, {kind} {key!r} is {spec.dtype.name}, which the protocol cannot carry; "
+                    f"it has {', '.join(DTYPES)}"
+                )

@@ -1,0 +1,76 @@
+"""Errors of the front end, and which HTTP status each error of ours becomes."""
+
+from __future__ import annotations
+
+import math
+
+from instrument.errors import PaellaError
+from scheduler.errors import (
+    CaptureError,
+    DeadlineError,
+    EngineClosedError,
+    EngineFailedError,
+    InputError,
+    MemoryPlanError,
+    ModelError,
+    QueueFullError,
+    UnknownModelError,
+)
+
+
+class ConfigError(PaellaError):
+    """The configuration is wrong; the message names the file, the line and what belongs there."""
+
+
+class RequestError(PaellaError):
+    """A request that gets an answer other than 200."""
+
+    status = 400
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        if status is not None:
+            self.status = status
+
+
+class RefusedError(RequestError):
+    """Refused at once: it could not be done in time, or there is no room. `reason` is a label of the metrics."""
+
+    status = 503
+
+    def __init__(self, message: str, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+
+# The first class that fits. `reason` is a label of the metrics; None: the client's own mistake.
+_STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
+    (UnknownModelError, 404, None),
+    (InputError, 400, None),
+    (DeadlineError, 503, "deadline"),
+    (QueueFullError, 503, "queue_full"),
+    (EngineClosedError, 503, "closing"),
+    (EngineFailedError, 503, "device_failed"),
+    (MemoryPlanError, 400, None),
+    (CaptureError, 400, None),
+    (ModelError, 400, None),
+)
+
+
+def status_of(error: PaellaError) -> tuple[int, str | None]:
+    """The HTTP status of an error, and the label it is counted under where it is a refusal.
+
+    >>> status_of(QueueFullError("full"))
+    (503, 'queue_full')
+    """
+    if isinstance(error, RequestError):
+        return error.status, getattr(error, "reason", None)
+    for kind, status, reason in _STATUSES:
+        if isinstance(error, kind):
+            return status, reason
+    return 500, None
+
+
+def retry_after_s(error: PaellaError) -> int:
+    """Whole seconds, as the header has them."""
+    return max(1, math.ceil(min(getattr(error, "retry_after_s", 1.0), 3600.0)))

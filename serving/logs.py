@@ -1,0 +1,72 @@
+"""Structured logs: one line per event, as text or JSON, each with the id of its request and the caller's trace."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import secrets
+import sys
+import time
+from typing import Any, Literal
+
+import msgspec
+
+log = logging.getLogger("paellapy.serving")
+
+Format = Literal["text", "json"]
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_prefix, _numbers = secrets.token_hex(6), itertools.count(1)
+
+
+def request_id(given: str | None) -> str:
+    """The client's own, where it is one; otherwise a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return f"{_prefix}-{next(_numbers):x}"
+
+
+def child_span(traceparent: str | None) -> str | None:
+    """W3C trace context: the same trace with a span of ours, or None where none was given that is valid.
+
+    >>> child_span("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")[:35]
+    '00-4bf92f3577b34da6a3ce929d0e0e4736'
+    """
+    found = _TRACEPARENT.fullmatch(traceparent or "")
+    if found is None:
+        return None
+    version, trace, parent, flags, rest = found.groups()
+    if version == "ff" or set(trace) == {"0"} or set(parent) == {"0"} or (version == "00" and rest):
+        return None
+    return f"00-{trace}-{secrets.token_hex(8)}-{flags}"
+
+
+class _Lines(logging.Formatter):
+    """`extra={"fields": {…}}` are the line's fields."""
+
+    def __init__(self, style: Format) -> None:
+        super().__init__()
+        self._json = style == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        trouble = self.formatException(record.exc_info) if record.exc_info else None
+        if self._json:
+            line = {"time": moment, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
+            if trouble:
+                line["traceback"] = trouble
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        said = "".join(f" {key}={value}" for key, value in fields.items())
+        return f"{moment} {record.levelname.lower()} {record.getMessage()}{said}" + (f"\n{trouble}" if trouble else "")
+
+
+def configure(style: Format = "text", level: str = "info") -> None:
+    """Lines of the server go to standard error. Applications that embed it configure logging themselves."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines(style))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(level.upper())

@@ -1,0 +1,138 @@
+"""What every request passes: its id and trace, its key, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from instrument.errors import PaellaError
+from serving.errors import RequestError, retry_after_s, status_of
+from serving.logs import child_span, log, request_id
+from serving.service import Service
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SERVICE = web.AppKey("service", Service)
+CLIENT = "paellapy_client"  # of a request: whose it is
+OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes of orchestrators carry no key
+
+_encode = msgspec.json.Encoder().encode
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=_encode(value), status=status, headers=headers, content_type="application/json")
+
+
+class Keys:
+    """API keys by name. Only their digests are kept, and all are compared, whatever the first say."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys.items()]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def name_of(self, request: web.Request) -> str:
+        """Whose key the request carries; RequestError 401 without one."""
+        given = request.headers.get("X-API-Key", "")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if not given and scheme.lower() == "bearer":
+            given = token.strip()
+        digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for name, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        if found is None:
+            raise RequestError("a key is needed: send it as X-API-Key or as Authorization: Bearer …", status=401)
+        return found
+
+
+def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> Any:
+    """The middleware of an application."""
+    known = Keys(keys)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started_ns = time.monotonic_ns()
+        headers = request.headers
+        number = request_id(headers.get("X-Request-Id"))
+        try:
+            if known and not request.path.endswith(OPEN_PATHS):
+                request[CLIENT] = known.name_of(request)
+            else:
+                request[CLIENT] = headers.get(client_header)
+            response = await handler(request)
+        except asyncio.CancelledError:
+            if access_log:
+                _note(request, number, 499, started_ns)
+            raise
+        except Exception as e:
+            response = answer(e, request, number)
+        response.headers["X-Request-Id"] = number
+        if (given := headers.get("traceparent")) and (span := child_span(given)):
+            response.headers["traceparent"] = span
+            if state := headers.get("tracestate"):
+                response.headers["tracestate"] = state
+        if request.app[SERVICE].draining:
+            response.force_close()
+        if access_log:
+            _note(request, number, response.status, started_ns)
+        return response
+
+    return middleware
+
+
+def answer(error: Exception, request: web.Request, number: str) -> web.StreamResponse:
+    """Every error as `{"error": "…"}`; what is our own fault is logged, and told only by its number."""
+    if isinstance(error, PaellaError):
+        status, _ = status_of(error)
+        if status < 500:
+            extra = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+            return json_response({"error": str(error)}, status, extra)
+        if status == 503:
+            return json_response({"error": str(error)}, status, {"Retry-After": str(retry_after_s(error))})
+    elif isinstance(error, web.HTTPException):
+        if error.status < 400:
+            raise error
+        kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return json_response({"error": _http_error(error, request)}, error.status, kept)
+    elif isinstance(error, TimeoutError):
+        return json_response({"error": "the body did not arrive in time"}, 408)
+    elif isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
+        return json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
+    log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": request.path}})
+    return json_response({"error": f"internal error; the server's log has it under request {number}"}, 500)
+
+
+def _http_error(error: web.HTTPException, request: web.Request) -> str:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return f"the body is larger than the {request.app[SERVICE].max_body_bytes:,} bytes this server takes"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is nothing at {request.path[:200]!r}; /docs lists what there is"
+    return error.reason
+
+
+def _note(request: web.Request, number: str, status: int, started_ns: int) -> None:
+    fields = {
+        "request": number,
+        "method": request.method,
+        "path": request.path,
+        "status": status,
+        "ms": round((time.monotonic_ns() - started_ns) * 1e-6, 3),
+        "client": request.get(CLIENT),
+        "peer": request.remote,
+    }
+    if traceparent := request.headers.get("traceparent"):
+        fields["traceparent"] = traceparent
+    log.info("request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})

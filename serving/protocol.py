@@ -1,0 +1,328 @@
+"""Bodies of the Open Inference Protocol v2: JSON, and the binary tensor extension, in both directions.
+
+A request's tensors have the batch as their leading axis, as the model's metadata says (`[-1, …]`); one item may also
+be sent without it. `decode` checks everything there is to check, so that what it returns can be written into slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.model import Model, TensorSpec
+from serving.datatypes import check_datatype, datatype
+from serving.errors import RequestError
+
+Parameters = dict[str, Any]
+
+MAX_RANK = 64  # of a shape; NumPy's own limit
+_UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+
+
+class RequestTensor(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Parameters = {}
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class RequestedOutput(msgspec.Struct):
+    name: str
+    parameters: Parameters = {}
+
+
+class RequestBody(msgspec.Struct):
+    inputs: list[RequestTensor]
+    id: str = ""
+    outputs: list[RequestedOutput] = []
+    parameters: Parameters = {}
+
+
+class ResponseTensor(msgspec.Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: Parameters = {}
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseBody(msgspec.Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[ResponseTensor]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor of the answer: which, and how it travels."""
+
+    name: str
+    binary: bool
+    classes: int = 0  # the classification extension: the best so many, as texts
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request whose every tensor fits the model."""
+
+    id: str
+    items: int
+    batched: bool  # its tensors have a batch axis, and so will the answer's
+    inputs: dict[str, NDArray[Any]]  # [items, …]
+    outputs: list[Output]
+    priority: int | None
+    timeout_us: float | None
+
+
+_decode = msgspec.json.Decoder(RequestBody).decode
+_decode_any = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+_LISTS: dict[str, Callable[[Any], list[Any]]] = {
+    "b": msgspec.json.Decoder(list[bool]).decode,
+    "i": msgspec.json.Decoder(list[int]).decode,
+    "u": msgspec.json.Decoder(list[int]).decode,
+    "f": msgspec.json.Decoder(list[float]).decode,
+}
+
+
+# -- in
+
+
+def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
+    """A request of the model, or the RequestError that says what is wrong with it."""
+    header, tail = split(memoryview(body), header_length)
+    try:
+        request = _decode(header)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise RequestError(f"the request is not a v2 inference request: {e}") from None
+    binary = BinaryTensors(tail)
+    arrays: dict[str, NDArray[Any]] = {}
+    for tensor in request.inputs:
+        spec = model.inputs.get(tensor.name)
+        if spec is None or tensor.name in arrays:
+            problem = "is no input of" if spec is None else "appears twice in a request to"
+            raise RequestError(f"{tensor.name!r} {problem} model {model.name!r}; it takes {', '.join(model.inputs)}")
+        arrays[tensor.name] = _array(tensor, spec, binary, f"model {model.name!r}, input {tensor.name!r}")
+    if missing := [key for key in model.inputs if key not in arrays]:
+        raise RequestError(f"model {model.name!r} also needs the input {', '.join(missing)}")
+    binary.check_used()
+    items, batched = _batch(model, arrays)
+    if not batched:
+        arrays = {key: array[np.newaxis] for key, array in arrays.items()}
+    outputs = _outputs(model, request)
+    priority, timeout_us = _scheduling(request.parameters)
+    return Request(request.id, items, batched, arrays, outputs, priority, timeout_us)
+
+
+def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
+    """The JSON and what follows it."""
+    if header_length is None:
+        return body, body[len(body) :]
+    # int() would also take "+5", " 5 " and "1_000".
+    if not (header_length.isascii() and header_length.isdigit()) or len(header_length) > 18:
+        raise RequestError(f"Inference-Header-Content-Length: {header_length[:40]!r} is not a length in bytes")
+    length = int(header_length)
+    if length > len(body):
+        raise RequestError(f"Inference-Header-Content-Length is {length}, but the body has {len(body)} bytes")
+    return body[:length], body[length:]
+
+
+class BinaryTensors:
+    """What follows the JSON: tensors one after the other, in the order of the request's inputs."""
+
+    def __init__(self, tail: memoryview) -> None:
+        self._tail, self._at = tail, 0
+
+    def take(self, size: int, where: str) -> memoryview:
+        if self._at + size > len(self._tail):
+            left = len(self._tail) - self._at
+            raise RequestError(f"{where}: binary_data_size is {size}, but {left} bytes are left in the body")
+        piece = self._tail[self._at : self._at + size]
+        self._at += size
+        return piece
+
+    def check_used(self) -> None:
+        if left := len(self._tail) - self._at:
+            raise RequestError(f"{left} bytes at the end of the body belong to no input")
+
+
+def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where: str) -> NDArray[Any]:
+    check_datatype(tensor.datatype, spec.dtype, where)
+    for name in _UNSUPPORTED:
+        if name in tensor.parameters:
+            raise RequestError(f"{where}: {name} is not supported; send the tensor in the body")
+    shape = tuple(tensor.shape)
+    if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
+        wanted = ", ".join(map(str, ("n", *spec.shape)))
+        raise RequestError(f"{where} has shape {_short(tensor.shape)}; it takes [{wanted}]")
+    count = math.prod(shape)
+    size = tensor.parameters.get("binary_data_size")
+    if size is None:
+        if isinstance(tensor.data, msgspec.UnsetType):
+            raise RequestError(f'{where} has neither "data" nor the parameter "binary_data_size"')
+        return _numbers(tensor.data, spec.dtype, count, where).reshape(shape)
+    if not isinstance(tensor.data, msgspec.UnsetType):
+        raise RequestError(f'{where} has both "data" and the parameter "binary_data_size"')
+    if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
+        raise RequestError(
+            f"{where}: binary_data_size is {_short(size)}; shape {_short(tensor.shape)} of {tensor.datatype} has "
+            f"{_short(count * spec.dtype.itemsize)} bytes"
+        )
+    piece = binary.take(size, where)
+    if spec.dtype.kind == "b":  # a byte other than 0 and 1 is no bool to NumPy's own operations
+        return np.frombuffer(piece, np.uint8).astype(np.bool_).reshape(shape)
+    return np.frombuffer(piece, spec.dtype).reshape(shape)
+
+
+def _numbers(data: msgspec.Raw, dtype: np.dtype[Any], count: int, where: str) -> NDArray[Any]:
+    """JSON numbers, flat or nested: the protocol allows both."""
+    kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has a kind of its own
+    try:
+        try:
+            values = _LISTS[kind](data)
+        except msgspec.ValidationError:
+            nested = _decode_any(data)
+            if not isinstance(nested, list):
+                raise
+            values = _LISTS[kind](_encode(_flatten(nested, where)))
+        if len(values) != count:
+            raise RequestError(f"{where} has {len(values)} values; its shape wants {_short(count)}")
+        if kind == "f":
+            # In two steps: from a list, a number beyond the range would become infinite without a word.
+            with np.errstate(over="raise"):
+                return np.array(values, np.float64).astype(dtype)
+        return np.array(values, dtype)
+    except msgspec.ValidationError as e:
+        raise RequestError(f"{where}: {e}") from None
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise RequestError(f"{where}: its data are not JSON: {e}") from None
+    except (OverflowError, FloatingPointError):
+        raise RequestError(f"{where}: a number is out of the range of {datatype(dtype)}") from None
+
+
+def _flatten(nested: list[Any], where: str) -> list[Any]:
+    flat: list[Any] = nested
+    for _ in range(MAX_RANK):
+        if not any(isinstance(each, list) for each in flat):
+            return flat
+        if not all(isinstance(each, list) for each in flat) or len({len(each) for each in flat}) > 1:
+            raise RequestError(f"{where}: the lists of its data differ in length or depth")
+        flat = [value for each in flat for value in each]
+    raise RequestError(f"{where}: its data are nested too deeply")
+
+
+def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
+    """How many items the request has, and whether its tensors have a batch axis."""
+    found = {key: a.shape[0] if a.ndim > len(model.inputs[key].shape) else None for key, a in arrays.items()}
+    counts = set(found.values())
+    if len(counts) > 1:
+        said = ", ".join(f"{key}: {'no batch axis' if n is None else n}" for key, n in found.items())
+        raise RequestError(f"model {model.name!r}: the inputs differ in their batch ({said})")
+    items = counts.pop()
+    if items is not None and items > model.max_batch:
+        raise RequestError(
+            f"model {model.name!r} takes up to {model.max_batch} items in a request, not {_short(items)}: send several"
+        )
+    return items or 1, items is not None
+
+
+def _outputs(model: Model, request: RequestBody) -> list[Output]:
+    everything = _flag(request.parameters, "binary_data_output", False)
+    if not request.outputs:
+        return [Output(key, everything) for key in model.outputs]
+    found: dict[str, Output] = {}
+    for each in request.outputs:
+        spec = model.outputs.get(each.name)
+        if spec is None or each.name in found:
+            problem = "is no output of" if spec is None else "is asked for twice of"
+            raise RequestError(f"{each.name!r} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
+        for name in _UNSUPPORTED:
+            if name in each.parameters:
+                raise RequestError(f"output {each.name!r}: {name} is not supported; it travels in the body")
+        classes = each.parameters.get("classification", 0)
+        if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
+            raise RequestError(f"output {each.name!r}: classification={_short(classes)} is not a number of classes")
+        if classes and (len(spec.shape) != 1 or spec.dtype.kind not in "fiu"):
+            raise RequestError(f"output {each.name!r} has no classes: it is no vector of FP32, FP64, FP16 or integers")
+        found[each.name] = Output(each.name, _flag(each.parameters, "binary_data", everything), classes)
+    return list(found.values())
+
+
+def _flag(parameters: Parameters, name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"the parameter {name} is {_short(value)}; it is true or false")
+    return value
+
+
+def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
+    priority, timeout_us = parameters.get("priority"), parameters.get("timeout")
+    if priority is not None and (type(priority) is not int or abs(priority) > 1 << 30):
+        raise RequestError(f"the parameter priority is {_short(priority)}; it is a whole number, larger goes first")
+    if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
+        raise RequestError(f"the parameter timeout is {_short(timeout_us)}; it is in microseconds, from 0 (none) up")
+    return priority, timeout_us or None
+
+
+def _short(value: object) -> str:
+    """A client's own value, back to it in an error: never more than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers of thousands of digits
+        return "a number beyond all bounds"
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+# -- out
+
+
+def encode(
+    model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
+) -> tuple[list[bytes | memoryview], int | None]:
+    """The answer's body in pieces, and the length of its JSON where binary tensors follow.
+
+    `results` are [items, …] per output.
+    """
+    tensors: list[ResponseTensor] = []
+    tail: list[bytes | memoryview] = []
+    for output in request.outputs:
+        array = results[output.name]
+        name = datatype(model.outputs[output.name].dtype)
+        if output.classes:
+            array, name = classify(array, output.classes), "BYTES"
+        shape = list(array.shape if request.batched else array.shape[1:])
+        if output.binary:
+            data = _texts(array) if name == "BYTES" else np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            tail.append(data)
+            tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
+        else:
+            flat = array.reshape(-1)
+            values = (flat.astype(np.float32) if name in ("FP16", "BF16") else flat).tolist()
+            tensors.append(ResponseTensor(output.name, name, shape, data=values))
+    header = _encode(ResponseBody(model.name, version, tensors, request.id))
+    return [header, *tail], len(header) if tail else None
+
+
+def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
+    """The classification extension: the best classes of every item as "score:index".
+
+    >>> classify(np.array([[0.25, 0.75]]), 1)[0, 0]
+    '0.750000:1'
+    """
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :classes]
+    texts = [[f"{float(row[k]):f}:{k}" for k in ks] for row, ks in zip(scores, best, strict=True)]
+    return np.array(texts, dtype=object)
+
+
+def _texts(array: NDArray[Any]) -> bytes:
+    """BYTES: every element is its length in four bytes, and itself."""
+    parts = (str(each).encode() for each in array.reshape(-1))
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -1,0 +1,137 @@
+"""The models this server may serve, and whether each is loaded: hot loading and unloading, nothing else comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from instrument.errors import PaellaError
+from scheduler.engine import Engine
+from scheduler.errors import ModelError, UnknownModelError
+from scheduler.model import Model
+from serving.datatypes import check_servable
+from serving.errors import RefusedError
+
+VERSION = "1"  # a registry holds one version of each model
+
+READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNLOADING"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One configured model. `make` builds it anew at every load, so that a reload sees changed weights."""
+
+    name: str
+    make: Callable[[], Model]
+    at_start: bool = True
+    state: str = UNAVAILABLE
+    reason: str = "not loaded yet"
+    model: Model | None = None
+    row: int = -1  # in the core
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Registry:
+    """Configured models by name, on one engine."""
+
+    def __init__(self, engine: Engine, entries: Iterable[Entry] = ()) -> None:
+        self.engine = engine
+        self.entries: dict[str, Entry] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        if entry.name == "stats" or not entry.name or "/" in entry.name:
+            raise ModelError(f"a model cannot be served as {entry.name!r}: that is no name in the protocol's addresses")
+        if entry.name in self.entries:
+            raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
+        self.entries[entry.name] = entry
+
+    def find(self, name: str, version: str | None = None) -> Entry:
+        """The entry, loaded or not."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise UnknownModelError(f"no model named {name!r}; there are {', '.join(self.entries) or 'none'}")
+        if version is not None and version != VERSION:
+            raise UnknownModelError(f"model {name!r} has no version {version!r}; it has version {VERSION}")
+        return entry
+
+    def ready(self, name: str, version: str | None = None) -> Model:
+        """The model, which must be loaded."""
+        entry = self.find(name, version)
+        model = entry.model
+        if entry.state == READY and model is not None:
+            return model
+        if entry.state == LOADING:
+            raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
+        raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
+
+    def load(self, name: str) -> float:
+        """Loads a configured model; one that is loaded is loaded anew. Returns the milliseconds it takes on the GPU."""
+        entry = self.find(name)
+        with entry.lock:
+            if entry.state == READY:
+                self._unload(entry, "being loaded anew")
+            entry.state, entry.reason = LOADING, ""
+            try:
+                model = entry.make()
+                if model.name != name:
+                    raise ModelError(f"the factory of model {name!r} made one named {model.name!r}")
+                check_servable(model)
+                self.engine.load(model)
+            except PaellaError as e:
+                entry.state, entry.reason = UNAVAILABLE, str(e)
+                raise
+            except Exception as e:  # the factory's own
+                entry.state, entry.reason = UNAVAILABLE, f"{type(e).__name__}: {e}"
+                raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
+            entry.row = _row(self.engine, model)
+            entry.model, entry.state = model, READY
+        return float(self.engine.profile(name)[0].whole_ns * 1e-6)
+
+    def unload(self, name: str) -> None:
+        """Finishes the model's requests and gives its memory back."""
+        entry = self.find(name)
+        with entry.lock:
+            if entry.state == READY:
+                self._unload(entry, "unloaded")
+
+    def _unload(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason = UNLOADING, "being unloaded"
+        try:
+            self.engine.unload(entry.name)
+        finally:
+            entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
+
+    async def load_async(self, name: str) -> float:
+        """In a thread, since it compiles; it goes on when its caller leaves."""
+        return await asyncio.shield(asyncio.to_thread(self.load, name))
+
+    async def unload_async(self, name: str) -> None:
+        await asyncio.shield(asyncio.to_thread(self.unload, name))
+
+
+def registry_of(engine: Engine) -> Registry:
+    """A registry of the models an engine has loaded already."""
+    registry = Registry(engine)
+    for name, model in engine.models.items():
+        check_servable(model)
+        entry = Entry(name, partial(_same, model), state=READY, reason="", model=model, row=_row(engine, model))
+        registry.add(entry)
+    return registry
+
+
+def entry_of(model: Model) -> Entry:
+    """An entry for a model that was made already."""
+    return Entry(model.name, partial(_same, model))
+
+
+def _same(model: Model) -> Model:
+    return model
+
+
+def _row(engine: Engine, model: Model) -> int:
+    return next(row for row, loaded in engine.loaded_rows().items() if loaded.model is model)

@@ -1,0 +1,126 @@
+"""Every address of the server but inference: health, metadata, configuration, statistics, the repository."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from serving import describe
+from serving.errors import RequestError
+from serving.infer import infer, read
+from serving.middleware import SERVICE, json_response
+from serving.registry import READY, Entry
+
+
+async def server(request: web.Request) -> web.Response:
+    return json_response(describe.server_metadata())
+
+
+async def live(request: web.Request) -> web.Response:
+    return json_response({"live": True})
+
+
+async def ready(request: web.Request) -> web.Response:
+    is_ready = request.app[SERVICE].ready
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+
+async def model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_response(describe.model_metadata(service.registry.ready(*_which(request))))
+
+
+async def model_ready(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    entry = service.registry.find(*_which(request))
+    is_ready = entry.state == READY and not service.draining
+    return json_response({"name": entry.name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+async def config(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_response(describe.model_config(service.registry.ready(*_which(request)), service.engine))
+
+
+async def stats(request: web.Request) -> web.Response:
+    """Of one model, or of all that are loaded."""
+    service = request.app[SERVICE]
+    if "model" in request.match_info:
+        names = [service.registry.ready(*_which(request)).name]
+    else:
+        names = [e.name for e in service.registry.entries.values() if e.state == READY]
+    found = [describe.model_statistics(name, service.counters.of(name)) for name in names]
+    return json_response({"model_stats": found})
+
+
+async def index(request: web.Request) -> web.Response:
+    body = await _optional_json(request)
+    ready_only = body.get("ready", False)
+    if not isinstance(ready_only, bool):
+        raise RequestError('"ready" is true or false')
+    return json_response(describe.repository_index(request.app[SERVICE].registry, ready_only))
+
+
+async def load(request: web.Request) -> web.Response:
+    entry = _entry(request)
+    parameters = await _parameters(request)
+    if parameters:
+        raise RequestError(
+            f"models are loaded as this server's configuration has them; {', '.join(parameters)} cannot be given here"
+        )
+    await request.app[SERVICE].registry.load_async(entry.name)
+    return json_response({})
+
+
+async def unload(request: web.Request) -> web.Response:
+    entry = _entry(request)
+    parameters = await _parameters(request)
+    if unknown := sorted(parameters.keys() - {"unload_dependents"}):  # no model depends on another
+        raise RequestError(f"unknown parameter {', '.join(unknown)}")
+    await request.app[SERVICE].registry.unload_async(entry.name)
+    return json_response({})
+
+
+def _which(request: web.Request) -> tuple[str, str | None]:
+    return request.match_info["model"], request.match_info.get("version")
+
+
+def _entry(request: web.Request) -> Entry:
+    return request.app[SERVICE].registry.find(request.match_info["model"])
+
+
+async def _optional_json(request: web.Request) -> dict[str, Any]:
+    """Clients send an empty body where they have nothing to say."""
+    body = await read(request, request.app[SERVICE])
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise RequestError(f"the body is not a JSON object: {e}") from None
+
+
+async def _parameters(request: web.Request) -> dict[str, Any]:
+    found = (await _optional_json(request)).get("parameters") or {}
+    if not isinstance(found, dict):
+        raise RequestError('"parameters" is an object')
+    return found
+
+
+def add_routes(app: web.Application) -> None:
+    """The protocol's addresses."""
+    router = app.router
+    router.add_get("/v2", server)
+    router.add_get("/v2/", server)
+    router.add_get("/v2/health/live", live)
+    router.add_get("/v2/health/ready", ready)
+    router.add_get("/v2/models/stats", stats)
+    for model_path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        router.add_post(f"{model_path}/infer", infer)
+        router.add_get(model_path, model)
+        router.add_get(f"{model_path}/ready", model_ready)
+        router.add_get(f"{model_path}/config", config)
+        router.add_get(f"{model_path}/stats", stats)
+    router.add_post("/v2/repository/index", index)
+    router.add_post("/v2/repository/models/{model}/load", load)
+    router.add_post("/v2/repository/models/{model}/unload", unload)
