@@ -76,7 +76,7 @@ def plot(runs: dict[str, list[Results]]) -> None:
     left.set_yticks(range(len(names)), names)
     left.set(xscale="log", xlim=(0.05, 2000), xlabel="p99 latency of the short model, ms (alone: 0.1 ms)")
     left.set_title("A short model beside a flood of long ones")
-    left.legend(fontsize="small", loc="lower right")
+    left.legend(fontsize="small", loc="upper right")
     right.set(xlabel="long requests per second", title="What it costs the long model")
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=110)
