@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from instrument.device.base import Device
-from instrument.errors import LaunchError
+from instrument.errors import LaunchError, PaellaError
 from scheduler.capture import Counting, ModelCapture, call_model, capturing
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane, LanePlan, Memory
@@ -115,6 +115,10 @@ class Backend(ABC):
         inputs, outputs = self._temporaries(model, batch)
         with self.device:
             call_model(model, weights, inputs, outputs, batch, "in its first run")
+        try:
+            self.device.synchronize()
+        except PaellaError as e:
+            raise CaptureError(f"model {model.name!r} failed on the GPU in its first run at batch {batch}: {e}") from e
         counting = Counting(model, self.device)
         with capturing(self.device, counting), self.counting(counting):
             call_model(model, weights, inputs, outputs, batch, "in its second run")

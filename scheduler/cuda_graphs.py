@@ -201,7 +201,9 @@ def _launch_time_ns(cu: Any, executable: int, stream: int) -> float:
 def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | None) -> list[list[float]]:
     """GPU time of each graph of each run, launched one behind the other.
 
-    With a gate, a run is queued completely before its first graph starts: the host's launch rate is not measured.
+    The host's launch rate must not be measured. With a gate a run is queued completely before its first graph starts:
+    for short ones, since a queue that is full while nothing runs would block the host for ever. Without, the first
+    graph is launched once more in front, and the host gets ahead while it runs.
     """
     cu = driver()
     longest = max(len(run) for run in runs)
@@ -211,6 +213,8 @@ def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | Non
         for run in runs:
             if gate is not None:
                 gate.close(stream)
+            else:
+                check(cu.cuGraphLaunch(run[0], stream), "timing a graph")
             try:
                 check(cu.cuEventRecord(events[0], stream), "recording an event")
                 for executable, event in zip(run, events[1:], strict=False):

@@ -24,7 +24,7 @@ from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend
 from scheduler.core_models import remove
-from scheduler.engine_stats import Stats, occupancy_of
+from scheduler.engine_stats import Stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
 from scheduler.errors import (
     DeadlineError,
@@ -39,6 +39,7 @@ from scheduler.install import capacity, install
 from scheduler.lanes import MemoryPlan
 from scheduler.loader import LoadedModel, Loader
 from scheduler.model import Model
+from scheduler.occupancy import Occupancy, occupancy
 from scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
 from scheduler.requests import AsyncAnswer, Inputs, Outputs, Slot, SyncAnswer, check_inputs, request_times
 from scheduler.state import Limits, new_state
@@ -255,9 +256,19 @@ class Engine:
         """Counts and latencies so far, of the engine and of every model."""
         return self._stats.snapshot(self)
 
-    def occupancy(self) -> dict[str, float]:
-        """How full the GPU is with what the engine has launched: shares of each resource, resident and pending."""
-        return occupancy_of(self.state)
+    def occupancy(self) -> Occupancy:
+        """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
+        return occupancy(self.state)
+
+    def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it."""
+        self._front.watchers.append(watcher)
+        return lambda: self._front.watchers.remove(watcher)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine takes no more requests; None while it does."""
+        return self._failure
 
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
         """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""

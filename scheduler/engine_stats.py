@@ -1,4 +1,4 @@
-"""What an engine counts: requests by outcome, latencies, batches; and how full the GPU is."""
+"""What an engine counts: requests by outcome, latencies, batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scheduler import state as st
-from scheduler.state import State
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -105,19 +104,3 @@ class Stats:
                 if row in loaded
             },
         }
-
-
-def occupancy_of(state: State) -> dict[str, float]:
-    """Shares of what the GPU has: 1 is full, more is oversubscribed."""
-    gpu = state.gpu[0].copy()
-    found = {
-        f"{kind}_{what}": float(gpu[f"{kind}_{what}"] / gpu[f"capacity_{what}"])
-        for kind in ("resident", "pending")
-        for what in ("blocks", "warps", "registers", "shared_bytes", "issue")
-    }
-    return {
-        **found,
-        "occupancy": float(gpu["occupancy"]),
-        "active_jobs": float(gpu["active_jobs"]),
-        "waiting_jobs": float(gpu["waiting_jobs"]),
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,12 +141,7 @@ def _segments(trace: EngineTrace, pieces: list[TracedPiece]) -> list[tuple[Trace
     blocks = trace.blocks
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]
-    runs: dict[int, list[tuple[int, int]]] = {}
-    for job in trace.jobs:
-        if job["start_ns"] >= 0:
-            run = (int(job["start_ns"]), int(job["end_ns"]))
-            if run not in runs.setdefault(int(job["lane"]), []):
-                runs[int(job["lane"])].append(run)
+    runs = {int(lane): _windows(trace.jobs[trace.jobs["lane"] == lane]) for lane in np.unique(trace.jobs["lane"])}
     found = []
     for piece in pieces:
         parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]
@@ -158,6 +154,15 @@ def _segments(trace: EngineTrace, pieces: list[TracedPiece]) -> list[tuple[Trace
             if len(inside):
                 found.append((piece, len(inside), int(inside["start_ns"].min()), int(inside["end_ns"].max())))
     return sorted(found, key=lambda row: row[2])
+
+
+def _windows(jobs: Records) -> list[tuple[int, int]]:
+    """When a lane ran what, from the requests in it. The host's clock and the GPU's are some microseconds apart, so
+    each window reaches half way to the next."""
+    launched = jobs[jobs["start_ns"] >= 0]
+    spans = sorted({(int(job["start_ns"]), int(job["end_ns"])) for job in launched})
+    middles = [(end + start) // 2 for (_, end), (start, _) in pairwise(spans)]
+    return list(pairwise([-(1 << 62), *middles, 1 << 62])) if spans else []
 
 
 def _frozen(rows: Records) -> Records:

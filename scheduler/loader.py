@@ -103,7 +103,8 @@ class Loader:
         known = profiles.load(where)
         if known is None or known.batch != batch:
             known = self._plan(loaded, first, alone)
-            profiles.store(where, known)
+            if alone:  # what was measured beside other work serves this time, and is not kept
+                profiles.store(where, known)
         loaded.profiles.append(known)
         for k, lane in enumerate(loaded.lanes):
             if k == 0 and not known.cuts:

@@ -601,7 +601,20 @@ def test_statistics_count_what_happened(engine):
 def test_an_empty_gpu_is_empty(loaded):
     settle(loaded)
     found = loaded.occupancy()
-    assert found["active_jobs"] == found["occupancy"] == found["resident_blocks"] == 0
+    assert found.jobs_active == found.jobs_on_gpu == found.requests == 0
+    assert found.share == found.blocks.resident == 0
+    assert found.warps.capacity == 132 * 64
+
+
+def test_a_watcher_sees_every_completion_until_it_stops(loaded):
+    seen = []
+    stop = loaded.watch(lambda entry: seen.append(int(entry["status"])))
+    for name, inputs, _ in requests(5):
+        loaded.infer_sync(name, inputs)
+    stop()
+    loaded.infer_sync("short", {"x": np.ones(64, np.float32)})
+    assert seen == [st.OK] * 5
+    assert loaded.failure is None
 
 
 def test_a_trace_has_requests_segments_and_blocks_on_one_clock(loaded):
