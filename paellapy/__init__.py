@@ -36,6 +36,8 @@ from instrument.live import Counts, counts
 from instrument.torch_hook import instrument_torch
 from instrument.trace import Trace
 from instrument.tracing import trace
+from paellapy import examples, viz
+from paellapy.viz import MissingExtraError, compare
 
 __all__ = [
     "ArgumentError",
@@ -47,6 +49,7 @@ __all__ = [
     "InstrumentError",
     "Kernel",
     "LaunchError",
+    "MissingExtraError",
     "NoDeviceError",
     "OutOfBoundsError",
     "PaellaError",
@@ -57,13 +60,16 @@ __all__ = [
     "TritonKernel",
     "UnsupportedOpError",
     "array",
+    "compare",
     "counts",
     "devices",
     "empty",
+    "examples",
     "instrument_torch",
     "kernel",
     "stream",
     "trace",
+    "viz",
 ]
 
 

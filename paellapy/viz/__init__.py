@@ -1,0 +1,32 @@
+"""Pictures of a trace: in Jupyter and HTML (plotly), for papers (matplotlib), for other tools (Perfetto, Chrome).
+
+The libraries of the extra `viz` are imported when the first picture is drawn.
+"""
+
+from __future__ import annotations
+
+from instrument.trace import Trace
+from paellapy.viz.chrome_file import to_chrome
+from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_residency
+from paellapy.viz.needs import MissingExtraError
+from paellapy.viz.perfetto_file import to_perfetto
+from paellapy.viz.report import to_html
+from paellapy.viz.static import save_figure
+
+__all__ = [
+    "MissingExtraError",
+    "compare",
+    "plot",
+    "plot_gantt",
+    "plot_heatmap",
+    "plot_residency",
+    "save_figure",
+    "to_chrome",
+    "to_html",
+    "to_perfetto",
+]
+
+# `t.plot()`: instrument, below us, declares these and cannot import us.
+Trace.plot, Trace.plot_heatmap, Trace.plot_gantt, Trace.plot_residency = plot, plot_heatmap, plot_gantt, plot_residency
+Trace.save_figure, Trace.to_html = save_figure, to_html
+Trace.to_perfetto, Trace.to_chrome = to_perfetto, to_chrome

@@ -1,0 +1,79 @@
+"""`t.to_chrome(path)`: the JSON of chrome://tracing, which many tools read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instrument.trace import Trace
+from paellapy.viz import timeline
+
+_SMS, _STREAMS = 0, 1  # "processes"; their "threads" are lanes
+_LANES_PER_SM = 1 << 8
+
+
+def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
+    """Writes the trace as Chrome's JSON: SMs and streams as processes, lanes as threads, counters beside them.
+
+    The format's times are µs in a float: they count from `origin_ns`, in the file's `otherData`, and stay exact.
+    """
+    path = Path(path)
+    origin = trace.span_ns[0]
+    events = [*_names(trace), *_blocks(trace, origin), *_launches(trace, origin), *_counters(trace, origin)]
+    other = {"origin_ns": str(origin), "device": trace.device.name, "dropped": trace.dropped}
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}))
+    return path
+
+
+def _names(trace: Trace) -> Iterator[dict[str, Any]]:
+    for process, name in ((_SMS, trace.device.name), (_STREAMS, "streams")):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    used = np.unique(trace.blocks["sm"].astype(np.int64) * _LANES_PER_SM + timeline.block_lanes(trace))
+    for thread in used.tolist():
+        sm, lane = divmod(thread, _LANES_PER_SM)
+        yield _thread(_SMS, thread, f"SM {sm}, lane {lane}")
+    slices = timeline.launch_slices(trace)
+    for stream, lane in sorted(set(zip(slices.stream.tolist(), slices.lane.tolist(), strict=True))):
+        suffix = f", lane {lane}" if lane else ""
+        yield _thread(_STREAMS, stream * _LANES_PER_SM + lane, f"stream {stream}{suffix}")
+
+
+def _thread(process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _blocks(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
+    b = trace.blocks
+    thread = b["sm"].astype(np.int64) * _LANES_PER_SM + timeline.block_lanes(trace)
+    columns = (b[name].tolist() for name in ("kernel", "block", "launch", "start_ns", "end_ns"))
+    for tid, kernel, block, launch, start, end in zip(thread.tolist(), *columns, strict=True):
+        yield _slice(_SMS, tid, trace.kernels[kernel], start - origin, end - start, block=block, launch=launch)
+
+
+def _launches(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
+    s = timeline.launch_slices(trace)
+    rows = trace.launches[np.searchsorted(trace.launches["launch"], s.launch)]
+    for i, row in enumerate(rows):
+        start, end = int(s.start_ns[i]), int(s.end_ns[i])
+        tid = int(s.stream[i]) * _LANES_PER_SM + int(s.lane[i])
+        numbers = {"launch": int(row["launch"]), "blocks": int(s.blocks[i])}
+        yield _slice(_STREAMS, tid, trace.kernels[row["kernel"]], start - origin, end - start, **numbers)
+
+
+def _counters(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
+    for name, counter in (
+        ("occupancy", timeline.occupancy(trace)),
+        ("resident blocks", timeline.resident_blocks(trace)),
+    ):
+        for time, value in zip((counter.time_ns - origin).tolist(), counter.value.tolist(), strict=True):
+            yield {"ph": "C", "name": name, "pid": _SMS, "ts": time / 1000, "args": {name: value}}
+
+
+def _slice(process: int, thread: int, kernel: str, start_ns: int, ns: int, **arguments: int) -> dict[str, Any]:
+    return {"ph": "X", "name": kernel, "cat": kernel, "pid": process, "tid": thread, "ts": start_ns / 1000,
+            "dur": ns / 1000, "args": arguments}  # fmt: skip

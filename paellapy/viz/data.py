@@ -1,0 +1,280 @@
+"""What the pictures show, as arrays: both drawing libraries, and the tests, read these and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.parts import WARP, limits_for_capability
+from instrument.errors import PaellaError, TraceError
+from instrument.occupancy import occupancy
+from instrument.records import Records
+from instrument.summary import readable_time
+from instrument.trace import Occupancy2D, Trace, time_means
+from paellapy.viz.palette import OKABE_ITO
+
+By = Literal["kernel", "launch", "stream"] | Mapping[str, str]
+
+BINS = 600  # about one for every two pixels of a screen
+EXACT_BLOCKS = 4000  # up to here every block is drawn: more rectangles make a browser slow
+ROWS = 528  # lanes of a binned Gantt chart: four for each SM of an H200, more than its pixels
+CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """Times as they are read: from the first start on, in the unit that suits the length."""
+
+    origin_ns: int
+    length_ns: int
+    unit: str
+    ns_per_unit: int
+
+    def of(self, ns: NDArray[np.int64]) -> NDArray[np.float64]:
+        # Subtract first: ns since 1970 do not fit the 53 bits of a float.
+        return (ns - self.origin_ns) / self.ns_per_unit
+
+    @property
+    def length(self) -> float:
+        return max(self.length_ns, 1) / self.ns_per_unit
+
+
+def time_axis(origin_ns: int, length_ns: int) -> TimeAxis:
+    for unit, size in (("s", 10**9), ("ms", 10**6), ("µs", 10**3)):
+        if length_ns >= 2 * size:
+            return TimeAxis(origin_ns, length_ns, unit, size)
+    return TimeAxis(origin_ns, length_ns, "ns", 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """What gets a colour of its own: kernels, unless asked otherwise."""
+
+    names: tuple[str, ...]
+    of_block: NDArray[np.int64]
+    theoretical: tuple[float | None, ...]  # occupancy that the resources of one block allow, the best of its launches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A trace, the window of it that is drawn, and the colours' meaning."""
+
+    trace: Trace
+    axis: TimeAxis
+    groups: Groups
+    bins: int
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.axis.origin_ns, self.axis.origin_ns + self.axis.length_ns
+
+    @property
+    def title(self) -> str:
+        t = self.trace
+        blocks, launches = _plural(len(t.blocks), "block"), _plural(len(np.unique(t.blocks["launch"])), "launch")
+        first, last = t.span_ns
+        return f"{t.device.name}: {blocks} of {launches} in {readable_time(last - first)}"
+
+    @property
+    def warning(self) -> str:
+        """What the picture cannot show; empty when it shows everything."""
+        lost = [(self.trace.dropped, "dropped: the rings were full"), (self.trace.unfinished, "without an end")]
+        return "; ".join(f"{_plural(n, 'block record')} {why}" for n, why in lost if n)
+
+
+def prepare(
+    trace: Trace,
+    by: By = "kernel",
+    kernel: str | int | None = None,
+    start_ns: int | None = None,
+    end_ns: int | None = None,
+    bins: int = BINS,
+) -> Picture:
+    """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock."""
+    if bins < 1:
+        raise TraceError(f"a picture needs at least one bin, not {bins}")
+    if kernel is not None or start_ns is not None or end_ns is not None:
+        trace = trace.select(kernel, start_ns=start_ns, end_ns=end_ns)
+    first, last = trace.span_ns
+    first = first if start_ns is None else start_ns
+    last = max(first, last) if end_ns is None else end_ns
+    if last < first:
+        raise TraceError(f"a picture from {first} to {last} ns: end_ns must not be before start_ns")
+    # More bins than nanoseconds would have no width.
+    return Picture(trace, time_axis(first, last - first), group(trace, by), max(1, min(bins, last - first)))
+
+
+def group(trace: Trace, by: By = "kernel") -> Groups:
+    """Names for the launches of a trace, in the order they were launched; the smallest of many share one."""
+    labels = _labels(trace, by)
+    names = list(dict.fromkeys(labels))
+    number = {name: i for i, name in enumerate(names)}
+    of_launch = np.array([number[label] for label in labels], np.int64)
+    of_block = of_launch[np.searchsorted(trace.launches["launch"], trace.blocks["launch"])]
+    duration = trace.blocks["end_ns"] - trace.blocks["start_ns"]
+    warp_ns = np.bincount(of_block, duration * trace.warps, len(names))
+    ran = np.flatnonzero(np.bincount(of_block, minlength=len(names)))
+    largest = ran[np.argsort(-warp_ns[ran], kind="stable")]
+    kept = ran if len(ran) <= len(OKABE_ITO) + 1 else np.sort(largest[: len(OKABE_ITO)])
+    place = np.full(len(names), len(kept), np.int64)
+    place[kept] = np.arange(len(kept))
+    shown = [names[i] for i in kept]
+    if len(ran) > len(kept):
+        shown.append(f"{len(ran) - len(kept)} others")
+    best: list[float | None] = [None] * len(shown)
+    for launch, g in zip(trace.launches, of_launch, strict=True):
+        at = int(place[g])
+        if at < len(kept) and (fraction := theoretical(trace, launch)) is not None:
+            best[at] = max(fraction, best[at] or 0.0)
+    return Groups(tuple(shown), place[of_block], tuple(best))
+
+
+def theoretical(trace: Trace, launch: Any) -> float | None:
+    """Occupancy that a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
+    needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
+    return _theoretical(trace.device.compute_capability, *needs)
+
+
+@functools.cache
+def _theoretical(capability: tuple[int, int], warps: int, registers: int, shared_bytes: int) -> float | None:
+    try:
+        return occupancy(limits_for_capability(capability), warps * WARP, registers, shared_bytes).fraction
+    except PaellaError:
+        return None
+
+
+def _labels(trace: Trace, by: By) -> list[str]:
+    launches = trace.launches
+    kernels = [trace.kernels[k] for k in launches["kernel"]]
+    if isinstance(by, Mapping):
+        return [by.get(name, name) for name in kernels]
+    if by == "kernel":
+        return kernels
+    if by == "launch":
+        return [f"{name} #{launch}" for name, launch in zip(kernels, launches["launch"], strict=True)]
+    if by == "stream":
+        _, number = np.unique(launches["stream"], return_inverse=True)
+        return [f"stream {n}" for n in number]
+    raise TraceError(f"by={by!r}: colours stand for a kernel, launch or stream, or what a mapping of kernel names says")
+
+
+# -- the views
+
+
+def heat(picture: Picture) -> Occupancy2D:
+    """SM x time: resident warps / maximum."""
+    return picture.trace.occupancy(picture.bins, *picture.window)
+
+
+def residency(picture: Picture) -> Occupancy2D:
+    """Group x time: warps of the group resident on the whole GPU / all it can hold."""
+    t = picture.trace
+    b, n = t.blocks, len(picture.groups.names)
+    of_block = picture.groups.of_block
+    means, edges = time_means(of_block, b["start_ns"], b["end_ns"], t.warps, n, *picture.window, picture.bins)
+    return Occupancy2D(means / (t.device.n_sm * t.device.max_warps_per_sm), edges)
+
+
+def ran(picture: Picture, g: int) -> NDArray[np.float64]:
+    """From when to when a group had blocks, on the axis."""
+    mine = picture.trace.blocks[picture.groups.of_block == g]
+    return picture.axis.of(np.clip([mine["start_ns"].min(), mine["end_ns"].max()], *picture.window))
+
+
+def lanes(rows: Sequence[int] | NDArray[Any], start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> NDArray[Any]:
+    """The lowest lane of its row that is free, for each interval in order of start: no two in a lane overlap.
+
+    >>> lanes([0, 0, 1, 0], np.array([0, 5, 5, 10]), np.array([10, 20, 9, 15]))
+    array([0, 1, 0, 0])
+    """
+    busy: dict[int, list[tuple[int, int]]] = {}
+    free: dict[int, list[int]] = {}
+    lane = []
+    # What begins and ends at one tick of the clock was there at that tick, so its lane is free only after it.
+    until = np.where(end_ns > start_ns, end_ns, end_ns + 1)
+    for row, start, end in zip(np.asarray(rows).tolist(), start_ns.tolist(), until.tolist(), strict=True):
+        taken, open_ = busy.setdefault(row, []), free.setdefault(row, [])
+        while taken and taken[0][0] <= start:
+            heapq.heappush(open_, heapq.heappop(taken)[1])
+        lane.append(heapq.heappop(open_) if open_ else len(taken))
+        heapq.heappush(taken, (end, lane[-1]))
+    return np.array(lane, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gantt:
+    """Every block in the lane it takes on its SM; `depth` lanes are the most any SM needs."""
+
+    blocks: Records
+    lane: NDArray[np.int64]
+    depth: int
+
+    def height(self) -> float:
+        """Of a lane: an SM is 1 high."""
+        return 1 / self.depth
+
+    def middle(self) -> NDArray[np.float64]:
+        """Where each block's lane is: SM s reaches from s - 0.5 to s + 0.5."""
+        return self.blocks["sm"] - 0.5 + (self.lane + 0.5) / self.depth
+
+    def second(self) -> NDArray[np.bool_]:
+        """Every second block of a lane: drawn paler, neighbours stay apart where an outline would be all there is."""
+        place = self.blocks["sm"].astype(np.int64) * self.depth + self.lane
+        order = np.argsort(place, kind="stable")  # blocks are in order of start
+        _, first, count = np.unique(place[order], return_index=True, return_counts=True)
+        odd = np.empty(len(place), bool)
+        odd[order] = (np.arange(len(place)) - np.repeat(first, count)) % 2 == 1
+        return odd
+
+
+def gantt(picture: Picture) -> Gantt:
+    b = picture.trace.blocks
+    lane = lanes(b["sm"], b["start_ns"], b["end_ns"])
+    return Gantt(b, lane, int(lane.max()) + 1 if len(lane) else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """A Gantt chart of too many blocks: for each row and time, which group was there most and for what share of it."""
+
+    group: NDArray[np.int64]  # rows x bins; -1: nothing was there
+    share: NDArray[np.float64]
+    edges_ns: NDArray[np.int64]
+    rows_per_sm: int
+
+
+def cells(picture: Picture, chart: Gantt) -> Cells:
+    n_sm, n = picture.trace.device.n_sm, max(len(picture.groups.names), 1)
+    depth = min(chart.depth, max(1, ROWS // n_sm))
+    pooled = chart.lane * depth // chart.depth
+    width = np.bincount(np.arange(chart.depth) * depth // chart.depth, minlength=depth)  # lanes in each row
+    rows = n_sm * depth
+    bins = max(1, min(picture.bins, CELLS // (rows * n)))
+    b = chart.blocks
+    row = picture.groups.of_block * rows + b["sm"] * depth + pooled
+    one = np.ones(len(b), np.int64)
+    means, edges = time_means(row, b["start_ns"], b["end_ns"], one, rows * n, *picture.window, bins)
+    shares = means.reshape(n, rows, bins) / np.tile(width, n_sm)[:, None]
+    most = shares.argmax(axis=0)
+    share = np.take_along_axis(shares, most[None], axis=0)[0]
+    # Differences of large sums leave dust where nothing was.
+    return Cells(np.where(share > 1e-9, most, -1), share, edges, depth)
+
+
+def short(name: str, most: int = 34) -> str:
+    """Names of templates grow without end.
+
+    >>> short("gemm")
+    'gemm'
+    """
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most // 2 - 1) :]}"
+
+
+def _plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"

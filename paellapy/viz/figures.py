@@ -1,0 +1,141 @@
+"""Interactive pictures of a trace (plotly). All views of a figure share one time axis: zooming one zooms the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from instrument.trace import Trace
+from paellapy.viz import data
+from paellapy.viz.data import BINS, By, Picture
+from paellapy.viz.needs import need
+from paellapy.viz.palette import WARNING, Look, Theme, colours, look
+from paellapy.viz.views import Place, View, gantt_view, heatmap_view, residency_view, say_empty
+
+
+def plot(trace: Trace, **options: Any) -> Any:
+    """Heat map, Gantt chart and residency on one time axis: a plotly figure. Options as in `plot_heatmap`.
+
+        with pp.trace() as t: ...
+        t.plot(theme="dark")
+    """
+    return _figure([trace], (heatmap_view, gantt_view, residency_view), **options)
+
+
+def plot_heatmap(trace: Trace, **options: Any) -> Any:
+    """SM x time: resident warps / maximum.
+
+    Options of every plot: `by` = "kernel", "launch", "stream" or a mapping of kernel names says what gets a colour;
+    `kernel`, `start_ns`, `end_ns` choose a part of the trace; `bins` on the time axis; `theme` = "light" or "dark".
+    """
+    return _figure([trace], (heatmap_view,), **options)
+
+
+def plot_gantt(trace: Trace, **options: Any) -> Any:
+    """Per SM, one lane for each block that is resident at a time. Options as in `plot_heatmap`."""
+    return _figure([trace], (gantt_view,), **options)
+
+
+def plot_residency(trace: Trace, **options: Any) -> Any:
+    """Each kernel's share of the GPU's warps over time, against its theoretical occupancy. Options as above."""
+    return _figure([trace], (residency_view,), **options)
+
+
+def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options: Any) -> Any:
+    """Two traces side by side, on axes of one scale: two policies, or virtual against real."""
+    return _figure([a, b], (heatmap_view, gantt_view, residency_view), labels, **options)
+
+
+# -- the figure around them
+
+
+def _figure(
+    traces: Sequence[Trace],
+    views: Sequence[View],
+    labels: Sequence[str] | None = None,
+    *,
+    by: By = "kernel",
+    kernel: str | int | None = None,
+    start_ns: int | None = None,
+    end_ns: int | None = None,
+    bins: int = BINS,
+    theme: Theme = "light",
+    height: int | None = None,
+) -> Any:
+    subplots = need("plotly.subplots", "plot()")
+    style = look(theme)
+    pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins) for t in traces]
+    if len(pictures) > 1:
+        pictures = _on_one_scale(pictures)
+    colour = colours(name for p in pictures for name in p.groups.names)
+    figure = subplots.make_subplots(
+        rows=len(views),
+        cols=len(pictures),
+        shared_xaxes="all",
+        row_heights=[1 if view is residency_view else 2 for view in views],
+        vertical_spacing=0.04,
+        horizontal_spacing=0.05,
+        column_titles=[_wrapped(p, label) for p, label in zip(pictures, labels or ("a", "b"), strict=True)]
+        if len(pictures) > 1
+        else None,
+    )
+    legend: set[str] = set()
+    for column, picture in enumerate(pictures, 1):
+        for row, view in enumerate(views, 1):
+            place = Place(figure, row, column, colour, style, column == 1)
+            place.legend = legend
+            view(picture, place)
+            if not len(picture.trace.blocks):
+                say_empty(place)
+        figure.update_xaxes(title_text=f"time ({picture.axis.unit})", row=len(views), col=column)
+    axis = pictures[0].axis
+    figure.update_xaxes(range=[0, axis.length], showgrid=False, showspikes=True, spikemode="across", spikethickness=1)
+    if heatmap_view in views and gantt_view in views:
+        for column in range(1, len(pictures) + 1):
+            above = figure.get_subplot(1, column).yaxis.plotly_name.replace("axis", "")
+            figure.update_yaxes(matches=above, row=2, col=column)
+    _frame(figure, pictures, views, style, height)
+    return figure
+
+
+def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], style: Look, height: int | None) -> None:
+    heat = heatmap_view in views
+    warning = "<br>".join(p.warning for p in pictures if p.warning)
+    below = figure.get_subplot(2, 1).yaxis.domain[1] if heat and len(views) > 1 else 1
+    figure.update_layout(
+        template=style.plotly,
+        title={"text": pictures[0].title if len(pictures) == 1 else None, "x": 0.01, "font": {"size": 15}},
+        barmode="overlay",
+        height=height or {1: 420, 2: 640}.get(len(views), 860),
+        margin={"l": 70, "r": 30, "t": 60 + 25 * bool(warning) + 20 * (len(pictures) > 1), "b": 50},
+        # Beside the Gantt chart, below the colour bar of the heat map.
+        legend={"x": 1.02, "y": below, "xanchor": "left", "yanchor": "top", "itemsizing": "constant"},
+        hovermode="closest",
+        hoverlabel={"align": "left"},
+    )
+    if warning:
+        figure.add_annotation(
+            text=f"⚠ {warning}",
+            xref="paper",
+            yref="paper",
+            x=0,
+            y=1,
+            yshift=42 if len(pictures) > 1 else 6,
+            xanchor="left",
+            yanchor="bottom",
+            showarrow=False,
+            align="left",
+            font={"color": WARNING, "size": 13},
+        )
+
+
+def _on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
+    """Each from its own start on, all as long as the longest."""
+    longest = max(pictures, key=lambda p: p.axis.length_ns)
+    length, bins = longest.axis.length_ns, longest.bins
+    return [Picture(p.trace, data.time_axis(p.axis.origin_ns, length), p.groups, bins) for p in pictures]
+
+
+def _wrapped(picture: Picture, label: str) -> str:
+    device, _, rest = picture.title.partition(": ")
+    return f"<b>{label}</b>: {device}<br>{rest}"

@@ -1,0 +1,21 @@
+"""The libraries of the extra `viz`, imported when a picture is drawn and not before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from instrument.errors import PaellaError
+
+
+class MissingExtraError(PaellaError, ImportError):
+    """A library of an optional extra is not installed."""
+
+
+def need(module: str, what: str) -> Any:
+    """The module, or an error that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise MissingExtraError(f"{what} needs {library}: pip install 'paellapy[viz]'") from error

@@ -1,0 +1,68 @@
+"""Colours that stay apart for colour-blind readers, on light and on dark ground."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from instrument.errors import TraceError
+
+Theme = Literal["light", "dark"]
+
+# Okabe and Ito's palette without its black, the strongest contrasts first.
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+OTHERS = "#999999"
+WARNING = "#D55E00"
+SCALE = "cividis"  # lightness grows evenly, so that it also reads in grey
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a theme means to plotly and to matplotlib."""
+
+    plotly: str
+    matplotlib: str
+    ground: str
+    ink: str
+
+
+LOOKS: dict[str, Look] = {
+    "light": Look("plotly_white", "default", "#ffffff", "#222222"),
+    "dark": Look("plotly_dark", "dark_background", "#111111", "#e6e6e6"),
+}
+
+
+def look(theme: str) -> Look:
+    if theme not in LOOKS:
+        raise TraceError(f"there is no theme {theme!r}, only {', '.join(LOOKS)}")
+    return LOOKS[theme]
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """One colour per name, in order; those beyond the palette are grey.
+
+    >>> colours(["gemm", "add"])
+    {'gemm': '#0072B2', 'add': '#E69F00'}
+    """
+    return {name: OKABE_ITO[i] if i < len(OKABE_ITO) else OTHERS for i, name in enumerate(dict.fromkeys(names))}
+
+
+def rgba(colour: str, alpha: float) -> str:
+    """The colour as CSS writes it with an opacity.
+
+    >>> rgba("#0072B2", 0.5)
+    'rgba(0, 114, 178, 0.5)'
+    """
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {alpha:g})"
+
+
+def paler(colour: str, ground: str, share: float = 0.7) -> str:
+    """A colour mixed with the ground it lies on; opaque, since browsers leave gaps between see-through bars.
+
+    >>> paler("#0072B2", "#ffffff")
+    '#4c9cc9'
+    """
+    mixed = (share * int(colour[i : i + 2], 16) + (1 - share) * int(ground[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{int(value):02x}" for value in mixed)

@@ -1,0 +1,67 @@
+"""One HTML page that shows a trace anywhere, offline: numbers, pictures, and plotly itself inside."""
+
+from __future__ import annotations
+
+import html
+import os
+from pathlib import Path
+
+from instrument.trace import Trace
+from paellapy.viz.data import BINS, By
+from paellapy.viz.figures import plot
+from paellapy.viz.palette import Theme, look
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 1.5rem; background: {ground}; color: {ink}; font: 15px/1.45 system-ui, sans-serif; }}
+h1 {{ font-size: 1.3rem; margin: 0 0 .3rem; overflow-wrap: anywhere; }}
+table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
+caption {{ display: none; }}
+th, td {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886; }}
+th:first-child, td:first-child {{ text-align: left; overflow-wrap: anywhere; }}
+footer {{ opacity: .7; font-size: .85rem; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{facts}</p>
+<div style="overflow-x: auto">{table}</div>
+{figure}
+<footer>occupancy: mean resident warps / maximum, while the kernel has a block on the SM · waves: blocks of a launch /
+blocks that the GPU holds at once · tail: share of a launch's time after its first SM has run dry<br>{versions}</footer>
+</body>
+</html>
+"""
+
+
+def to_html(
+    trace: Trace,
+    path: str | os.PathLike[str],
+    title: str | None = None,
+    *,
+    by: By = "kernel",
+    bins: int = BINS,
+    theme: Theme = "light",
+) -> Path:
+    """Writes a page with the trace's summary and its linked views; it loads nothing from anywhere."""
+    path = Path(path)
+    figure = plot(trace, by=by, bins=bins, theme=theme)
+    figure.update_layout(title=None)
+    inner = figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
+    versions = " · ".join(f"{name} {number}" for name, number in trace.device.versions.items())
+    page = _PAGE.format(
+        title=html.escape(title or path.stem),
+        ground=look(theme).ground,
+        ink=look(theme).ink,
+        facts=html.escape(repr(trace)[1:-1]),
+        table=trace._repr_html_(),
+        figure=inner,
+        versions=html.escape(versions),
+    )
+    path.write_text(page, encoding="utf-8")
+    return path

@@ -1,0 +1,71 @@
+"""A trace as tracks, slices and counters: what Perfetto's and Chrome's formats are written from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.summary import runs
+from instrument.trace import Trace
+from paellapy.viz.data import lanes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchSlices:
+    """One row for each time a launch ran, from its first start to its last end."""
+
+    launch: NDArray[np.int64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    stream: NDArray[np.int64]  # 0, 1, …: in the order of their handles
+    lane: NDArray[np.int64]  # replays and graph branches may overlap within a stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counter:
+    """A value that holds from each time until the next."""
+
+    time_ns: NDArray[np.int64]
+    value: NDArray[np.float64]
+
+
+def block_lanes(trace: Trace) -> NDArray[np.int64]:
+    """The lane on its SM of each of `trace.blocks`."""
+    return lanes(trace.blocks["sm"], trace.blocks["start_ns"], trace.blocks["end_ns"])
+
+
+def launch_slices(trace: Trace) -> LaunchSlices:
+    b = trace.blocks
+    _, first, run = np.unique(runs(b), return_index=True, return_inverse=True)
+    end = np.full(len(first), np.iinfo(np.int64).min)
+    np.maximum.at(end, run, b["end_ns"])
+    start = np.full(len(first), np.iinfo(np.int64).max)
+    np.minimum.at(start, run, b["start_ns"])
+    launch = b["launch"][first]
+    _, numbers = np.unique(trace.launches["stream"], return_inverse=True)
+    stream = numbers[np.searchsorted(trace.launches["launch"], launch)]
+    order = np.argsort(start, kind="stable")
+    launch, start, end, stream = launch[order], start[order], end[order], stream[order]
+    blocks = np.bincount(run, minlength=len(first))[order]
+    return LaunchSlices(launch, start, end, blocks, stream, lanes(stream, start, end))
+
+
+def resident_blocks(trace: Trace) -> Counter:
+    """Blocks on the GPU, at every time that changes it."""
+    return _counter(trace, np.ones(len(trace.blocks), np.int64))
+
+
+def occupancy(trace: Trace) -> Counter:
+    """Warps on the GPU / the most it can hold, at every time that changes it."""
+    warps = _counter(trace, trace.warps)
+    return Counter(warps.time_ns, warps.value / (trace.device.n_sm * trace.device.max_warps_per_sm))
+
+
+def _counter(trace: Trace, weight: NDArray[np.int64]) -> Counter:
+    b = trace.blocks
+    time, at = np.unique(np.concatenate((b["start_ns"], b["end_ns"])), return_inverse=True)
+    step = np.bincount(at, np.concatenate((weight, -weight)), len(time))
+    return Counter(time, np.cumsum(step))
