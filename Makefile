@@ -2,8 +2,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVE_STAMP := $(VENV)/.installed-serve
 
-.PHONY: test lint types unit clean
+# The driver says which CUDA it speaks: "CUDA Version: 13.0" in nvidia-smi's header.
+CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda13]))
+
+.PHONY: test lint types unit serve clean
 
 test: lint types unit
 
@@ -14,6 +19,15 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
+# Without the tools for development; on a machine with an NVIDIA GPU also what talks to it. One that `make test` has
+# set up has everything but that.
+$(SERVE_STAMP): pyproject.toml
+	@echo "installing into $(VENV) (once) …"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.$(CUDA_EXTRA)'
+	touch $(SERVE_STAMP)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
@@ -22,6 +36,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto
+
+# The demo models on the GPU if there is one, else on the virtual GPU. ARGS="--port 9000" and the like are passed on.
+serve: $(SERVE_STAMP)
+	$(BIN)/paellapy serve $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -8,7 +8,9 @@ from aiohttp import web
 
 from scheduler.engine import Engine
 from serving.admission import Mode
+from serving.metrics import add_metrics
 from serving.middleware import SERVICE, outermost
+from serving.openapi import add_docs
 from serving.registry import Registry, registry_of
 from serving.routes import add_routes
 from serving.service import Service
@@ -42,6 +44,8 @@ def create_app(
     )
     service = app[SERVICE] = Service(registry, admission, max_body_bytes, body_timeout_s)
     add_routes(app)
+    add_metrics(app)
+    add_docs(app)
 
     async def close(_: web.Application) -> None:
         service.close()

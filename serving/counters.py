@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from scheduler import state as st
-from scheduler.engine import Engine
+from serving.registry import Registry
 
 # Seconds, from 50 µs: a small model takes less than a millisecond, which the usual buckets cannot tell apart.
 TIME_BUCKETS = (
@@ -100,10 +100,10 @@ class ModelCounters:
 class Counters:
     """Counters of all models by name; they outlive an unload."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self.models: dict[str, ModelCounters] = {}
-        engine._front.watchers.append(self._note)
+        self.close = registry.engine.watch(self._note)
 
     def of(self, name: str) -> ModelCounters:
         found = self.models.get(name)
@@ -111,14 +111,11 @@ class Counters:
             found = self.models[name] = ModelCounters()
         return found
 
-    def close(self) -> None:
-        self._engine._front.watchers.remove(self._note)
-
     def _note(self, entry: Any) -> None:
         """Runs where completions are read: usually in the loop's thread."""
         if entry["request"] < 0 or entry["status"] != st.OK:
             return
-        loaded = self._engine._by_row.get(int(entry["model"]))
-        if loaded is not None:
-            target_ms = loaded.model.target_ms
-            self.of(loaded.model.name).note_item(entry, None if target_ms is None else target_ms * 1e6)
+        model = self._registry.by_row.get(int(entry["model"]))
+        if model is not None:
+            target_ms = model.target_ms
+            self.of(model.name).note_item(entry, None if target_ms is None else target_ms * 1e6)

@@ -40,6 +40,7 @@ class Registry:
     def __init__(self, engine: Engine, entries: Iterable[Entry] = ()) -> None:
         self.engine = engine
         self.entries: dict[str, Entry] = {}
+        self.by_row: dict[int, Model] = {}  # by their row in the core; the latest of each
         for entry in entries:
             self.add(entry)
 
@@ -49,6 +50,8 @@ class Registry:
         if entry.name in self.entries:
             raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
         self.entries[entry.name] = entry
+        if entry.model is not None:
+            self.by_row[entry.row] = entry.model
 
     def find(self, name: str, version: str | None = None) -> Entry:
         """The entry, loaded or not."""
@@ -89,6 +92,7 @@ class Registry:
                 entry.state, entry.reason = UNAVAILABLE, f"{type(e).__name__}: {e}"
                 raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
             entry.row = _row(self.engine, model)
+            self.by_row[entry.row] = model
             entry.model, entry.state = model, READY
         return float(self.engine.profile(name)[0].whole_ns * 1e-6)
 

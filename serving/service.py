@@ -47,7 +47,7 @@ class Service:
     ) -> None:
         self.registry, self.engine = registry, registry.engine
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
-        self.counters = Counters(self.engine)
+        self.counters = Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.clients = Clients(self.engine.limits.clients)
         self.draining = False
@@ -59,7 +59,7 @@ class Service:
         """Every model that is to be there from the start is loaded, and the server is not about to stop."""
         return (
             not self.draining
-            and self.engine._failure is None
+            and self.engine.failure is None
             and all(e.state == READY for e in self.registry.entries.values() if e.at_start and e.reason != "unloaded")
         )
 

@@ -1,0 +1,56 @@
+"""Serving from Python: `serve(models, …)`. Light to import: aiohttp comes with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scheduler.model import Model
+    from serving.config import Config, Source
+
+
+def serve(
+    models: Iterable[Model] | str | Path, *, announce: Callable[[str], None] | None = None, **options: Any
+) -> None:
+    """Serves models over HTTP until the process is told to stop.
+
+        pp.serve([model], device="auto", policy="edf", server={"port": 9000}, keys={"alice": "…"})
+        pp.serve("config.toml")
+
+    The options are those of the configuration file, which may also be given in place of the models. `announce` is
+    called with the URL once every model is loaded.
+    """
+    from serving.config import load_config
+
+    if isinstance(models, str | Path):
+        config, source = load_config(models)
+        serve_config(config, source, announce=announce)
+        return
+    config, source = load_config(defaults=options)
+    serve_config(config, source, models=list(models), announce=announce)
+
+
+def serve_config(
+    config: Config,
+    source: Source,
+    *,
+    models: Iterable[Model] = (),
+    announce: Callable[[str], None] | None = None,
+) -> None:
+    """Serves what a configuration describes, and models that exist already beside it."""
+    from serving.build import build_engine, build_entries, build_keys, build_tls
+    from serving.registry import Registry, entry_of
+    from serving.server import Server, run_server
+
+    entries = [entry_of(model) for model in models]
+    if config.models or not entries:
+        entries += build_entries(config, source)
+    keys, tls = build_keys(config, source), build_tls(config, source)
+    engine = build_engine(config, source)
+    registry = Registry(engine, entries)
+    run_server(engine, lambda: Server(registry, config.server, keys, tls), config.server, announce)
+
+
+__all__ = ["serve", "serve_config"]

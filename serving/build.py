@@ -1,0 +1,130 @@
+"""From a configuration to what it describes: an engine, a registry, keys, TLS."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import ssl
+import sys
+from functools import partial
+from typing import Any
+
+from instrument.errors import PaellaError
+from scheduler.engine import Engine
+from scheduler.errors import ModelError
+from scheduler.model import Model
+from scheduler.policy import find_policy
+from scheduler.state import Limits
+from serving.config import Config, ModelConfig, Path_, Source
+from serving.errors import ConfigError
+from serving.registry import Entry
+
+
+def build_engine(config: Config, source: Source) -> Engine:
+    """The engine, without models."""
+    try:
+        policy = find_policy(_import(config.policy, ("policy",), source) if ":" in config.policy else config.policy)
+    except ConfigError:
+        raise
+    except PaellaError as e:
+        raise source.error(("policy",), str(e)) from e
+    try:
+        return Engine(
+            config.device,
+            policy,
+            config.memory_bytes,
+            config.quantum_us,
+            config.max_active,
+            limits=Limits(requests=config.max_queue),
+        )
+    except PaellaError as e:
+        raise source.error(("device",), str(e)) from e
+
+
+def build_entries(config: Config, source: Source) -> list[Entry]:
+    """One entry per model. The factories are imported now, so that a wrong path is found before anything starts."""
+    if not config.models:
+        raise source.error(("models",), "name at least one model")
+    entries: dict[str, Entry] = {}
+    for k, each in enumerate(config.models):
+        path: Path_ = ("models", k)
+        factory = _import(each.factory, (*path, "factory"), source)
+        make = partial(make_model, factory, each)
+        if each.name is not None:
+            name = each.name
+        else:
+            try:
+                name = make().name
+            except Exception as e:
+                raise source.error(path, f"the model could not be made: {type(e).__name__}: {e}") from e
+        if name in entries:
+            raise source.error(path, f"another model is named {name!r} too: give this one a name of its own")
+        entries[name] = Entry(name, make, at_start=each.load)
+    return list(entries.values())
+
+
+def make_model(factory: Any, config: ModelConfig) -> Model:
+    """The factory's model, with what the configuration says otherwise."""
+    found = factory if isinstance(factory, Model) else factory(**config.arguments)
+    if not isinstance(found, Model):
+        raise ModelError(f"{config.factory} gave a {type(found).__name__}, not a Model")
+
+    def either(given: Any, own: Any) -> Any:
+        return own if given is None else given
+
+    return Model(
+        either(config.name, found.name),
+        found.fn,
+        inputs=found.inputs,
+        outputs=found.outputs,
+        weights=found.weights,
+        batch=either(config.batch, found.batch),
+        target_ms=either(config.target_ms, found.target_ms),
+        priority=either(config.priority, found.priority),
+        share=either(config.share, found.share),
+        lanes=either(config.lanes, found.lanes),
+    )
+
+
+def build_keys(config: Config, source: Source) -> dict[str, str]:
+    """API keys by name; `env:NAME` is read from the environment."""
+    keys = {}
+    for name, value in config.keys.items():
+        if value.startswith("env:"):
+            found = os.environ.get(value[4:])
+            if not found:
+                raise source.error(("keys", name), f"the environment has no {value[4:]}")
+            value = found
+        keys[name] = value
+    return keys
+
+
+def build_tls(config: Config, source: Source) -> ssl.SSLContext | None:
+    if config.tls is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    key = "certificate"
+    try:
+        context.load_cert_chain(source.folder / config.tls.certificate, source.folder / config.tls.key)
+        if config.tls.client_ca is not None:
+            key = "client_ca"
+            context.load_verify_locations(source.folder / config.tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as e:
+        raise source.error(("tls", key), f"the certificate and its key cannot be loaded: {e}") from e
+    return context
+
+
+def _import(dotted: str, path: Path_, source: Source) -> Any:
+    """`package.module:name`, also from the folder of the configuration."""
+    module, _, name = dotted.partition(":")
+    if (folder := str(source.folder)) not in sys.path:
+        sys.path.append(folder)
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as e:
+        raise source.error(path, f"{dotted} cannot be imported: {type(e).__name__}: {e}") from e
+    return found

@@ -1,0 +1,202 @@
+"""The configuration: one TOML file, every value of it also on the command line, and errors that point at the line.
+
+    device = "auto"                      # the GPU if there is one, else the virtual one
+    policy = "paella"                    # or "package.module:function"
+
+    [server]
+    port = 8000
+
+    [keys]
+    alice = "env:ALICE_KEY"
+
+    [[models]]
+    factory = "paellapy.demo:load"       # a function that returns a Model, or a Model
+    arguments = { name = "mlp" }
+    target_ms = 20
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from serving.admission import Mode
+from serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
+from serving.errors import ConfigError
+from serving.logs import Format
+from serving.toml_lines import line_of
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
+Path_ = tuple[str | int, ...]  # of a value in the file
+
+
+class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One model. What is left out is as the factory has it."""
+
+    factory: Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")]
+    arguments: dict[str, Any] = {}
+    name: Text | None = None
+    batch: Annotated[list[Count], Meta(min_length=1)] | None = None
+    target_ms: Positive | None = None
+    priority: int | None = None
+    share: Positive | None = None
+    lanes: Count | None = None
+    load: bool = True  # at the start; otherwise it waits for POST /v2/repository/models/…/load
+
+
+class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    max_body_bytes: Count = MAX_BODY_BYTES
+    max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # of one header, and of the request's first line
+    body_timeout_s: Positive = BODY_TIMEOUT_S
+    keepalive_s: Positive = 75.0
+    grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice
+    drain_s: NotNegative = 30.0  # then: what is in flight may take so long
+    admission: Mode = "targets"
+    client_header: Text = CLIENT_HEADER
+    access_log: bool = False
+    log_format: Format = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    certificate: Text  # PEM files; relative to the configuration
+    key: Text
+    client_ca: Text | None = None  # where clients must show a certificate too
+
+
+class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    device: Text = "auto"
+    policy: Text = "paella"
+    quantum_us: Annotated[float, Meta(ge=1)] = 50.0
+    max_active: Count = 8
+    memory_bytes: Count | None = None
+    max_queue: Count = 8192  # items waiting or running; more are refused
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    tls: TlsConfig | None = None
+    keys: dict[str, Text] = {}
+    models: list[ModelConfig] = []
+
+
+class Source:
+    """Where values came from, to point at them."""
+
+    def __init__(self, name: str = "", text: str = "", overrides: Sequence[Path_] = ()) -> None:
+        self.name, self.text, self.overrides = name, text, overrides
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.name).resolve().parent if self.name else Path.cwd()
+
+    def error(self, path: Path_, message: str) -> ConfigError:
+        """`file:line: key: what is wrong`, and the line itself."""
+        key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+        if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path) or not self.name:
+            return ConfigError(f"on the command line: {key or 'configuration'}: {message}")
+        number = line_of(self.text, path)
+        shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
+        return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}")
+
+
+def load_config(
+    file: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    models: Sequence[str] = (),
+) -> tuple[Config, Source]:
+    """The file, then `overrides` such as `server.port=9000`, `models` such as `package:factory{name="mlp"}`.
+
+    `defaults` take the place of a file where there is none.
+    """
+    tree, text = dict(defaults or {}), ""
+    if file is not None:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+            tree = tomllib.loads(text)
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{file}: {getattr(e, 'strerror', None) or e}") from None
+        except tomllib.TOMLDecodeError as e:
+            raise _syntax_error(str(file), text, e) from None
+    if models:
+        tree["models"] = [_model(each) for each in models]
+    paths = [_override(tree, each) for each in overrides]
+    if models:
+        paths.append(("models",))
+    source = Source(str(file) if file is not None else "", text, paths)
+    try:
+        return msgspec.convert(tree, Config), source
+    except msgspec.ValidationError as e:
+        path, message = _where(str(e))
+        raise source.error(path, message) from None
+
+
+def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
+    found = re.search(r"line (\d+)", str(error))
+    lines = text.splitlines()
+    number = int(found[1]) if found else max(1, len(lines))
+    shown = lines[number - 1].strip() if number <= len(lines) else ""
+    return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}")
+
+
+def _where(message: str) -> tuple[Path_, str]:
+    """The path and the text of one of msgspec's errors."""
+    said, _, at = message.partition(" - at `$")
+    path: list[str | int] = []
+    for name, index in re.findall(r"\.([^.\[`]+)|\[(\d+|\.\.\.)\]", at):
+        if name:
+            path.append(name)
+        elif index.isdigit():
+            path.append(int(index))
+    if unknown := re.search(r"unknown field `(.*)`", said):
+        path.append(unknown[1])
+        said = "there is no such setting"
+    elif missing := re.search(r"missing required field `(.*)`", said):
+        said = f"{missing[1]} is missing"
+    return tuple(path), said.replace("`", "")
+
+
+def _override(tree: dict[str, Any], text: str) -> Path_:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"on the command line: {text!r}: write key=value, as in server.port=9000")
+    path: Path_ = tuple(int(p) if p.isdigit() else p for p in key.strip().split("."))
+    at: Any = tree
+    try:
+        for here, further in pairwise(path):
+            if isinstance(at, dict):
+                at = at.setdefault(here, [] if isinstance(further, int) else {})
+            else:
+                at = at[here]
+        at[path[-1]] = _value(value.strip())
+    except (TypeError, IndexError, KeyError):
+        raise ConfigError(f"on the command line: {key}: there is no such place in the configuration") from None
+    return path
+
+
+def _value(text: str) -> Any:
+    """As TOML; what is none is a text, so that quotes are not needed twice."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _model(text: str) -> dict[str, Any]:
+    """`package.module:factory{name="mlp"}`."""
+    factory, brace, rest = text.partition("{")
+    try:
+        arguments = tomllib.loads(f"value = {{{rest}")["value"] if brace else {}
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"on the command line: {text!r}: the part in braces is no TOML table: {e}") from None
+    return {"factory": factory.strip(), "arguments": arguments}

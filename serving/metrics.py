@@ -1,0 +1,135 @@
+"""`/metrics`: Prometheus text, made from the counters when it is asked for. Triton's names are there as aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from scheduler.occupancy import RESOURCES
+from serving.counters import Histogram, ModelCounters
+from serving.middleware import SERVICE
+from serving.registry import READY, VERSION
+from serving.service import Service
+
+_Number = Callable[[ModelCounters], float]
+
+# name, help, value
+_COUNTERS: tuple[tuple[str, str, _Number], ...] = (
+    ("paellapy_requests_answered", "Requests answered with 200", lambda c: c.answered),
+    ("paellapy_requests_failed", "Requests answered with an error, refusals included", lambda c: c.failed),
+    ("paellapy_requests_abandoned", "Requests whose client left before the answer", lambda c: c.left),
+    ("paellapy_items", "Items run; a request has one or more", lambda c: c.items),
+    ("paellapy_batches", "Batches run", lambda c: c.batches),
+    ("paellapy_target_misses", "Items that took longer than their model's target", lambda c: c.target_misses),
+    ("nv_inference_request_success", "As Triton: requests answered", lambda c: c.answered),
+    ("nv_inference_count", "As Triton: items run", lambda c: c.items),
+    ("nv_inference_exec_count", "As Triton: batches run", lambda c: c.batches),
+    ("nv_inference_request_duration_us", "As Triton: sum of request times", lambda c: c.answered_ns / 1e3),
+    ("nv_inference_queue_duration_us", "As Triton: sum of queue times", lambda c: c.queue_ns / 1e3),
+    ("nv_inference_compute_infer_duration_us", "As Triton: sum of compute times", lambda c: c.compute_ns / 1e3),
+)
+
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounters], Histogram]], ...] = (
+    ("paellapy_request_seconds", "From the request's headers to its answer", lambda c: c.request_s),
+    ("paellapy_queue_seconds", "From an item's arrival in the engine to its first launch", lambda c: c.queue_s),
+    ("paellapy_compute_seconds", "From an item's first launch to its end", lambda c: c.compute_s),
+    ("paellapy_batch_size", "Items that ran together", lambda c: c.batch_size),
+)
+
+_LABELS = ("model", "version")
+
+
+class ServiceCollector(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        models = list(self._service.counters.models.items())
+        for name, text, number in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            for model, counters in models:
+                counter.add_metric((model, VERSION), number(counters))
+            yield counter
+        for name, text, histogram in _HISTOGRAMS:
+            family = HistogramMetricFamily(name, text, labels=_LABELS)
+            for model, counters in models:
+                found = histogram(counters)
+                family.add_metric((model, VERSION), found.buckets(), found.total)
+            yield family
+        yield from self._refusals(models)
+        yield from self._gauges()
+
+    def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
+        refused = CounterMetricFamily("paellapy_refusals", "Requests refused, by reason", labels=(*_LABELS, "reason"))
+        failed = CounterMetricFamily(
+            "nv_inference_request_failure", "As Triton: requests that failed", labels=(*_LABELS, "reason")
+        )
+        for model, counters in models:
+            known = dict(counters.refused)
+            for reason, count in known.items():
+                refused.add_metric((model, VERSION, reason), count)
+            rejected = sum(known.values())
+            failed.add_metric((model, VERSION, "REJECTED"), rejected)
+            failed.add_metric((model, VERSION, "OTHER"), counters.failed - rejected)
+            failed.add_metric((model, VERSION, "CANCELED"), counters.left)
+        yield refused
+        yield failed
+
+    def _gauges(self) -> Iterator[Metric]:
+        service = self._service
+        stats, occupancy = service.engine.stats(), service.engine.occupancy()
+        shares = GaugeMetricFamily(
+            "paellapy_occupancy_ratio", "Share of the GPU that launched work holds", labels=("resource", "kind")
+        )
+        for resource in RESOURCES:
+            use = getattr(occupancy, resource)
+            shares.add_metric((resource, "resident"), use.resident / use.capacity)
+            shares.add_metric((resource, "pending"), use.pending / use.capacity)
+        yield shares
+        for name, text, value in (
+            ("paellapy_items_live", "Items waiting or running", stats["live"]),
+            ("paellapy_items_queued", "Items without a slot in a batch", stats["queued"]),
+            ("paellapy_batches_active", "Batches whose turn it is", stats["active"]),
+            ("paellapy_requests_in_flight", "Inference requests being handled", service.in_flight),
+            ("paellapy_memory_held_bytes", "GPU memory that models hold", stats["memory"]["held_bytes"]),
+            ("paellapy_memory_budget_bytes", "GPU memory the engine may use", stats["memory"]["budget_bytes"]),
+            ("paellapy_ready", "1: the server is ready", float(service.ready)),
+            ("paellapy_start_time_seconds", "When the server started, Unix time", service.since),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
+            ("paellapy_launches", "Launches on the GPU", stats["launches"]),
+            ("paellapy_whole_launches", "Of those, whole programs", stats["whole_launches"]),
+            ("paellapy_segments", "Segments completed", stats["segments"]),
+            ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        pending = GaugeMetricFamily("nv_inference_pending_request_count", "As Triton: items not done", labels=_LABELS)
+        loaded = GaugeMetricFamily("paellapy_model_ready", "1: the model is loaded", labels=_LABELS)
+        for name, entry in service.registry.entries.items():
+            loaded.add_metric((name, VERSION), float(entry.state == READY))
+            if name in stats["models"]:
+                pending.add_metric((name, VERSION), stats["models"][name]["live"])
+        yield loaded
+        yield pending
+
+
+def add_metrics(app: web.Application) -> None:
+    """`/metrics`, in a registry of the application's own: two of them may live in one process."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ServiceCollector(app[SERVICE]))
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app.router.add_get("/metrics", metrics)

@@ -1,0 +1,157 @@
+"""`/openapi.json`, from the same structs that decode requests, and `/docs`, a page for it that needs no network."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from instrument.versions import versions
+from serving.middleware import json_response
+from serving.protocol import RequestBody, ResponseBody
+
+_JSON = "application/json"
+_ERROR = {"$ref": "#/components/schemas/Error"}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
+_HEADERS = {
+    "Inference-Header-Content-Length": "Length of the JSON in bytes, where binary tensors follow it",
+    "X-Client-Id": "Who asks: clients share the GPU fairly (unless API keys say who)",
+    "X-Request-Id": "Comes back in the answer and stands in the logs",
+    "traceparent": "W3C trace context; comes back with a span of the server's own",
+}
+_INFER = (
+    "Runs the model. `parameters.priority`: larger goes first. `parameters.timeout`: microseconds from now; what "
+    "cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs follow the "
+    "binary tensor extension, bodies may be gzip or deflate; an output's parameter `classification` asks for its best "
+    "classes as texts."
+)
+# path, method, summary, description, whether it has a body
+_PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
+    ("/v2", "get", "The server", "Name, version, extensions.", False),
+    ("/v2/health/live", "get", "Is it alive", "200 while the process answers.", False),
+    ("/v2/health/ready", "get", "Is it ready", "200 once every model is loaded; 503 before, and at the end.", False),
+    ("/v2/models/{model}", "get", "A model's tensors", "Shapes have -1 for the batch.", False),
+    ("/v2/models/{model}/ready", "get", "Is the model ready", "200 or 503.", False),
+    ("/v2/models/{model}/config", "get", "A model's configuration", "In the shape of Triton's.", False),
+    ("/v2/models/{model}/stats", "get", "A model's statistics", "In the shape of Triton's.", False),
+    ("/v2/models/{model}/infer", "post", "Run the model", _INFER, True),
+    ("/v2/models/stats", "get", "Statistics of all models", "", False),
+    ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
+    ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models of the configuration.", True),
+    ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Its requests are finished first.", True),
+    ("/metrics", "get", "Prometheus metrics", "", False),
+)
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    _, schemas = msgspec.json.schema_components([RequestBody, ResponseBody], ref_template="#/components/schemas/{name}")
+    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    # The decoder keeps a tensor's data raw until it knows the datatype.
+    schemas["RequestTensor"]["properties"]["data"] = {
+        "type": "array",
+        "description": "Numbers, flat in row-major order or nested as the shape is",
+    }
+    paths: dict[str, Any] = {}
+    for path, method, summary, text, body in _PATHS:
+        paths[path] = {method: _operation(path, summary, text, body)}
+        if path.startswith("/v2/models/{model}"):
+            versioned = path.replace("{model}", "{model}/versions/{version}")
+            paths[versioned] = {method: _operation(versioned, summary, text, body)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "paellapy", "version": versions()["paellapy"], "description": "Open Inference Protocol v2"},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            },
+        },
+    }
+
+
+def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, Any]:
+    infers = path.endswith("/infer")
+    parameters: list[dict[str, Any]] = []
+    if "{model}" in path:
+        parameters.append(_MODEL)
+    if "{version}" in path:
+        parameters.append(_VERSION)
+    if infers:
+        parameters += [
+            {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": said}
+            for name, said in _HEADERS.items()
+        ]
+    answer: dict[str, Any] = {"type": "object"}
+    if infers:
+        answer = {"$ref": "#/components/schemas/ResponseBody"}
+    elif path.endswith("/index"):
+        answer = {"type": "array", "items": {"type": "object"}}
+    kind = _JSON
+    if path == "/metrics":
+        kind, answer = "text/plain", {"type": "string"}
+    found: dict[str, Any] = {
+        "summary": summary,
+        "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", ""),
+        "responses": {"200": _response("OK", kind, answer), "default": _response("An error", _JSON, _ERROR)},
+    }
+    if text:
+        found["description"] = text
+    if parameters:
+        found["parameters"] = parameters
+    if has_body:
+        schema = {"$ref": "#/components/schemas/RequestBody"} if infers else {"type": "object"}
+        found["requestBody"] = {"required": infers, "content": {"application/json": {"schema": schema}}}
+    return found
+
+
+def _response(text: str, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": text, "content": {kind: {"schema": schema}}}
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "code{font:13px ui-monospace,monospace}b{display:inline-block;width:3.5rem;color:#06c}"
+    "details{border-top:1px solid #ddd;padding:.5rem 0}summary{cursor:pointer}td{padding-right:1rem;vertical-align:top}"
+)
+
+
+def page() -> str:
+    """The document as HTML: no script, nothing from elsewhere."""
+    spec = document()
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>paellapy</title><style>{_STYLE}</style><h1>paellapy</h1>"
+        '<p>Open Inference Protocol v2 · <a href="openapi.json">openapi.json</a> · <a href="metrics">metrics</a></p>'
+    ]
+    for path, methods in spec["paths"].items():
+        for method, each in methods.items():
+            parameters = "".join(
+                f"<tr><td><code>{escape(p['name'])}</code><td>{p['in']}<td>{escape(p.get('description', ''))}"
+                for p in each.get("parameters", ())
+            )
+            parts.append(
+                f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {escape(each['summary'])}"
+                f"</summary><p>{escape(each.get('description', ''))}</p><table>{parameters}</table></details>"
+            )
+    for name in ("RequestBody", "RequestTensor", "RequestedOutput", "ResponseBody", "ResponseTensor"):
+        schema = msgspec.json.format(msgspec.json.encode(spec["components"]["schemas"][name]), indent=2).decode()
+        parts.append(f"<details><summary><code>{name}</code></summary><pre>{escape(schema)}</pre></details>")
+    return "".join(parts)
+
+
+def add_docs(app: web.Application) -> None:
+    spec, html = document(), page()
+
+    async def openapi(request: web.Request) -> web.Response:
+        return json_response(spec)
+
+    async def docs(request: web.Request) -> web.Response:
+        return web.Response(text=html, content_type="text/html")
+
+    app.router.add_get("/openapi.json", openapi)
+    app.router.add_get("/docs", docs)
