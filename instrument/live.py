@@ -9,13 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.device.base import Device
+from instrument.records import WARP_SHIFT
+
+_MASK, _HALF = (1 << WARP_SHIFT) - 1, 1 << (WARP_SHIFT - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counts:
     """Counters of every SM, read while kernels run. Resident = started - ended."""
 
-    started: NDArray[np.int64]  # blocks, since the device was opened or the last trace
+    started: NDArray[np.int64]  # blocks, since the device was opened or the last trace; wraps at 16,777,216
     ended: NDArray[np.int64]
     resident_blocks: NDArray[np.int64]
     resident_warps: NDArray[np.int64]
@@ -29,8 +32,8 @@ def counts(device: Device | None = None) -> Counts:
     started, ended = lines["started"], lines["ended"]
     blocks, warps = _resident(started, ended)
     return Counts(
-        started=(started & 0xFFFFFFFF).astype(np.int64),
-        ended=(ended & 0xFFFFFFFF).astype(np.int64),
+        started=(started & _MASK).astype(np.int64),
+        ended=(ended & _MASK).astype(np.int64),
         resident_blocks=blocks,
         resident_warps=warps,
         occupancy=warps / device.limits.warps,
@@ -41,6 +44,6 @@ def _resident(started: NDArray[Any], ended: NDArray[Any]) -> tuple[NDArray[np.in
     """Blocks and warps that started and did not end."""
     # The counters wrap, and the block counts carry into the warp counts above them; the difference of the packed words
     # does neither. A line may be read between the two counters of a block: nothing is resident then, not -1.
-    difference = (started - ended).view(np.int64)
-    blocks = difference.astype(np.int32).astype(np.int64)
-    return np.maximum(blocks, 0), np.maximum((difference - blocks) >> 32, 0)
+    difference = (started - ended).view(np.int32).astype(np.int64)
+    blocks = (difference + _HALF & _MASK) - _HALF
+    return np.maximum(blocks, 0), np.maximum((difference - blocks) >> WARP_SHIFT, 0)

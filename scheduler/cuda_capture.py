@@ -118,8 +118,25 @@ def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator
         stack.enter_context(cupy.cuda.Device(device.index))
         stack.enter_context(cupy.cuda.using_allocator(allocate))
         if stream is not None:
-            stack.enter_context(cupy.cuda.ExternalStream(stream, device.index))
+            stack.enter_context(_cupy_stream(cupy, stream, device.index))
         yield
+
+
+class _Foreign:
+    """A stream of ours under CUDA's stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
+    """Our stream as CuPy sees it: CuPy 14 deprecates the class that older versions need."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(handle))
+    return cupy.cuda.ExternalStream(handle, device)
 
 
 def capture_program(

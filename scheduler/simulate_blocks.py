@@ -10,6 +10,7 @@ from instrument.device.heaps import compiled, heap_pop, heap_push
 from instrument.device.parts import WARP, Part
 from instrument.device.sm_model import BlockCost, Kernel, Program, SmModel
 from instrument.device.timing import Timing
+from instrument.records import WARP_SHIFT
 from scheduler import fluid
 from scheduler import state as st
 from scheduler.atomics import store_at
@@ -157,4 +158,4 @@ class BlocksGpu:
         b = min(int(since / f.t[fluid.BIN_NS]), len(f.bins) - 1)
         f.bins[b] += np.array([self.resident / self.capacity, 0.0, 0.0, len(self.words)]) * ns
         lines = self.sim.lines
-        self.resident = float(((lines["started"] >> np.uint64(32)) - (lines["ended"] >> np.uint64(32))).sum())
+        self.resident = float(((lines["started"] - lines["ended"]) >> np.uint32(WARP_SHIFT)).sum())

@@ -15,7 +15,7 @@ from instrument.device.sm_model import BlockCost, DeadlockError, Kernel, SmModel
 from instrument.device.timing import Timing
 from instrument.errors import LaunchError, NoDeviceError
 from instrument.occupancy import Footprint, footprint, occupancy
-from instrument.records import BLOCK, SM_LINE
+from instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
 H200 = part("h200")
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.
@@ -530,10 +530,10 @@ def test_the_counters_count_blocks_and_warps_of_each_sm():
     sim = SmModel(SMALL, timing=EXACT, lines=lines)
     sim.launch(sim.stream(), 8, 256, duration_ns=100)
     sim.run(50)
-    assert lines["started"].tolist() == [2 | 16 << 32] * 4
+    assert lines["started"].tolist() == [2 | 16 << WARP_SHIFT] * 4
     assert lines["ended"].tolist() == [0] * 4
     sim.run()
-    assert lines["ended"].tolist() == [2 | 16 << 32] * 4
+    assert lines["ended"].tolist() == [2 | 16 << WARP_SHIFT] * 4
     assert sim.blocks().dtype == BLOCK
     assert sim.block_events == 8
 

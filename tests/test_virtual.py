@@ -125,6 +125,7 @@ def test_streams_run_in_order_and_beside_each_other(device: Any) -> None:
 
 def test_counters_and_notifications_are_those_of_a_real_kernel(device: Any) -> None:
     x, out = np.arange(4096, dtype=np.float32), pp.empty(4096)
+    device.synchronize()
     before = pp.counts()
     pp.kernel(shift, report="count")[(4,)](x, out, 4096, 0, B=1024)
     device.synchronize()
