@@ -8,21 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled, inlined
 from scheduler import core_rings as rings
 from scheduler import state as st
 from scheduler.atomics import call_clock, call_launch, copy_bytes, load_at, store_at
 from scheduler.engine import Engine
 from scheduler.loop import ring_bell
 
+# Not kept on disk: what it calls changes more often than this file.
+compiled = numba.njit(nogil=True, error_model="numpy")
 CLOCK_MONOTONIC = 1
 GIVE_UP_NS = 60_000_000_000
 
 
-@inlined
+@compiled
 def clock(fn: Any, scratch: Any) -> int:
     call_clock(fn[st.F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
     return int(scratch[0] * 1_000_000_000 + scratch[1])

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import ModelCapture
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
+from scheduler.cuda_loop import BROKEN, serve
 from scheduler.engine_trace import TracedBlocks, TracedPiece
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel, device_lock
@@ -79,12 +79,12 @@ class CudaBackend(Backend):
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
         self._streams: dict[int, CudaStream] = {}
-        self._bell = Bell()
+        self._bell = Bell(blocking=True)
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_word = np.zeros(8, np.uint64)
         self._scratch = np.zeros(8, np.int64)
         self._stopping = False
-        self._busy, self._ended = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._trace: _CudaTrace | None = None
 
@@ -178,46 +178,28 @@ class CudaBackend(Backend):
 
     def _loop(self) -> None:
         self.device.activate()
-        state, bell = self._state, self._bell
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        reported = False
         while not self._stopping:
-            self._busy.set()
-            asked = core.run(state, self._stop_word, _LINGER_NS, self._scratch)
-            self._attend()
-            if asked:
+            why = serve(
+                self._state, self._stop_word, _LINGER_NS, self._scratch, self._bell.word, self._bell.fd, read, reported
+            )
+            if why == BROKEN:
+                reported = True
+                self._failed(self.failure(int(self._state.g[st.ERROR])))
                 continue
-            # Asleep only after a look with the bell armed: what was posted before is seen, what comes after rings.
-            bell.arm()
-            before = int(state.g[st.LAUNCHES])
-            if not core.run(state, self._stop_word, 0, self._scratch) and before == int(state.g[st.LAUNCHES]):
-                self._busy.clear()
-                bell.sleep(self._due_s())
-            bell.disarm()
-
-    def _attend(self) -> None:
-        """What others want done between two steps, and errors the core has met."""
-        self._stop_word[0] = 0
-        while self._calls:
-            self._calls.popleft()()
-        if self._state.g[st.MODE] == st.FAIL_MODE and self._state.g[st.ERROR]:
-            self._failed(self.failure(int(self._state.g[st.ERROR])))
-
-    def _due_s(self) -> float | None:
-        """Requests that wait for a front end may expire while the loop sleeps."""
-        s = self._state
-        if not s.g[st.DUE_N]:
-            return None
-        return max(0.0, (int(s.request["deadline_ns"][s.due[0]]) - time.monotonic_ns()) * 1e-9)
+            self._stop_word[0] = 0
+            while self._calls:
+                self._calls.popleft()()
 
     def _watch(self) -> None:
         """A fault leaves completion words unwritten: when nothing moves, ask the driver."""
         self.device.activate()
         g = self._state.g
-        while not self._ended.is_set():
-            self._busy.wait()
-            before = int(g[st.SEGMENTS_DONE])
-            if self._ended.wait(_WATCH_S):
-                return
-            if g[st.FLIGHT_N] and int(g[st.SEGMENTS_DONE]) == before:
+        before = -1
+        while not self._ended.wait(_WATCH_S):
+            stuck, before = int(g[st.SEGMENTS_DONE]) == before, int(g[st.SEGMENTS_DONE])
+            if g[st.FLIGHT_N] and stuck:
                 status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
                 if status not in (0, _NOT_READY):
                     self._failed(self.failure(status))
@@ -244,7 +226,6 @@ class CudaBackend(Backend):
     def stop(self) -> None:
         self._stopping = True
         self._ended.set()
-        self._busy.set()
         self._interrupt()
         for thread in self._threads:
             thread.join()

@@ -25,6 +25,7 @@ from scheduler import state as st
 from scheduler.atomics import exchange_at, load_at, store_at
 from scheduler.errors import QueueFullError
 from scheduler.loader import LoadedModel
+from scheduler.loop import notice_edits
 from scheduler.state import State, Table, Words
 
 _DRAIN = 256  # completions read at once
@@ -64,6 +65,9 @@ def post_slot(
     row.arrival_ns, row.deadline_ns, row.source = arrival_ns, deadline_ns, np.uint64(0)
     store_at(submit[cell : cell + 1].ctypes.data, position + np.uint64(1))
     return True
+
+
+notice_edits(claim_slot, post_slot)
 
 
 class Pending:
