@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from instrument.errors import PaellaError
 from instrument.versions import versions
+
+if TYPE_CHECKING:
+    from instrument.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help=__doc__)
 
@@ -55,6 +58,64 @@ def serve(
     with_demo = config is None and not model
     loaded, source = load_config(config, overrides, serve_demo.settings() if with_demo else None, model or ())
     serve_config(loaded, source, announce=serve_demo.announce if with_demo else None)
+
+
+@app.command(
+    name="trace",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def trace_script(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="what to run; arguments after it are its own")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="where the trace goes")] = Path("trace.pptrace"),
+    device: Annotated[str | None, typer.Option(help='"cuda:0", "virtual:h200", …')] = None,
+    records_per_sm: Annotated[int, typer.Option(help="size of an SM's ring, a power of two")] = 1 << 14,
+    dark: Annotated[bool, typer.Option("--dark", help="a dark report")] = False,
+) -> None:
+    """Run a script with tracing on: every pp.kernel it launches. Writes the trace and an HTML report beside it."""
+    from paellapy.viz.script import run_script
+
+    ran = run_script(script, context.args, device, records_per_sm)
+    ran.trace.save(out)
+    console = Console(stderr=True)  # standard output belongs to the script
+    console.print(ran.trace.summary())
+    console.print(f"trace: {out}", highlight=False, soft_wrap=True)
+    if not len(ran.trace.blocks):
+        console.print("nothing was recorded: only kernels made by pp.kernel report, on the device that --device names")
+    _write_report(ran.trace, out.with_suffix(".html"), script.name, dark, console)
+    if ran.exit_code:
+        raise typer.Exit(ran.exit_code)
+
+
+@app.command()
+def view(
+    file: Annotated[Path, typer.Argument(help="a trace file, as Trace.save and paellapy trace write it")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the page goes  [dim](beside it)[/dim]")] = None,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="show it in the browser")] = True,
+    dark: Annotated[bool, typer.Option("--dark", help="a dark page")] = False,
+) -> None:
+    """Show a trace file: makes one HTML page that works offline, and opens it."""
+    import webbrowser
+
+    from instrument.trace import Trace
+    from paellapy import viz
+
+    page = viz.to_html(Trace.load(file), out or file.with_suffix(".html"), file.name, theme="dark" if dark else "light")
+    typer.echo(page)
+    if open_ and not webbrowser.open(page.resolve().as_uri()):
+        typer.echo("no browser was found here: open the page yourself", err=True)
+
+
+def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Console) -> None:
+    from paellapy import viz
+
+    try:
+        viz.to_html(trace, path, title, theme="dark" if dark else "light")
+    except viz.MissingExtraError as error:
+        # The trace is there, and can be viewed later.
+        console.print(f"no report: {error}", markup=False, highlight=False)
+    else:
+        console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
 
 @app.command()

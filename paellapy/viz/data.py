@@ -22,7 +22,7 @@ from paellapy.viz.palette import OKABE_ITO
 By = Literal["kernel", "launch", "stream"] | Mapping[str, str]
 
 BINS = 600  # about one for every two pixels of a screen
-EXACT_BLOCKS = 4000  # up to here every block is drawn: more rectangles make a browser slow
+EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
 ROWS = 528  # lanes of a binned Gantt chart: four for each SM of an H200, more than its pixels
 CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
 

@@ -1,0 +1,62 @@
+"""`paellapy trace script.py`: a script run as Python would run it, with every kernel it launches recorded."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from instrument.device import Device
+from instrument.errors import TraceError
+from instrument.trace import Trace
+from instrument.tracing import trace
+
+_INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    trace: Trace
+    exit_code: int  # what `python script.py` would have ended with
+
+
+def run_script(
+    script: Path, arguments: Sequence[str] = (), device: str | None = None, records_per_sm: int = 1 << 14
+) -> Ran:
+    """Runs a script as `__main__` inside `trace()`; what it raises is printed as Python prints it."""
+    if not script.is_file():
+        raise TraceError(f"there is no script {script}")
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    try:
+        with Device.open(device) if device else nullcontext(), trace(records_per_sm) as t:
+            exit_code = _run(script)
+    finally:
+        sys.argv, sys.path[:] = before
+    return Ran(t, exit_code)
+
+
+def _run(script: Path) -> int:
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(_from_script(error.__traceback__, script)))
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _from_script(frames: TracebackType | None, script: Path) -> TracebackType | None:
+    """Without the frames that led into the script; none are left of a script that does not compile."""
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    return frames
