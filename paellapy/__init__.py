@@ -38,6 +38,7 @@ from instrument.trace import Trace
 from instrument.tracing import trace
 from paellapy import examples, viz
 from paellapy.viz import MissingExtraError, compare
+from serving.api import serve
 
 __all__ = [
     "ArgumentError",
@@ -67,6 +68,7 @@ __all__ = [
     "examples",
     "instrument_torch",
     "kernel",
+    "serve",
     "stream",
     "trace",
     "viz",

@@ -21,7 +21,7 @@ from serving.service import Service
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SERVICE = web.AppKey("service", Service)
-CLIENT = "paellapy_client"  # of a request: whose it is
+CLIENT = web.RequestKey("client", str)  # whose the request is; "": nobody in particular
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes of orchestrators carry no key
 
 _encode = msgspec.json.Encoder().encode
@@ -69,7 +69,7 @@ def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> 
             if known and not request.path.endswith(OPEN_PATHS):
                 request[CLIENT] = known.name_of(request)
             else:
-                request[CLIENT] = headers.get(client_header)
+                request[CLIENT] = headers.get(client_header, "")
             response = await handler(request)
         except asyncio.CancelledError:
             if access_log:
@@ -130,7 +130,7 @@ def _note(request: web.Request, number: str, status: int, started_ns: int) -> No
         "path": request.path,
         "status": status,
         "ms": round((time.monotonic_ns() - started_ns) * 1e-6, 3),
-        "client": request.get(CLIENT),
+        "client": request.get(CLIENT) or None,
         "peer": request.remote,
     }
     if traceparent := request.headers.get("traceparent"):

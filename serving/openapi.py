@@ -24,9 +24,9 @@ _HEADERS = {
 }
 _INFER = (
     "Runs the model. `parameters.priority`: larger goes first. `parameters.timeout`: microseconds from now; what "
-    "cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs follow the "
-    "binary tensor extension, bodies may be gzip or deflate; an output's parameter `classification` asks for its best "
-    "classes as texts."
+    "cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs "
+    "follow the binary tensor extension, bodies may be gzip or deflate; an output's parameter `classification` asks "
+    "for its best classes as texts."
 )
 # path, method, summary, description, whether it has a body
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (

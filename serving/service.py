@@ -63,13 +63,13 @@ class Service:
             and all(e.state == READY for e in self.registry.entries.values() if e.at_start and e.reason != "unloaded")
         )
 
-    async def infer(self, model: Model, request: Request, client: str | None) -> dict[str, NDArray[Any]]:
+    async def infer(self, model: Model, request: Request, client: str) -> dict[str, NDArray[Any]]:
         """Runs a checked request: every item goes into a slot of the engine's own. Outputs are [items, …]."""
         row = self.registry.entries[model.name].row
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
         predicted_ns = self.admission.check(model, row, request.priority, deadline_ms)
         started_ns = time.monotonic_ns()
-        number = None if client is None else self.clients.number(client)
+        number = None if not client else self.clients.number(client)
         slots: list[Slot] = []
         try:
             for item in range(request.items):

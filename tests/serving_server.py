@@ -1,0 +1,100 @@
+"""A real server on loopback for the tests: in a thread of this process, or as the command line starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import paellapy as pp
+from scheduler.engine import Engine
+from scheduler.model import Model, TensorSpec
+from scheduler.state import Limits
+from serving.config import ServerConfig
+from serving.datatypes import DTYPES
+from serving.registry import Entry, Registry, entry_of
+from serving.server import Server
+
+DEVICE = "virtual:h200"
+
+
+class Running:
+    """A server that listens: `url`, `address`, and a way to do something in its loop."""
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        self.server, self.loop, self.url = server, loop, server.url
+        self.address = server.url.partition("://")[2]
+        self.port = int(self.address.rpartition(":")[2])
+        self.service, self.engine = server.service, server.registry.engine
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def wait_until(self, condition: Any) -> None:
+        """Polls; the test's own timeout is the end of it."""
+        pause = threading.Event()
+        while not condition():
+            pause.wait(0.01)
+
+
+@contextlib.contextmanager
+def running(
+    models: Iterable[Model | Entry],
+    *,
+    keys: dict[str, str] | None = None,
+    tls: Any = None,
+    limits: Limits | None = None,
+    policy: str = "paella",
+    load: bool = True,
+    **options: Any,
+) -> Iterator[Running]:
+    """A server on a free port of 127.0.0.1, with everything loaded, stopped at the end."""
+    with Engine(DEVICE, policy, limits=limits) as engine:
+        registry = Registry(engine, [m if isinstance(m, Entry) else entry_of(m) for m in models])
+        settings = ServerConfig(**{"port": 0, "grace_s": 0.0, "drain_s": 10.0, **options})
+        loop, thread = asyncio.new_event_loop(), None
+        try:
+            server = Server(registry, settings, keys, tls)
+            thread = threading.Thread(target=loop.run_forever)
+            thread.start()
+            asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+            found = Running(server, loop)
+            if load:
+                found.call(server.load())
+            yield found
+            found.call(server.stop())
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            if thread is not None:
+                thread.join()
+            loop.close()
+
+
+@pp.kernel
+@triton.jit
+def copy(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+def echo_model(name: str, dtypes: Iterable[str], shape: tuple[int, ...] = (4,), **options: Any) -> Model:
+    """Gives back what it gets: one tensor of each datatype."""
+    specs = {each.lower(): TensorSpec(shape, DTYPES[each]) for each in dtypes}
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        for key in specs:
+            n = int(np.prod(inputs[key].shape))
+            copy[(triton.cdiv(n, 128),)](inputs[key], outputs[key], n, B=128)
+
+    return Model(name, fn, inputs=specs, outputs=specs, **options)
+
+
+def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any) -> dict[str, Any]:
+    tensor = {"name": name, "shape": list(array.shape), "datatype": datatype, "data": array.reshape(-1).tolist()}
+    return {"inputs": [tensor], **more}

@@ -1,0 +1,274 @@
+"""Bodies of the protocol: what is right is read exactly, what is wrong is a 400 that says so, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from scheduler.model import Model, TensorSpec
+from serving.datatypes import DTYPES
+from serving.errors import RequestError
+from serving.infer import choose_coding
+from serving.protocol import decode, encode
+
+
+def model_of(**inputs):
+    specs = {key: TensorSpec(shape, DTYPES[datatype]) for key, (datatype, shape) in inputs.items()}
+    return Model("m", lambda w, i, o: None, inputs=specs, outputs=specs, batch=(1, 8))
+
+
+VECTOR = model_of(x=("FP32", (4,)))
+PAIR = model_of(a=("INT8", (2, 3)), b=("FP64", ()))
+
+
+def tensor(name="x", shape=(1, 4), datatype="FP32", data=(1, 2, 3, 4), **more):
+    found = {"name": name, "shape": list(shape), "datatype": datatype, "data": data, **more}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def read(model, body, tail=b"", header_length=None):
+    header = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return decode(model, header + tail, str(len(header)) if tail and header_length is None else header_length)
+
+
+def test_json_flat_and_nested_are_the_same():
+    flat = read(VECTOR, {"inputs": [tensor(shape=(2, 4), data=list(range(8)))]})
+    nested = read(VECTOR, {"inputs": [tensor(shape=(2, 4), data=[[0, 1, 2, 3], [4, 5, 6, 7]])]})
+    np.testing.assert_array_equal(flat.inputs["x"], nested.inputs["x"])
+    assert flat.items == 2
+    assert flat.batched
+
+
+def test_one_item_may_come_without_a_batch_axis():
+    found = read(VECTOR, {"inputs": [tensor(shape=(4,))], "id": "7"})
+    assert (found.items, found.batched, found.id) == (1, False, "7")
+    pieces, _ = encode(VECTOR, "1", found, {"x": found.inputs["x"]})
+    assert json.loads(pieces[0])["outputs"][0]["shape"] == [4]
+
+
+def test_priority_and_timeout():
+    found = read(VECTOR, {"inputs": [tensor()], "parameters": {"priority": -2, "timeout": 1500}})
+    assert (found.priority, found.timeout_us) == (-2, 1500)
+    assert read(VECTOR, {"inputs": [tensor()], "parameters": {"timeout": 0}}).timeout_us is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not a v2 inference request"),
+        (b"{", "not a v2 inference request"),
+        (b"[" * 100_000, "not a v2 inference request"),
+        (b'{"inputs": [], "parameters": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "not a v2 inference request"),
+        (b"\xff\xfe", "not a v2 inference request"),
+        ({}, "inputs"),
+        ({"inputs": [tensor(name="z")]}, "'z' is no input"),
+        ({"inputs": [tensor(), tensor()]}, "twice"),
+        ({"inputs": []}, "needs the input x"),
+        ({"inputs": [tensor(datatype="BYTES")]}, "no BYTES"),
+        ({"inputs": [tensor(datatype="FP8")]}, "no datatype 'FP8'"),
+        ({"inputs": [tensor(datatype="INT32")]}, "is FP32, not INT32"),
+        ({"inputs": [tensor(shape=(1, 5))]}, r"shape \[1, 5\]"),
+        ({"inputs": [tensor(shape=(-1, 4))]}, "shape"),
+        ({"inputs": [tensor(shape=(0, 4), data=[])]}, "shape"),
+        ({"inputs": [tensor(shape=())]}, "shape"),
+        ({"inputs": [tensor(shape=[1] * 1000)]}, "shape"),
+        ({"inputs": [tensor(shape=(10**30, 4))]}, "values|shape|request"),
+        ({"inputs": [tensor(shape=(9, 4), data=[0] * 36)]}, "up to 8 items"),
+        ({"inputs": [tensor(data=[1, 2, 3])]}, "3 values"),
+        ({"inputs": [tensor(data=[[1, 2], [3]])]}, "differ"),
+        ({"inputs": [tensor(data=[[1, 2], 3, 4])]}, "differ"),
+        ({"inputs": [tensor(data="1234")]}, "array"),
+        ({"inputs": [tensor(data=["1", "2", "3", "4"])]}, "float"),
+        ({"inputs": [tensor(data=[1, 2, 3, None])]}, "float"),
+        ({"inputs": [tensor(data=[1, 2, 3, True])]}, "float"),
+        ({"inputs": [tensor(data=[1e300, 2, 3, 4])]}, "out of the range"),
+        ({"inputs": [tensor(data=[10**400, 2, 3, 4])]}, "range|number"),
+        ({"inputs": [tensor(data=None)]}, "neither"),
+        (b'{"inputs":[{"name":"x","shape":[4],"datatype":"FP32","data":[NaN,1,2,3]}]}', "not a v2|not JSON|malformed"),
+        ({"inputs": [tensor(parameters={"binary_data_size": 16})]}, "both"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": 16})]}, "0 bytes are left"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": 15})]}, "has 16 bytes"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": -16})]}, "has 16 bytes"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": "16"})]}, "has 16 bytes"),
+        ({"inputs": [tensor(data=None, parameters={"shared_memory_region": "r"})]}, "not supported"),
+        ({"inputs": [tensor()], "outputs": [{"name": "z"}]}, "no output"),
+        ({"inputs": [tensor()], "outputs": [{"name": "x"}, {"name": "x"}]}, "twice"),
+        ({"inputs": [tensor()], "outputs": [{"name": "x", "parameters": {"binary_data": 1}}]}, "true or false"),
+        ({"inputs": [tensor()], "outputs": [{"name": "x", "parameters": {"classification": -1}}]}, "classes"),
+        ({"inputs": [tensor()], "parameters": {"priority": 1.5}}, "priority"),
+        ({"inputs": [tensor()], "parameters": {"priority": 10**20}}, "priority"),
+        ({"inputs": [tensor()], "parameters": {"timeout": -1}}, "timeout"),
+        ({"inputs": [tensor()], "parameters": {"timeout": "soon"}}, "timeout"),
+        ({"inputs": [tensor()], "id": 5}, "str"),
+    ],
+)
+def test_what_is_wrong_is_named(body, said):
+    with pytest.raises(RequestError, match=said) as caught:
+        read(VECTOR, body)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1e3", "9" * 30, "99999", "x", "٣", "+5", "1_0"])
+def test_a_header_length_that_lies(length):
+    with pytest.raises(RequestError, match="Inference-Header-Content-Length"):
+        read(VECTOR, {"inputs": [tensor()]}, header_length=length)
+
+
+def test_bytes_that_belong_to_nobody():
+    with pytest.raises(RequestError, match="3 bytes at the end"):
+        read(VECTOR, {"inputs": [tensor()]}, b"abc")
+
+
+def test_integers_out_of_range():
+    with pytest.raises(RequestError, match="out of the range of INT8"):
+        read(PAIR, {"inputs": [tensor("a", (2, 3), "INT8", [0, 0, 0, 0, 0, 200]), tensor("b", (), "FP64", [1.0])]})
+
+
+def test_inputs_must_agree_on_their_batch():
+    with pytest.raises(RequestError, match=r"a: 2.*b: no batch axis"):
+        read(PAIR, {"inputs": [tensor("a", (2, 2, 3), "INT8", [0] * 12), tensor("b", (), "FP64", [1.0])]})
+
+
+def test_not_a_number_has_no_json_and_travels_as_null():
+    found = read(VECTOR, {"inputs": [tensor()]})
+    pieces, _ = encode(VECTOR, "1", found, {"x": np.full((1, 4), np.nan, np.float32)})
+    assert json.loads(pieces[0])["outputs"][0]["data"] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("accepted", "json_coding", "binary_coding"),
+    [
+        ("gzip", "gzip", "gzip"),
+        ("deflate", "deflate", "deflate"),
+        ("gzip, deflate, br", "gzip", None),
+        ("gzip;q=0", None, None),
+        ("gzip;q=0.5", "gzip", "gzip"),
+        ("br", None, None),
+        ("identity", None, None),
+    ],
+)
+def test_which_coding_is_chosen(accepted, json_coding, binary_coding):
+    assert choose_coding(accepted, binary=False) == json_coding
+    assert choose_coding(accepted, binary=True) == binary_coding
+
+
+# -- properties
+
+DATATYPES = some.sampled_from(list(DTYPES))
+SHAPES = some.lists(some.integers(1, 3), max_size=3).map(tuple)
+
+
+@given(DATATYPES, SHAPES, some.integers(1, 8), some.booleans(), some.booleans(), some.randoms(use_true_random=False))
+def test_every_tensor_survives_the_way_there_and_back(datatype, shape, items, binary_in, binary_out, random):
+    """Bit for bit, NaN and infinities included where they can travel."""
+    model = model_of(x=(datatype, shape))
+    dtype = DTYPES[datatype]
+    count = items * math.prod(shape)
+    if binary_in and binary_out and datatype != "BOOL":
+        raw = random.randbytes(count * dtype.itemsize)
+    else:
+        limit = 2 if datatype == "BOOL" else 100
+        raw = np.array([random.randrange(limit) for _ in range(count)]).astype(dtype).tobytes()
+    array = np.frombuffer(raw, dtype).reshape(items, *shape)
+    given = tensor("x", array.shape, datatype, None if binary_in else _json_list(array))
+    if binary_in:
+        given["parameters"] = {"binary_data_size": len(raw)}
+    body = {"inputs": [given], "parameters": {"binary_data_output": binary_out}}
+    found = read(model, body, raw if binary_in else b"")
+    assert found.inputs["x"].tobytes() == raw
+    pieces, header_length = encode(model, "1", found, {"x": found.inputs["x"]})
+    whole = b"".join(pieces)
+    if binary_out:
+        assert whole[header_length:] == raw
+    else:
+        assert header_length is None
+        back = np.array(json.loads(whole)["outputs"][0]["data"]).astype(dtype)
+        assert back.tobytes() == raw
+
+
+def _json_list(array):
+    flat = array.reshape(-1)
+    return (flat.astype(np.float32) if array.dtype.kind not in "biuf" else flat).tolist()
+
+
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats(allow_nan=False) | some.text(max_size=5),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+ODD = some.one_of(
+    some.integers(-3, 5), some.integers(-(2**70), 2**70), some.floats(allow_nan=False), some.text(max_size=3), JSON
+)
+BODIES = some.fixed_dictionaries(
+    {
+        "inputs": some.lists(
+            some.fixed_dictionaries(
+                {},
+                optional={
+                    "name": some.sampled_from(["x", "x", "y", ""]) | JSON,
+                    "shape": some.sampled_from([[1, 4], [4], [2, 4]]) | some.lists(ODD, max_size=4) | JSON,
+                    "datatype": DATATYPES | some.just("FP32") | some.just("BYTES") | JSON,
+                    "data": some.lists(ODD, max_size=9) | some.just([1, 2, 3, 4]) | JSON,
+                    "parameters": some.dictionaries(
+                        some.sampled_from(["binary_data_size", "shared_memory_region", "z"]), ODD, max_size=2
+                    ),
+                },
+            ),
+            max_size=3,
+        )
+        | JSON
+    },
+    optional={
+        "id": some.text(max_size=5) | JSON,
+        "outputs": some.lists(some.fixed_dictionaries({"name": some.just("x")}), max_size=2) | JSON,
+        "parameters": some.dictionaries(
+            some.sampled_from(["priority", "timeout", "binary_data_output", "z"]), ODD, max_size=3
+        )
+        | JSON,
+    },
+)
+
+
+@settings(max_examples=1500)
+@given(BODIES, some.binary(max_size=40), some.none() | some.integers(-5, 300).map(str) | some.text(max_size=5))
+def test_no_body_is_more_than_a_400(body, tail, header_length):
+    header = json.dumps(body).encode()
+    try:
+        found = decode(VECTOR, header + tail, header_length)
+    except RequestError:
+        return
+    assert found.inputs["x"].shape == (found.items, 4)
+    assert found.inputs["x"].dtype == np.float32
+
+
+@settings(max_examples=800)
+@given(some.binary(max_size=200), some.none() | some.integers(0, 200).map(str))
+def test_no_bytes_are_more_than_a_400(body, header_length):
+    with pytest.raises(RequestError):
+        decode(VECTOR, body, header_length)
+
+
+@settings(max_examples=800)
+@given(some.integers(0, 60), some.integers(-40, 40), some.integers(0, 40), some.integers(0, 3))
+def test_lengths_that_lie(cut, size_lie, extra, where):
+    """A right binary body with one length changed, bytes cut off, or bytes too many."""
+    raw = np.arange(8, dtype=np.float32).tobytes()
+    size = len(raw) + (size_lie if where == 1 else 0)
+    given = tensor(shape=(2, 4), data=None, parameters={"binary_data_size": size})
+    header = json.dumps({"inputs": [given]}).encode()
+    body = header + raw + (b"\0" * extra if where == 2 else b"")
+    if where == 0:
+        body = body[: len(body) - cut]
+    length = len(header) + (size_lie if where == 3 else 0)
+    changed = (where == 0 and cut) or (where == 1 and size_lie) or (where == 2 and extra) or (where == 3 and size_lie)
+    if changed:
+        with pytest.raises(RequestError):
+            decode(VECTOR, body, str(length))
+    else:
+        assert decode(VECTOR, body, str(length)).inputs["x"].tobytes() == raw
