@@ -68,7 +68,7 @@ def test_programs_are_cut_by_measured_time(loaded):
     assert profile.chain
     assert len(profile.segments) > 2
     assert all(segment.time_ns > 0 for segment in profile.segments)
-    assert sum(segment.kernels for segment in profile.segments) == 60
+    assert profile.bounds[-1][1] == 62  # sixty kernels and two copies
     assert profile.whole_ns > 0
     assert profile.segmented_ns > 0.5 * profile.whole_ns
 
@@ -177,7 +177,7 @@ def test_two_streams_of_a_function_become_a_graph_that_is_no_chain(engine, gpu):
     engine.load(scale_model("other", batch=(1,)))
     profile = engine.profile("fork")[0]
     assert not profile.chain
-    assert sum(segment.kernels for segment in profile.segments) == 5
+    assert profile.bounds[-1][1] == 8  # five kernels and three copies
 
     async def main():
         work = [engine.infer("fork", ONES) for _ in range(100)]
@@ -298,7 +298,7 @@ def test_launches_of_other_threads_are_not_caught_by_a_capture(engine, gpu):
         stop.set()
         thread.join()
     assert not failures
-    assert sum(s.kernels for s in engine.profile("scale")[0].segments) == 50
+    assert engine.profile("scale")[0].bounds[-1][1] == 52  # fifty kernels and two copies
     check(engine.infer_sync("scale", ONES), {"y": np.full(64, 2.0**50)})
 
 

@@ -1,0 +1,377 @@
+"""A CUDA driver of a few dozen calls, in host memory: enough to run the engine's CUDA code where there is no GPU.
+
+Streams run at once, captures become graphs, graphs run when launched; of kernels it knows `scale`. Handles, enums and
+parameter structures are cuda-bindings' own, so wrong types and counts are found here. What only a GPU can show (time,
+concurrency, the driver's own rules) is in test_gpu_engine.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import time
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as real
+
+from instrument.records import DESCRIPTOR
+
+_ids = itertools.count(1000)
+_OK = real.CUresult.CUDA_SUCCESS
+_TYPES = real.CUgraphNodeType
+_BLOCK = 128  # of `scale`, as the tests launch it
+
+
+class Node:
+    def __init__(self, kind: str, **facts: Any) -> None:
+        self.id, self.kind, self.after = next(_ids), kind, []
+        self.facts = facts
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.id, self.nodes, self.clones = next(_ids), {}, {}
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.capturing: Graph | None = None
+        self.last: list[int] = []
+
+
+class FakeCuda:
+    """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, Graph] = {}
+        self.executables: dict[int, list[Node]] = {}
+        self.functions: dict[int, str] = {}
+        self.events: dict[int, int] = {}
+        self.streams: dict[int, Stream] = {}
+        self.fails, self.silent = 0, False
+        self._memory: list[Any] = []
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
+        self.library_graph_launch = prototype(self._graph_launch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real, name)  # enums and structures
+
+    def _stream(self, handle: Any) -> Stream:
+        return self.streams.setdefault(int(handle or 0), Stream())
+
+    def _do(self, stream: Any, kind: str, **facts: Any) -> tuple[Any]:
+        node, where = Node(kind, **facts), self._stream(stream)
+        if where.capturing is None:
+            self._run(node)
+        else:
+            node.after, where.last = list(where.last), [node.id]
+            where.capturing.nodes[node.id] = node
+        return (_OK,)
+
+    def _run(self, node: Node) -> None:
+        f = node.facts
+        if node.kind == "copy":
+            ctypes.memmove(f["target"], f["source"], f["nbytes"])
+        elif node.kind == "word":
+            ctypes.c_uint64.from_address(f["address"]).value = 1
+        elif node.kind == "event":
+            self.events[f["event"]] = time.perf_counter_ns()
+        elif self.functions.get(f["function"]) == "scale":
+            _scale(f["parameters"], f["grid"][0])
+        elif self.functions.get(f["function"]) == "probe":
+            (address,) = struct.unpack("<Q", f["parameters"])
+            ctypes.c_uint64.from_address(address).value = time.perf_counter_ns()
+            ctypes.c_uint32.from_address(address + 8).value = 132
+
+    def _graph_launch(self, executable: int, stream: int) -> int:
+        if not self.fails and not self.silent:
+            for node in self.executables[executable]:
+                self._run(node)
+        return self.fails
+
+    def _find(self, handle: Any) -> tuple[Node, Graph]:
+        return next((g.nodes[int(handle)], g) for g in self.graphs.values() if int(handle) in g.nodes)
+
+    # -- what the launch path calls through ctypes
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        fields = (ctypes.c_void_p * 5).from_address(extra)
+        parameters = ctypes.string_at(fields[1], ctypes.c_size_t.from_address(fields[3]).value)
+        facts = {"grid": (gx, gy, gz), "block": (bx, by, bz), "shared": shared, "parameters": parameters}
+        self._do(stream, "kernel", function=function, **facts)
+        return 0
+
+    def is_capturing(self, stream, status):
+        status._obj.value = int(self._stream(stream).capturing is not None)
+        return 0
+
+    # -- device, memory, modules
+
+    def cuDeviceGetCount(self):
+        return _OK, 1
+
+    def cuDeviceGet(self, index):
+        return _OK, 0
+
+    def cuDeviceGetName(self, length, device):
+        return _OK, b"Fake GPU\0"
+
+    def cuDeviceGetAttribute(self, which, device):
+        return _OK, 9 if "MAJOR" in which.name else 0 if "MINOR" in which.name else 132
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return _OK, real.CUcontext(1)
+
+    def cuCtxGetCurrent(self):
+        return _OK, real.CUcontext(1)
+
+    def cuCtxSetCurrent(self, context):
+        return (_OK,)
+
+    def cuCtxSynchronize(self):
+        return (_OK,)
+
+    def cuCtxGetStreamPriorityRange(self):
+        return _OK, 0, -5
+
+    def cuDriverGetVersion(self):
+        return _OK, 13000
+
+    def cuMemGetInfo(self):
+        return _OK, 1 << 33, 1 << 34
+
+    def cuMemAlloc(self, nbytes):
+        buffer = ctypes.create_string_buffer(nbytes + 256)
+        self._memory.append(buffer)
+        address = ctypes.addressof(buffer)
+        return _OK, address + -address % 256
+
+    def cuMemHostAlloc(self, nbytes, flags):
+        return self.cuMemAlloc(nbytes)
+
+    def cuMemFree(self, address):
+        return (_OK,)
+
+    def cuMemFreeHost(self, address):
+        return (_OK,)
+
+    def cuMemsetD8(self, address, value, nbytes):
+        ctypes.memset(int(address), value, nbytes)
+        return (_OK,)
+
+    def cuMemcpyHtoDAsync(self, target, source, nbytes, stream):
+        return self._do(stream, "copy", target=int(target), source=int(source), nbytes=nbytes, inward=True)
+
+    def cuMemcpyDtoHAsync(self, target, source, nbytes, stream):
+        return self._do(stream, "copy", target=int(target), source=int(source), nbytes=nbytes, inward=False)
+
+    def cuMemcpy2D(self, copy):
+        return (_OK,)
+
+    def cuModuleLoadData(self, image):
+        return _OK, real.CUmodule(next(_ids))
+
+    def cuModuleGetFunction(self, module, name):
+        handle = next(_ids)
+        self.functions[handle] = name.decode()
+        return _OK, real.CUfunction(handle)
+
+    def cuFuncGetAttribute(self, which, function):
+        return _OK, 32 if "REGS" in which.name else 0
+
+    def cuFuncSetAttribute(self, function, which, value):
+        return (_OK,)
+
+    def cuFuncGetName(self, function):
+        return _OK, self.functions[int(function)].encode()
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        facts = {"grid": (gx, gy, gz), "block": (bx, by, bz), "shared": shared}
+        return self._do(stream, "kernel", function=int(function), parameters=struct.pack("<Q", params[0][0]), **facts)
+
+    def cuGetErrorString(self, code):
+        return _OK, b"a fault"
+
+    # -- streams and events
+
+    def cuStreamCreateWithPriority(self, flags, priority):
+        return _OK, real.CUstream(next(_ids))
+
+    def cuStreamDestroy(self, stream):
+        return (_OK,)
+
+    def cuStreamSynchronize(self, stream):
+        return (_OK,)
+
+    def cuStreamQuery(self, stream):
+        return (real.CUresult(700 if self.silent else 0),)
+
+    def cuStreamWaitValue64(self, stream, address, value, flags):
+        return (_OK,)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        return _OK, mode
+
+    def cuStreamBeginCapture(self, stream, mode):
+        where = self._stream(stream)
+        assert where.capturing is None
+        where.capturing, where.last = Graph(), []
+        return (_OK,)
+
+    def cuStreamEndCapture(self, stream):
+        where = self._stream(stream)
+        graph, where.capturing = where.capturing, None
+        self.graphs[graph.id] = graph
+        return _OK, real.CUgraph(graph.id)
+
+    def cuStreamGetCaptureInfo(self, stream):
+        where = self._stream(stream)
+        last = [real.CUgraphNode(i) for i in where.last]
+        active = real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return _OK, active, 1, real.CUgraph(where.capturing.id), last, [], len(last)
+
+    def cuEventCreate(self, flags):
+        handle = next(_ids)
+        self.events[handle] = 0
+        return _OK, real.CUevent(handle)
+
+    def cuEventRecord(self, event, stream):
+        self.events[int(event)] = time.perf_counter_ns()
+        return (_OK,)
+
+    def cuEventElapsedTime(self, start, end):
+        return _OK, max(1e-4, (self.events[int(end)] - self.events[int(start)]) * 1e-6)
+
+    def cuEventDestroy(self, event):
+        del self.events[int(event)]
+        return (_OK,)
+
+    # -- graphs
+
+    def cuGraphGetNodes(self, graph, count=0):
+        nodes = [real.CUgraphNode(i) for i in self.graphs[int(graph)].nodes]
+        return _OK, nodes[:count], len(nodes)
+
+    def cuGraphGetEdges(self, graph, count=0):
+        edges = [(a, node.id) for node in self.graphs[int(graph)].nodes.values() for a in node.after]
+        before, after = ([real.CUgraphNode(e[k]) for e in edges[:count]] for k in range(2))
+        return _OK, before, after, [real.CUgraphEdgeData()] * count, len(edges)
+
+    def cuGraphNodeGetType(self, node):
+        kernel = self._find(node)[0].kind == "kernel"
+        return _OK, _TYPES.CU_GRAPH_NODE_TYPE_KERNEL if kernel else _TYPES.CU_GRAPH_NODE_TYPE_MEMCPY
+
+    def cuGraphKernelNodeGetParams(self, node):
+        facts, params = self._find(node)[0].facts, real.CUDA_KERNEL_NODE_PARAMS()
+        params.func, params.sharedMemBytes = real.CUfunction(facts["function"]), facts["shared"]
+        params.gridDimX, params.gridDimY, params.gridDimZ = facts["grid"]
+        params.blockDimX, params.blockDimY, params.blockDimZ = facts["block"]
+        return _OK, params
+
+    def cuGraphMemcpyNodeGetParams(self, node):
+        facts, copy = self._find(node)[0].facts, real.CUDA_MEMCPY3D()
+        copy.WidthInBytes, copy.Height, copy.Depth = facts["nbytes"], 1, 1
+        ends = [real.CUmemorytype.CU_MEMORYTYPE_HOST, real.CUmemorytype.CU_MEMORYTYPE_DEVICE]
+        copy.srcMemoryType, copy.dstMemoryType = ends if facts["inward"] else ends[::-1]
+        return _OK, copy
+
+    def cuGraphClone(self, graph):
+        clone = Graph()
+        for node in self.graphs[int(graph)].nodes.values():
+            copy = Node(node.kind, **node.facts)
+            clone.clones[node.id], clone.nodes[copy.id] = copy.id, copy
+            copy.after = list(node.after)
+        for copy in clone.nodes.values():
+            copy.after = [clone.clones[i] for i in copy.after]
+        self.graphs[clone.id] = clone
+        return _OK, real.CUgraph(clone.id)
+
+    def cuGraphNodeFindInClone(self, node, clone):
+        return _OK, real.CUgraphNode(self.graphs[int(clone)].clones[int(node)])
+
+    def cuGraphDestroyNode(self, handle):
+        node, graph = self._find(handle)
+        del graph.nodes[node.id]
+        for other in graph.nodes.values():
+            other.after = [i for i in other.after if i != node.id]
+        return (_OK,)
+
+    def _add(self, graph, dependencies, count, node):
+        assert len(dependencies) == count
+        assert all(isinstance(each, real.CUgraphNode) for each in dependencies)
+        node.after = [int(each) for each in dependencies]
+        self.graphs[int(graph)].nodes[node.id] = node
+        return _OK, real.CUgraphNode(node.id)
+
+    def cuGraphAddBatchMemOpNode(self, graph, dependencies, count, params):
+        (operation,) = params.paramArray
+        return self._add(graph, dependencies, count, Node("word", address=int(operation.writeValue.address)))
+
+    def cuGraphAddEventRecordNode(self, graph, dependencies, count, event):
+        return self._add(graph, dependencies, count, Node("event", event=int(event)))
+
+    def cuGraphAddDependencies(self, graph, before, after, edge_data, count):
+        """cuGraphAddDependencies(hGraph, from_, to, edgeData, numDependencies)"""
+        for a, b in zip(before, after, strict=True):
+            self.graphs[int(graph)].nodes[int(b)].after.append(int(a))
+        return (_OK,)
+
+    def cuGraphInstantiate(self, graph, flags):
+        left, order = dict(self.graphs[int(graph)].nodes), []
+        while left:
+            ready = [node for node in left.values() if not any(i in left for i in node.after)]
+            assert ready, "a cycle"
+            order += ready
+            for node in ready:
+                del left[node.id]
+        handle = next(_ids)
+        self.executables[handle] = order
+        return _OK, real.CUgraphExec(handle)
+
+    def cuGraphUpload(self, executable, stream):
+        assert int(executable) in self.executables
+        return (_OK,)
+
+    def cuGraphLaunch(self, executable, stream):
+        return (real.CUresult(self._graph_launch(int(executable), 0)),)
+
+    def cuGraphExecDestroy(self, executable):
+        del self.executables[int(executable)]
+        return (_OK,)
+
+    def cuGraphDestroy(self, graph):
+        del self.graphs[int(graph)]
+        return (_OK,)
+
+
+class _Library:
+    def __init__(self, fake: FakeCuda) -> None:
+        self.cuLaunchKernel, self.cuStreamIsCapturing = fake.launch, fake.is_capturing
+        self.cuGraphLaunch = fake.library_graph_launch
+
+
+def _scale(parameters: bytes, blocks: int) -> None:
+    x, out, factor, n = struct.unpack_from("<QQfi", parameters)
+    own = struct.calcsize("<QQfiQQ")
+    descriptor = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
+    first = int(descriptor["first"][0]) if len(descriptor) else 0
+    low, high = first * _BLOCK, min(n, (first + blocks) * _BLOCK)
+    if high > low:
+        source, target = (np.ctypeslib.as_array((ctypes.c_float * high).from_address(a)) for a in (x, out))
+        target[low:high] = source[low:high] * np.float32(factor)
+
+
+def install() -> FakeCuda:
+    """Puts the fake in the driver's place, for the rest of the process."""
+    from instrument.device import cuda, cuda_launch, cuda_memory
+    from instrument.device import driver as driver_module
+
+    fake = FakeCuda()
+    library = _Library(fake)
+    for module in (driver_module, cuda, cuda_launch, cuda_memory):
+        module.driver = lambda: fake
+        if hasattr(module, "library"):
+            module.library = lambda: library
+    return fake

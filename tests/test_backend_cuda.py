@@ -1,0 +1,163 @@
+"""The engine's CUDA code over a driver in host memory (fake_cuda.py), each case in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+HEAD = """
+    import asyncio, os
+    import numpy as np
+    from tests.fake_cuda import install
+    fake = install()
+    import paellapy as pp
+    from scheduler.engine import Engine
+    from scheduler.errors import *
+    from scheduler.model import Model, TensorSpec
+    from tests.engine_models import random_inputs, scale, scale_model
+    ONES = {"x": np.ones(64, np.float32)}
+
+    def many(engine, names, n):
+        async def main():
+            work = [engine.infer(names[k % len(names)], ONES) for k in range(n)]
+            return await asyncio.gather(*work, return_exceptions=True)
+        return asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs code in a fresh process with the fake driver, and profiles of its own."""
+
+    def in_process(code: str) -> None:
+        script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert found.stdout.endswith("done\n"), found.stderr
+
+    return in_process
+
+
+def test_requests_are_answered_right_and_nothing_is_left_behind(run):
+    run("""
+        with Engine("cuda", quantum_us=20) as engine:
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2, 4)))
+            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
+            assert engine.profile("six")[0].bounds[-1][1] == 8  # six kernels and two copies
+            assert engine.profile("six")[0].chain
+            rng = np.random.default_rng(0)
+            for policy in ("srpt", "streams", "paella"):
+                engine.set_policy(policy)
+                for _ in range(3):
+                    x = random_inputs(engine.models["six"], rng)
+                    np.testing.assert_array_equal(engine.infer_sync("six", x)["y"], x["x"] * 64)
+                for answer in many(engine, ["six"], 100):
+                    assert (answer["y"] == 64).all()
+            x = {"x": np.arange(1 << 20, dtype=np.float32)}
+            np.testing.assert_array_equal(engine.infer_sync("wide", x)["y"], 3 * x["x"])
+            engine.unload("wide")
+            engine.load(scale_model("guest", 5.0, batch=(1,)))
+            assert (engine.infer_sync("guest", ONES)["y"] == 5).all()
+            assert not fake.graphs
+        assert not fake.graphs and not fake.executables and not fake.events
+    """)
+
+
+def test_a_long_kernel_is_captured_in_slices(run):
+    run("""
+        from scheduler.backend_cuda import CudaBackend
+        CudaBackend.node_times_ns = lambda self, program: [2e5] * len(program.nodes)
+        with Engine("cuda") as engine:
+            engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
+            assert len(engine.profile("wide")[0].cuts[0]) == 4
+            assert len(engine.profile("wide")[0].bounds) == 6  # four slices and the two copies
+            x = {"x": np.arange(1 << 20, dtype=np.float32)}
+            for policy in ("srpt", "streams"):
+                engine.set_policy(policy)
+                np.testing.assert_array_equal(engine.infer_sync("wide", x)["y"], 3 * x["x"])
+    """)
+
+
+def test_a_trace_swaps_graphs_in_and_out(run):
+    run("""
+        with Engine("cuda", quantum_us=5) as engine:
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2)))
+            before = engine.state.launch["handle"].copy()
+            with engine.trace() as t:
+                assert (engine.state.launch["handle"] != before).any()
+                for answer in many(engine, ["six"], 20):
+                    assert (answer["y"] == 64).all()
+            assert (engine.state.launch["handle"] == before).all()
+            assert len(t.jobs) == 20 and t.models == ("six",)
+            assert (engine.infer_sync("six", ONES)["y"] == 64).all()
+        assert not fake.graphs and not fake.executables
+    """)
+
+
+@pytest.mark.parametrize(
+    "act", ["outputs['y'].numpy()", "pp.Device.current().synchronize()", "pp.array(np.ones(4))", "1 / 0"]
+)
+def test_a_refused_model_leaves_no_capture_behind(run, act):
+    run(f"""
+        def fn(weights, inputs, outputs):
+            scale[(1,)](inputs["x"], outputs["y"], 2.0, 64, B=64)
+            {act}
+        with Engine("cuda") as engine:
+            try:
+                engine.load(Model("bad", fn, inputs={{"x": TensorSpec(64)}}, outputs={{"y": TensorSpec(64)}}))
+            except CaptureError as e:
+                assert "'bad'" in str(e)
+            else:
+                raise AssertionError
+            assert not any(stream.capturing for stream in fake.streams.values())
+            assert engine.memory.held_bytes == 0 and not fake.graphs and not fake.executables
+            engine.load(scale_model(batch=(1,)))
+            assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
+    """)
+
+
+@pytest.mark.parametrize("fault", ["fake.fails = 700", "fake.silent = True"])
+def test_a_fault_answers_everybody_and_nothing_hangs(run, fault):
+    run(f"""
+        engine = Engine("cuda")
+        engine.load(scale_model(batch=(1, 2)))
+        assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
+        {fault}
+        for answer in many(engine, ["scale"], 10):
+            assert isinstance(answer, EngineFailedError)
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(answer.__cause__)
+        try:
+            engine.infer_sync("scale", ONES)
+        except EngineFailedError:
+            engine.close()
+        else:
+            raise AssertionError
+    """)
+
+
+def test_an_idle_loop_sleeps(run):
+    run("""
+        import threading
+        from scheduler import state as st
+        with Engine("cuda") as engine:
+            engine.load(scale_model(batch=(1,)))
+            engine.infer_sync("scale", ONES)
+            while not engine._backend._bell.armed:
+                threading.Event().wait(0.01)
+            before = int(engine.state.g[st.STEPS])
+            threading.Event().wait(0.3)
+            assert int(engine.state.g[st.STEPS]) == before
+            assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
+    """)
