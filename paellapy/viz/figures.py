@@ -12,6 +12,8 @@ from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
 from paellapy.viz.views import Place, View, gantt_view, heatmap_view, residency_view, say_empty
 
+_FEW_SMS = 40
+
 
 def plot(trace: Trace, **options: Any) -> Any:
     """Heat map, Gantt chart and residency on one time axis: a plotly figure. Options as in `plot_heatmap`.
@@ -67,12 +69,13 @@ def _figure(
     pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins) for t in traces]
     if len(pictures) > 1:
         pictures = _on_one_scale(pictures)
+    tall = any(p.trace.device.n_sm > _FEW_SMS for p in pictures) and gantt_view in views
     colour = colours(name for p in pictures for name in p.groups.names)
     figure = subplots.make_subplots(
         rows=len(views),
         cols=len(pictures),
         shared_xaxes="all",
-        row_heights=[1 if view is residency_view else 2 for view in views],
+        row_heights=[_share(view, tall) for view in views],
         vertical_spacing=0.04,
         horizontal_spacing=0.05,
         column_titles=[_wrapped(p, label) for p, label in zip(pictures, labels or ("a", "b"), strict=True)]
@@ -94,11 +97,20 @@ def _figure(
         for column in range(1, len(pictures) + 1):
             above = figure.get_subplot(1, column).yaxis.plotly_name.replace("axis", "")
             figure.update_yaxes(matches=above, row=2, col=column)
+    if height is None:
+        height = 120 + 150 * sum(_share(view, tall) for view in views)
     _frame(figure, pictures, views, style, height)
     return figure
 
 
-def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], style: Look, height: int | None) -> None:
+def _share(view: View, tall: bool) -> int:
+    """Of the figure's height: lanes of many SMs need more of it."""
+    if view is residency_view:
+        return 1
+    return 4 if tall and view is gantt_view else 2
+
+
+def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], style: Look, height: int) -> None:
     heat = heatmap_view in views
     warning = "<br>".join(p.warning for p in pictures if p.warning)
     below = figure.get_subplot(2, 1).yaxis.domain[1] if heat and len(views) > 1 else 1
@@ -106,7 +118,7 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
         template=style.plotly,
         title={"text": pictures[0].title if len(pictures) == 1 else None, "x": 0.01, "font": {"size": 15}},
         barmode="overlay",
-        height=height or {1: 420, 2: 640}.get(len(views), 860),
+        height=height,
         margin={"l": 70, "r": 30, "t": 60 + 25 * bool(warning) + 20 * (len(pictures) > 1), "b": 50},
         # Beside the Gantt chart, below the colour bar of the heat map.
         legend={"x": 1.02, "y": below, "xanchor": "left", "yanchor": "top", "itemsizing": "constant"},

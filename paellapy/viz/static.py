@@ -106,7 +106,9 @@ def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, 
     corners = np.stack([left, middle - half, right, middle - half, right, middle + half, left, middle + half], axis=1)
     of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
     paint = of_group[picture.groups.of_block, chart.second().astype(int)]
-    ax.add_collection(collections.PolyCollection(corners.reshape(-1, 4, 2), facecolors=paint.tolist(), linewidths=0))
+    shapes = collections.PolyCollection(corners.reshape(-1, 4, 2), facecolors=paint.tolist(), linewidths=0)
+    shapes.set_snap(False)  # lanes thinner than a pixel become paler instead of a whole pixel or none
+    ax.add_collection(shapes)
 
 
 def residency_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -> None:
