@@ -23,6 +23,8 @@ def line_of(text: str, path: tuple[str | int, ...]) -> int:
             names = _names(header[2])
             if header[1] == "[[":
                 counts[names] = counts.get(names, -1) + 1
+                for inner in [each for each in counts if len(each) > len(names) and each[: len(names)] == names]:
+                    del counts[inner]  # they begin anew in every element
             table = _with_indices(names, counts)
             here = table
         elif key := _KEY.match(line):

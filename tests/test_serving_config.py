@@ -1,0 +1,171 @@
+"""The configuration: every mistake is found at the start, and its line is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from scheduler.model import Model, TensorSpec
+from serving.build import build_engine, build_entries, build_keys, build_tls
+from serving.config import load_config
+from serving.errors import ConfigError
+from serving.toml_lines import line_of
+
+GOOD = """\
+device = "virtual:t4"
+policy = "edf"
+max_queue = 100
+
+[server]
+port = 0
+grace_s = 0
+
+[keys]
+alice = "secret"
+bob = "env:BOBS_KEY"
+
+[[models]]
+factory = "paellapy.demo:load"
+arguments = { name = "mlp" }
+target_ms = 20
+batch = [1, 2]
+
+[[models]]
+name = "second"
+factory = "paellapy.demo:load"
+arguments = { name = "cnn" }
+priority = 5
+load = false
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(text):
+        path = tmp_path / "paella.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to
+
+
+def test_what_a_file_says_is_what_there_is(write, monkeypatch):
+    monkeypatch.setenv("BOBS_KEY", "other")
+    config, source = load_config(write(GOOD))
+    assert build_keys(config, source) == {"alice": "secret", "bob": "other"}
+    assert build_tls(config, source) is None
+    first, second = build_entries(config, source)
+    assert (first.name, second.name, first.at_start, second.at_start) == ("mlp", "second", True, False)
+    model = first.make()
+    assert (model.batch, model.target_ms, model.priority) == ((1, 2), 20, 0)
+    assert second.make().priority == 5
+    with build_engine(config, source) as engine:
+        assert engine.device.name == "virtual:t4"
+        assert engine.policy == "edf"
+        assert engine.limits.requests == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "said"),
+    [
+        (('port = 0', 'port = "x"'), 6, "server.port: Expected int, got str"),
+        (('port = 0', 'port = 70000'), 6, "server.port"),
+        (('port = 0', 'prot = 0'), 6, "server.prot: there is no such setting"),
+        (('policy = "edf"', 'polity = "edf"'), 2, "polity: there is no such setting"),
+        (('device = "virtual:t4"', 'device = virtual'), 1, "not TOML"),
+        (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
+        (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
+        (('name = "second"\nfactory = "paellapy.demo:load"', 'name = "second"'), 19, r"models\[1\]: factory is miss"),
+        (('alice = "secret"', 'alice = ""'), 9, "keys"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
+    text = GOOD.replace(*change, 1)
+    assert text != GOOD
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(write(text))
+    assert f"paella.toml:{line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "said", "build"),
+    [
+        (("env:BOBS_KEY", "env:NOT_THERE"), 11, "NOT_THERE", build_keys),
+        (('"edf"', '"nope"'), 2, "no policy named 'nope'", build_engine),
+        (('"edf"', '"no.module:here"'), 2, "cannot be imported", build_engine),
+        (('"virtual:t4"', '"virtual:nope"'), 1, "nope", build_engine),
+        (("paellapy.demo:load", "paellapy.demo:lode"), 14, "cannot be imported", build_entries),
+        (("paellapy.demo:load", "builtins:dict"), 13, "gave a dict", build_entries),
+        (('name = "mlp"', 'name = "nope"'), 13, "no demo model", build_entries),
+        (('name = "second"', 'name = "mlp"'), 19, "named 'mlp' too", build_entries),
+        (('[keys]', '[tls]\ncertificate = "a"\nkey = "b"\n[keys]'), 10, "cannot be loaded", build_tls),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_found_on_its_line(write, monkeypatch, change, line, said, build):
+    config, source = load_config(write(GOOD.replace(*change, 1)))
+    with pytest.raises(ConfigError, match=said) as caught:
+        build(config, source)
+    assert f"paella.toml:{line}:" in str(caught.value)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
+        load_config("nowhere.toml")
+
+
+def test_everything_can_be_said_on_the_command_line(write):
+    overrides = ["server.port=9000", "policy=srpt", "models.1.target_ms=7", "keys.carol=c", "server.access_log=true"]
+    config, _ = load_config(write(GOOD), overrides)
+    assert (config.server.port, config.policy, config.models[1].target_ms) == (9000, "srpt", 7)
+    assert config.keys["carol"] == "c"
+    assert config.server.access_log is True
+    models = ['some.module:make{a = 1, b = "x"}', "m:f"]
+    config, _ = load_config(overrides=["tls.certificate=c", "tls.key=k"], models=models)
+    assert config.models[0].arguments == {"a": 1, "b": "x"}
+    assert config.models[1].factory == "m:f"
+    assert config.tls is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "models", "said"),
+    [
+        (["server.port"], [], "key=value"),
+        (["server.port=x"], [], "on the command line: server.port"),
+        (["models.7.target_ms=1"], [], "no such place"),
+        (["nothing=1"], [], "on the command line: nothing"),
+        ([], ["m:f{a=}"], "no TOML table"),
+        ([], ["not a path"], "on the command line: models"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_said_to_be_there(write, overrides, models, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(GOOD), overrides, models=models)
+
+
+def test_no_models_at_all():
+    config, source = load_config()
+    with pytest.raises(ConfigError, match="at least one model"):
+        build_entries(config, source)
+
+
+def test_lines_of_nested_things():
+    text = '# a\n"odd key" = 1\n[a.b]\nc = 2\n[[d]]\n[[d.e]]\nf = 1\n[[d]]\n[[d.e]]\n[[d.e]]\nf.g = 3\n'
+    assert line_of(text, ("odd key",)) == 2
+    assert line_of(text, ("a", "b", "c")) == 4
+    assert line_of(text, ("d", 0, "e", 0, "f")) == 7
+    assert line_of(text, ("d", 1, "e", 1, "f", "g")) == 11
+    assert line_of(text, ("d", 1, "e", 0, "missing")) == 9
+    assert line_of(text, ("nothing",)) == 1
+    assert line_of("", ("x",)) == 1
+
+
+def test_the_python_interface_checks_its_options():
+    model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)})
+    with pytest.raises(ConfigError, match=r"server\.prot"):
+        pp.serve([model], server={"prot": 1})
+    with pytest.raises(ConfigError, match="policy"):
+        pp.serve([model], policy="nope")
+    complex_model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4, np.complex64)}, outputs=model.outputs)
+    with pytest.raises(pp.PaellaError, match=r"complex64.*cannot carry"):
+        pp.serve([complex_model], device="virtual:t4", server={"port": 0, "grace_s": 0})

@@ -1,0 +1,379 @@
+"""The server on loopback: statuses and error bodies, limits, keys, clients that leave, metrics, documentation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import io
+import json
+import socket
+import zlib
+from http.client import HTTPConnection
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler.engine import Engine
+from scheduler.errors import ModelError
+from scheduler.state import Limits
+from serving.app import create_app
+from serving.openapi import document
+from serving.registry import Entry
+from tests.engine_models import faulty_model, scale_model
+from tests.serving_server import DEVICE, infer_body, running
+
+ONES = np.ones((1, 64), np.float32)
+RIGHT = json.dumps(infer_body("x", ONES)).encode()
+INFER = "/v2/models/scale/infer"
+
+
+def broken():
+    raise ModelError("its weights are gone")
+
+
+@pytest.fixture(scope="module")
+def server():
+    models = [
+        scale_model(batch=(1, 4)),
+        scale_model("long", steps=300, batch=(1,), lanes=1),
+        Entry("broken", broken, at_start=False),
+    ]
+    with running(models, max_body_bytes=100_000, body_timeout_s=0.3) as found:
+        yield found
+
+
+def ask(server, method, path, body=None, headers=None):
+    """Status, headers and JSON of one request on a connection of its own."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        content = answer.read()
+    kind = answer.headers.get("Content-Type", "")
+    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content
+
+
+def check_serves(server):
+    status, _, found = ask(server, "POST", INFER, RIGHT)
+    assert status == 200
+    assert found["outputs"][0] == {"name": "y", "datatype": "FP32", "shape": [1, 64], "data": [2.0] * 64}
+
+
+# -- answers
+
+
+def test_health_bodies_are_json(server):
+    assert ask(server, "GET", "/v2/health/live")[::2] == (200, {"live": True})
+    assert ask(server, "GET", "/v2/health/ready")[::2] == (200, {"ready": True})
+    assert ask(server, "GET", "/v2/models/scale/ready")[::2] == (200, {"name": "scale", "ready": True})
+    assert ask(server, "GET", "/v2/models/broken/ready")[::2] == (503, {"name": "broken", "ready": False})
+    assert ask(server, "GET", "/v2/models/nope/ready")[0] == 404
+
+
+def test_both_addresses_of_a_model_serve(server):
+    check_serves(server)
+    assert ask(server, "POST", "/v2/models/scale/versions/1/infer", RIGHT)[0] == 200
+    assert ask(server, "GET", "/v2/models/scale/versions/1")[2]["versions"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v2/models/nope/infer", RIGHT, 404),
+        ("POST", "/v2/models/scale/versions/2/infer", RIGHT, 404),
+        ("POST", "/v2/models/broken/infer", RIGHT, 404),
+        ("GET", "/v2/models/nope", None, 404),
+        ("GET", "/v2/models/nope/config", None, 404),
+        ("GET", "/v2/models/nope/stats", None, 404),
+        ("POST", "/v2/repository/models/nope/load", b"", 404),
+        ("POST", "/v2/repository/models/nope/unload", b"{}", 404),
+        ("GET", "/nothing/here", None, 404),
+        ("GET", INFER, None, 405),
+        ("DELETE", "/v2/models/scale", None, 405),
+        ("PUT", "/v2", b"", 405),
+        ("POST", INFER, b"", 400),
+        ("POST", INFER, b"not json", 400),
+        ("POST", "/v2/repository/index", b"[]", 400),
+        ("POST", "/v2/repository/index", b'{"ready": 1}', 400),
+        ("POST", "/v2/repository/models/scale/load", b'{"parameters": []', 400),
+        ("POST", "/v2/repository/models/scale/unload", b'{"parameters": {"force": true}}', 400),
+        ("POST", INFER, b" " * 100_001, 413),
+    ],
+)
+def test_every_error_is_json_with_its_status(server, method, path, body, status):
+    found, headers, content = ask(server, method, path, body)
+    assert found == status
+    assert list(content) == ["error"]
+    assert "Traceback" not in content["error"]
+    if status == 405:
+        assert headers["Allow"]
+    check_serves(server)
+
+
+def test_a_refusal_says_when_to_come_again(server):
+    body = json.dumps(infer_body("x", ONES, parameters={"timeout": 1})).encode()
+    status, headers, content = ask(server, "POST", INFER, body)
+    assert status == 503
+    assert int(headers["Retry-After"]) >= 1
+    assert "deadline" in content["error"]
+
+
+def test_a_model_that_fails_to_load_says_why_and_harms_nobody(server):
+    status, _, content = ask(server, "POST", "/v2/repository/models/broken/load", b"")
+    assert status == 400
+    assert "its weights are gone" in content["error"]
+    index = {each["name"]: each for each in ask(server, "POST", "/v2/repository/index")[2]}
+    assert index["broken"]["state"] == "UNAVAILABLE"
+    assert "weights" in index["broken"]["reason"]
+    ready = ask(server, "POST", "/v2/repository/index", b'{"ready": true}')[2]
+    assert {each["name"] for each in ready} == {"scale", "long"}
+    check_serves(server)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_compressed_bodies(server, coding):
+    packed = gzip.compress(RIGHT) if coding == "gzip" else zlib.compress(RIGHT)
+    assert ask(server, "POST", INFER, packed, {"Content-Encoding": coding})[0] == 200
+    assert ask(server, "POST", INFER, packed[:-12], {"Content-Encoding": coding})[0] == 400
+    assert ask(server, "POST", INFER, b"no such thing", {"Content-Encoding": coding})[0] == 400
+    bomb = gzip.compress(bytes(10_000_000)) if coding == "gzip" else zlib.compress(bytes(10_000_000))
+    assert len(bomb) < 100_000
+    assert ask(server, "POST", INFER, bomb, {"Content-Encoding": coding})[0] == 413
+    check_serves(server)
+
+
+def test_headers_that_are_too_long_are_refused(server):
+    assert ask(server, "GET", "/v2", headers={"X-Long": "a" * 20_000})[0] == 400
+    check_serves(server)
+
+
+def test_request_ids_and_traces_come_back(server):
+    given = {"X-Request-Id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1"}
+    _, headers, _ = ask(server, "POST", INFER, RIGHT, given)
+    assert headers["X-Request-Id"] == "mine"
+    version, trace, span, flags = headers["traceparent"].split("-")
+    assert (version, trace, flags) == ("00", "a" * 32, "01")
+    assert span != "b" * 16
+    assert headers["tracestate"] == "v=1"
+    _, headers, _ = ask(server, "GET", "/nothing", headers={"traceparent": "nonsense", "X-Request-Id": "two words"})
+    assert "traceparent" not in headers
+    assert headers["X-Request-Id"] != "two words"
+
+
+# -- clients that behave badly
+
+
+def test_a_client_that_leaves_frees_its_work(server):
+    body = json.dumps(infer_body("x", ONES)).encode()
+    head = f"POST /v2/models/long/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    counters = server.service.counters.of("long")
+    before = counters.left
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+    for connection in connections:
+        connection.sendall(head + body)
+    server.wait_until(lambda: server.service.in_flight + counters.answered >= 20)
+    for connection in connections:
+        connection.close()
+    server.wait_until(lambda: server.service.in_flight == 0 and server.engine.stats()["live"] == 0)
+    assert counters.left > before
+    check_serves(server)
+
+
+def test_a_client_that_leaves_within_its_body(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{{".encode())
+        server.wait_until(lambda: server.service.in_flight == 1)
+    server.wait_until(lambda: server.service.in_flight == 0)
+    check_serves(server)
+
+
+def test_a_body_that_drips_is_not_waited_for(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{{".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    check_serves(server)
+
+
+@settings(max_examples=150)
+@given(
+    some.one_of(
+        some.binary(max_size=400),
+        some.tuples(some.integers(0, len(RIGHT)), some.binary(max_size=4)).map(
+            lambda at: RIGHT[: at[0]] + at[1] + RIGHT[at[0] + len(at[1]) :]
+        ),
+    ),
+    some.none() | some.integers(-10, 1000).map(str),
+)
+def test_no_body_breaks_the_server(server, body, header_length):
+    headers = {} if header_length is None else {"Inference-Header-Content-Length": header_length}
+    status, _, content = ask(server, "POST", INFER, body, headers)
+    assert status in (200, 400)
+    assert ("error" in content) == (status == 400)
+
+
+def test_it_still_serves_after_all_that(server):
+    check_serves(server)
+    assert server.engine.stats()["live"] == 0
+
+
+def test_many_clients_get_their_own_answers(server):
+    async def one(session, k):
+        body = infer_body("x", np.full((1 + k % 3, 64), k, np.float32), id=str(k))
+        async with session.post(server.url + INFER, json=body, headers={"X-Client-Id": str(k % 7)}) as answer:
+            assert answer.status == 200
+            found = await answer.json()
+        assert found["id"] == str(k)
+        assert set(found["outputs"][0]["data"]) == {2.0 * k}
+
+    async def main():
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32)) as session:
+            await asyncio.gather(*(one(session, k) for k in range(300)))
+
+    asyncio.run(main())
+
+
+# -- keys
+
+
+def test_keys():
+    with running([scale_model(batch=(1,))], keys={"alice": "a-key", "bob": "b-key"}) as server:
+        assert ask(server, "GET", "/v2/health/ready")[0] == 200
+        for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer"}, {"Authorization": "Basic a-key"}):
+            status, found, content = ask(server, "POST", INFER, RIGHT, headers)
+            assert status == 401
+            assert found["WWW-Authenticate"] == "Bearer"
+            assert "key" in content["error"]
+        assert ask(server, "GET", "/metrics")[0] == 401
+        for headers in ({"X-API-Key": "a-key"}, {"Authorization": "Bearer b-key"}):
+            assert ask(server, "POST", INFER, RIGHT, headers)[0] == 200
+
+
+# -- what can be seen
+
+
+def test_metrics(server):
+    check_serves(server)
+    ask(server, "POST", INFER, b"")
+    ask(server, "POST", INFER, json.dumps(infer_body("x", ONES, parameters={"timeout": 1})).encode())
+    status, headers, content = ask(server, "GET", "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain")
+
+    def label(sample):
+        return next((sample.labels[key] for key in ("le", "reason", "resource") if key in sample.labels), None)
+
+    found = {
+        (s.name, s.labels.get("model"), label(s)): s.value
+        for family in text_string_to_metric_families(content.decode())
+        for s in family.samples
+    }
+    answered = found["paellapy_requests_answered_total", "scale", None]
+    assert answered >= 1
+    assert found["paellapy_request_seconds_count", "scale", None] == answered
+    assert found["paellapy_request_seconds_bucket", "scale", "+Inf"] == answered
+    assert ("paellapy_queue_seconds_bucket", "scale", "0.0001") in found
+    assert found["nv_inference_request_success_total", "scale", None] == answered
+    assert found["nv_inference_count_total", "scale", None] == found["paellapy_items_total", "scale", None] > 0
+    assert found["paellapy_refusals_total", "scale", "predicted_deadline"] >= 1
+    assert found["paellapy_batch_size_count", "scale", None] == found["paellapy_batches_total", "scale", None]
+    assert found["paellapy_occupancy_ratio", None, "warps"] == 0
+    assert found["paellapy_model_ready", "broken", None] == 0
+    assert found["paellapy_ready", None, None] == 1
+
+
+def test_the_documentation_lists_every_address(server):
+    status, _, spec = ask(server, "GET", "/openapi.json")
+    assert status == 200
+    assert spec == json.loads(json.dumps(document()))
+    known = {(r.method.lower(), r.resource.canonical) for r in server.server.app.router.routes() if r.method != "HEAD"}
+    listed = {(method, path) for path, methods in spec["paths"].items() for method in methods}
+    assert known - listed == {("get", "/docs"), ("get", "/openapi.json"), ("get", "/v2/")}
+    assert not listed - known
+    status, headers, page = ask(server, "GET", "/docs")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/html")
+    assert b"/v2/models/{model}/infer" in page
+    assert b"http://" not in page
+    assert b"https://" not in page
+
+
+def test_a_log_line_per_request(caplog):
+    with running([scale_model(batch=(1,))], access_log=True) as server, caplog.at_level("INFO", "paellapy.serving"):
+        ask(server, "POST", INFER, RIGHT, {"X-Request-Id": "seen", "X-Client-Id": "me"})
+        server.wait_until(lambda: any(getattr(r, "fields", {}).get("request") == "seen" for r in caplog.records))
+    fields = next(r.fields for r in caplog.records if getattr(r, "fields", {}).get("request") == "seen")
+    assert (fields["status"], fields["client"], fields["method"]) == (200, "me", "POST")
+
+
+# -- within another application
+
+
+def test_it_lives_under_another_application():
+    async def main():
+        with Engine(DEVICE) as engine:
+            engine.load(scale_model("wide", n=1 << 19, batch=(1,)))
+            outer = web.Application()
+            outer.add_subapp("/inference", create_app(engine))
+            runner = web.AppRunner(outer, handler_cancellation=True)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/inference"
+            x = np.arange(1 << 19, dtype=np.float32)  # 2 MiB: more than the outer application takes
+            tensor = {"name": "x", "shape": [len(x)], "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
+            header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+            async with aiohttp.ClientSession() as session:
+                headers = {"Inference-Header-Content-Length": str(len(header))}
+                body = io.BytesIO(header + x.tobytes())
+                async with session.post(f"{url}/v2/models/wide/infer", data=body, headers=headers) as answer:
+                    assert answer.status == 200
+                    body = await answer.read()
+                    length = int(answer.headers["Inference-Header-Content-Length"])
+                np.testing.assert_array_equal(np.frombuffer(body[length:], np.float32), 2 * x)
+                async with session.get(f"{url}/v2/models/nope") as answer:
+                    assert answer.status == 404
+                    assert "error" in await answer.json()
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+# -- faults
+
+
+def test_a_lost_gpu_is_a_503_and_not_ready():
+    with running([faulty_model(), scale_model(batch=(1,))]) as server:
+        assert ask(server, "GET", "/v2/health/ready")[0] == 200
+        status, _, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
+        assert status == 503
+        assert "fault_if" in content["error"]
+        status, headers, _ = ask(server, "POST", INFER, RIGHT)
+        assert status == 503
+        assert "Retry-After" in headers
+        assert ask(server, "GET", "/v2/health/ready")[::2] == (503, {"ready": False})
+        assert ask(server, "GET", "/v2/health/live")[0] == 200
+
+
+def test_a_full_queue_is_a_503():
+    slow = scale_model("long", steps=300, batch=(1,), lanes=1)
+
+    async def one(session, url):
+        async with session.post(f"{url}/v2/models/long/infer", data=RIGHT) as answer:
+            return answer.status, await answer.json()
+
+    async def main(url):
+        async with aiohttp.ClientSession() as session:
+            return await asyncio.gather(*(one(session, url) for _ in range(60)))
+
+    with running([slow], limits=Limits(requests=16)) as server:
+        found = asyncio.run(main(server.url))
+        refused = [content for status, content in found if status == 503]
+        assert refused
+        assert "requests are waiting" in refused[0]["error"]
+        assert {status for status, _ in found} == {200, 503}
+        assert server.service.counters.of("long").refused["queue_full"] == len(refused)

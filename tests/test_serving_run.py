@@ -1,0 +1,186 @@
+"""The server as a process: what `paellapy serve` starts, prints, secures, and finishes when it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from paellapy import demo, serve_demo
+from tests.serving_server import infer_body, running
+
+TLS = Path(__file__).parent / "tls"  # a certificate for localhost that signs itself
+IMAGES, LABELS = demo.held_out()
+
+CONFIG = """
+device = "virtual:h200"
+[server]
+port = 0
+grace_s = 1.0
+log_format = "json"
+[[models]]
+factory = "paellapy.demo:load"
+arguments = { name = "mlp", batch = [1, 8] }
+"""
+
+
+@contextlib.contextmanager
+def serving(*arguments):
+    """`paellapy serve …` in a process of its own; killed if the test has not stopped it."""
+    command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(stream, text):
+    lines = []
+    while not lines or text not in lines[-1]:
+        line = stream.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    return "".join(lines)
+
+
+def test_the_demo_server_prints_a_line_that_classifies_a_digit():
+    with serving("--port", "0", "--device", "virtual:h200") as process:
+        said = read_until(process.stdout, "Ctrl-C")
+        line = next(each for each in said.splitlines() if each.startswith("curl"))
+        words = shlex.split(line)
+        url, body = words[2], words[4]
+        assert re.match(r"http://127\.0\.0\.1:\d+/v2/models/cnn/infer$", url)
+
+        async def main():
+            async with aiohttp.ClientSession() as session:
+                # As curl sends it: the type of a form.
+                headers = {"Content-Type": "application/x-www-form-urlencoded"}
+                async with session.post(url, data=body, headers=headers) as answer:
+                    return await answer.json()
+
+        found = asyncio.run(main())
+        score, digit = found["outputs"][0]["data"][0].split(":")
+        assert int(digit) == LABELS[0]
+        assert float(score) > 0.5
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
+    config = tmp_path / "paella.toml"
+    config.write_text(CONFIG)
+    outcomes = {"answered": 0, "closed": 0, "refused": 0}
+
+    async def client(url, k, stopping):
+        """Asks again and again on one connection until the server says it is the last answer."""
+        body = json.dumps(infer_body("image", IMAGES[k : k + 1])).encode()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            while True:
+                try:
+                    async with session.post(f"{url}/v2/models/mlp/infer", data=body) as answer:
+                        assert answer.status == 200
+                        found = np.array((await answer.json())["outputs"][0]["data"])
+                        assert found.shape == (10,)
+                        outcomes["answered"] += 1
+                        if answer.headers.get("Connection") == "close":
+                            outcomes["closed"] += 1
+                            return
+                except aiohttp.ClientConnectorError:
+                    assert stopping.is_set()
+                    outcomes["refused"] += 1
+                    return
+
+    async def main(process, url):
+        stopping = asyncio.Event()
+        tasks = [asyncio.create_task(client(url, k, stopping)) for k in range(16)]
+        while outcomes["answered"] < 100:
+            await asyncio.sleep(0.005)
+        stopping.set()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*tasks)
+
+    with serving(str(config)) as process:
+        lines = read_until(process.stderr, '"message":"loaded"')
+        url = next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)
+        asyncio.run(main(process, url))
+        assert process.wait(60) == 0
+        rest = process.stderr.read()
+    assert outcomes["closed"] == 16
+    assert all(json.loads(line)["level"] == "info" for line in rest.splitlines())
+    assert json.loads(rest.splitlines()[-1])["message"] == "stopped"
+
+
+def test_mistakes_are_one_line_and_an_exit_code(tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[server]\nport = 'x'\n")
+    with serving(str(bad)) as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "bad.toml:2: server.port" in error
+    assert "Traceback" not in error
+
+
+def test_a_port_that_is_taken_is_said():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with serving("--port", str(taken.getsockname()[1]), "--device", "virtual:h200") as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "cannot be listened on" in error
+    assert "Traceback" not in error
+
+
+def test_tls():
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
+    trusting = ssl.create_default_context(cafile=TLS / "certificate.pem")
+
+    async def main(url):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/v2/health/ready", ssl=trusting) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"{url}/v2/health/ready")
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await session.get(f"{url.replace('https', 'http')}/v2/health/ready")
+
+    with running([demo.load("mlp", batch=(1,))], tls=tls) as server:
+        assert server.url.startswith("https://")
+        asyncio.run(main(server.url))
+
+
+def test_it_is_live_before_it_is_ready():
+    with running([demo.load("mlp", batch=(1,))], load=False) as server:
+
+        async def statuses():
+            async with aiohttp.ClientSession() as session:
+                found = []
+                for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/mlp/ready"):
+                    async with session.get(server.url + path) as answer:
+                        found.append(answer.status)
+                return found
+
+        assert asyncio.run(statuses()) == [200, 503, 503]
+        server.call(server.server.load())
+        assert asyncio.run(statuses()) == [200, 200, 200]
+        server.service.draining = True
+        assert asyncio.run(statuses()) == [200, 503, 503]
+
+
+def test_the_picture_of_a_digit_is_eight_lines():
+    assert len(serve_demo.picture(IMAGES[0]).splitlines()) == 8
