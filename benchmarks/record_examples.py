@@ -64,9 +64,9 @@ def add_two_waves(device: pp.Device) -> pp.Trace:
 
 
 def two_streams(device: pp.Device) -> pp.Trace:
-    """A GEMM of half a wave and small softmaxes on two streams: they share the GPU."""
+    """A GEMM on half of the SMs, long enough for small softmaxes of another stream to run beside it."""
     big, small = pp.kernel(gemm), pp.kernel(softmax)
-    m, k, columns, rows = 128 * 8, 2048, 1000, 512
+    m, k, columns, rows = 128 * 8, 4096, 1000, 512
     tiles = {"BM": 128, "BN": 128, "BK": 64, "G": 8, "num_warps": 8, "num_stages": 3}
     a, b, c = normal(m, k, dtype=np.float16), normal(k, m, dtype=np.float16), pp.empty((m, m), np.float16)
     x, out = normal(rows, columns), pp.empty((rows, columns))

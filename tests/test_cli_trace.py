@@ -1,0 +1,128 @@
+"""`paellapy trace` and `paellapy view`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from viz_traces import MIX, make
+
+from instrument.trace import Trace
+from paellapy import cli
+
+pytest.importorskip("plotly", reason="the extra `viz` is not installed")
+
+SCRIPT = """
+import sys
+import numpy as np
+import triton
+import triton.language as tl
+import paellapy as pp
+import beside
+
+@pp.kernel
+@triton.jit
+def double(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, 2 * tl.load(x + i, mask=i < n), mask=i < n)
+
+assert __name__ == "__main__"
+x, out = pp.array(np.ones(1000, np.float32)), pp.empty(1000)
+double[(8,)](x, out, 1000, B=128)
+print("sum", int(out.numpy().sum()), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def trace(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["trace", "--device", "virtual:h200", *map(str, arguments)])
+
+
+def test_a_script_is_run_with_its_arguments_and_its_kernels_are_recorded(script: Path) -> None:
+    before = list(sys.argv), list(sys.path)
+    result = trace(script, "--out", "its own", "-x")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "sum 2000 ['--out', 'its own', '-x']\n"
+    assert "report: trace.html" in result.stderr
+    t = Trace.load("trace.pptrace")
+    assert (t.kernels, len(t.blocks), t.device.name) == (("double",), 8, "NVIDIA H200 SXM 141GB (virtual)")
+    page = Path("trace.html").read_text()
+    assert "<h1>script.py</h1>" in page
+    assert "<td>double</td>" in page
+    assert (sys.argv, sys.path) == before
+
+
+def test_what_a_script_raises_is_shown_as_ever_and_the_trace_is_written(script: Path) -> None:
+    script.write_text(SCRIPT + "\nraise RuntimeError('boom')\n")
+    result = trace("-o", "other.pptrace", script)
+    assert result.exit_code == 1
+    shown = result.stderr.splitlines()
+    first = shown.index("Traceback (most recent call last):")
+    assert shown[first + 1].startswith(f'  File "{script}", line ')
+    assert "RuntimeError: boom" in shown
+    assert not any("runpy" in line or "paellapy/viz" in line for line in shown)
+    assert len(Trace.load("other.pptrace").blocks) == 8
+    assert Path("other.html").exists()
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('why')", 1)])
+def test_exit_codes_are_those_of_the_script(script: Path, ending: str, code: int) -> None:
+    script.write_text(f"import sys\n{ending}\n")
+    result = trace(script)
+    assert result.exit_code == code
+    assert ("why" in result.stderr) == ("why" in ending)
+    assert "nothing was recorded" in result.stderr
+    assert len(Trace.load("trace.pptrace").blocks) == 0
+
+
+def test_a_script_that_does_not_compile(script: Path) -> None:
+    script.write_text("def f(:\n")
+    result = trace(script)
+    assert result.exit_code == 1
+    assert "SyntaxError" in result.stderr
+
+
+def test_a_script_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paellapy", "trace", str(tmp_path / "none.py")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "there is no script" in capsys.readouterr().err
+
+
+def test_without_plotly_the_trace_is_still_written(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    result = trace(script)
+    assert result.exit_code == 0
+    assert "no report: plot() needs plotly: pip install 'paellapy[viz]'" in result.stderr
+    assert Path("trace.pptrace").exists()
+
+
+def test_view_makes_a_page_and_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    file = tmp_path / "mix.pptrace"
+    make(MIX, dropped=2).save(file)
+    result = CliRunner().invoke(cli.app, ["view", str(file)])
+    assert (result.exit_code, result.stdout.strip()) == (0, str(tmp_path / "mix.html"))
+    assert opened == [(tmp_path / "mix.html").as_uri()]
+    assert "2 dropped" in (tmp_path / "mix.html").read_text()
+    other = tmp_path / "dark.html"
+    result = CliRunner().invoke(cli.app, ["view", str(file), "--no-open", "--dark", "-o", str(other)])
+    assert result.exit_code == 0
+    assert len(opened) == 1
+    assert "background: #111111" in other.read_text()

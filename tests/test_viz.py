@@ -1,0 +1,316 @@
+"""The pictures show the trace's numbers: checked on the data of the figures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from viz_traces import EPOCH, MIX, NAMES, TOY, WARPS, make, many, schedules
+
+import paellapy as pp
+from instrument.errors import TraceError
+from instrument.trace import DeviceFacts, Trace
+from paellapy.viz import data, palette
+
+pytest.importorskip("plotly", reason="the extra `viz` is not installed")
+
+
+def of_type(figure: Any, kind: str) -> list[Any]:
+    return [trace for trace in figure.data if trace.type == kind]
+
+
+def lines(figure: Any, dashed: bool) -> dict[str, Any]:
+    found = [t for t in of_type(figure, "scatter") if t.mode == "lines"]
+    return {t.legendgroup: t for t in found if (t.line.dash == "dash") == dashed}
+
+
+# -- what is drawn
+
+
+@given(schedules)
+def test_lanes_never_overlap_and_are_as_few_as_blocks_were_resident(trace: Trace) -> None:
+    chart = data.gantt(data.prepare(trace))
+    for sm in range(TOY.n_sm):
+        on = chart.blocks["sm"] == sm
+        used = chart.lane[on]
+        assert len(set(used.tolist())) == trace.residency().max_blocks[sm]
+        for lane in set(used.tolist()):
+            mine = chart.blocks[on][used == lane]
+            assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()
+
+
+@given(schedules)
+def test_residency_of_all_groups_adds_up_to_the_occupancy(trace: Trace) -> None:
+    picture = data.prepare(trace, bins=7)
+    total = data.residency(picture).resident.sum(axis=0)
+    np.testing.assert_allclose(total, data.heat(picture).resident.mean(axis=0), atol=1e-9)
+
+
+@given(schedules, st.booleans())
+def test_binned_lanes_show_all_the_time_of_a_single_kernel(trace: Trace, pooled: bool) -> None:
+    picture = data.prepare(trace, by=dict.fromkeys(NAMES, "any"), bins=9)
+    chart = data.gantt(picture)
+    with pytest.MonkeyPatch.context() as patch:
+        if pooled:
+            patch.setattr(data, "ROWS", TOY.n_sm)
+        cells = data.cells(picture, chart)
+    assert cells.rows_per_sm == (1 if pooled else chart.depth)
+    lanes_per_row = chart.depth if pooled else 1
+    shown = (np.where(cells.group == 0, cells.share, 0) * np.diff(cells.edges_ns)).sum() * lanes_per_row
+    assert shown == pytest.approx((trace.blocks["end_ns"] - trace.blocks["start_ns"]).sum(), rel=1e-6, abs=0.1)
+
+
+def test_theoretical_occupancy_comes_from_the_launch_s_resources() -> None:
+    groups = data.prepare(make(MIX)).groups
+    assert groups.names == ("gemm", "add<int>")
+    # 4 warps x 32 registers fill an SM; 8 warps x 64 registers x 32 threads = 16384 registers a block: 4 of 65536.
+    assert groups.theoretical == (1.0, 0.5)
+    elsewhere = DeviceFacts("unknown", 3, 64, (99, 9))
+    assert data.prepare(make(MIX, elsewhere)).groups.theoretical == (None, None)
+
+
+def test_colours_may_stand_for_launches_streams_or_models() -> None:
+    trace = make([*MIX, (3, 0, 2, 6000, 10)])
+    assert data.prepare(trace, by="launch").groups.names == ("gemm #1", "add<int> #2", "softmax #3")
+    assert data.prepare(trace, by="stream").groups.names == ("stream 0", "stream 1")
+    picture = data.prepare(trace, by={"gemm": "bert", "add<int>": "bert"})
+    assert picture.groups.names == ("bert", "softmax")
+    with pytest.raises(TraceError, match="by='sm'"):
+        data.prepare(trace, by="sm")  # type: ignore[arg-type]
+
+
+def test_of_many_kernels_the_largest_have_colours_and_the_rest_share_grey() -> None:
+    trace = make([(1 + i % 3, i, 0, i, i + 1) for i in range(30)])
+    many_kernels = Trace(trace.blocks, trace.launches, trace.kernels, TOY)
+    groups = data.group(many_kernels, by="launch")
+    assert len(groups.names) == 3
+    labels = [f"k{i}" for i in range(12)]
+    launches = np.resize(trace.launches, 12)
+    launches["launch"], launches["kernel"] = np.arange(12), np.arange(12)
+    blocks = np.resize(trace.blocks, 12)
+    blocks["launch"], blocks["kernel"] = np.arange(12), np.arange(12)
+    blocks["start_ns"], blocks["end_ns"] = 0, 10 + np.arange(12)
+    launches["warps"] = 4
+    groups = data.group(Trace(blocks, launches, labels, TOY))
+    assert groups.names == ("k5", "k6", "k7", "k8", "k9", "k10", "k11", "5 others")
+    assert list(palette.colours(groups.names).values()) == [*palette.OKABE_ITO, palette.OTHERS]
+    assert np.bincount(groups.of_block).tolist() == [1] * 7 + [5]
+
+
+# -- figures
+
+
+def test_heat_map_shows_the_occupancy_of_each_sm() -> None:
+    trace = make(MIX)
+    (heat,) = of_type(trace.plot_heatmap(bins=16), "heatmap")
+    seen = trace.occupancy(16)
+    np.testing.assert_array_equal(heat.z, seen.resident.astype(np.float32))
+    np.testing.assert_allclose(heat.x, (seen.edges_ns - EPOCH) / 1000)
+    assert (heat.zmin, heat.zmax, heat.y0, heat.dy) == (0, 1, 0, 1)
+    assert "64 warps" in heat.hovertemplate
+
+
+def test_gantt_draws_every_block_where_and_when_it_ran() -> None:
+    trace = make(MIX)
+    bars = of_type(trace.plot_gantt(), "bar")
+    assert [bar.name for bar in bars] == ["gemm", "add&lt;int>"]
+    drawn = set()
+    for bar in bars:
+        for base, length, y, facts in zip(bar.base, bar.x, bar.y, bar.customdata, strict=True):
+            kernel, block, launch, sm, _ = facts
+            assert sm - 0.5 < y < sm + 0.5
+            drawn.add((kernel, int(launch), int(block), int(sm), round(base * 1000), round(length * 1000)))
+    expected = {(NAMES[launch - 1], launch, block, sm, start, ns) for launch, block, sm, start, ns in MIX}
+    assert drawn == expected
+
+
+def test_gantt_of_many_blocks_is_binned_and_keeps_kernels_and_times() -> None:
+    trace = many(12_000)
+    figure = trace.plot_gantt()
+    assert not of_type(figure, "bar")
+    cells = of_type(figure, "heatmap")
+    assert [c.name for c in cells] == ["gemm", "add&lt;int>", "softmax"]
+    for k, each in enumerate(cells):
+        mine = trace.blocks[trace.blocks["kernel"] == k]
+        # It dominates a first cell at the latest one block (3 µs) after its own first one.
+        assert -(each.x[1] - each.x[0]) <= each.x[0] - (mine["start_ns"].min() - EPOCH) / 1000 < 3
+        assert each.z.shape[0] == 132 * 4
+        # Two lanes to a row, never more than full; the kernel's cells hold its time, less what others dominate.
+        assert np.nanmax(each.z) <= 1 + 1e-6
+        area_ns = np.nansum(each.z * np.diff(each.x)) * 2 * 1000
+        assert 0.85 < area_ns / (mine["end_ns"] - mine["start_ns"]).sum() < 1 + 1e-6
+
+
+def test_residency_lines_and_their_theoretical_limits() -> None:
+    trace = make(MIX)
+    figure = trace.plot_residency(bins=8)
+    for k, name in enumerate(("gemm", "add<int>")):
+        line = lines(figure, dashed=False)[name]
+        seen = trace.occupancy(8, kernel=name).resident.mean(axis=0)
+        np.testing.assert_allclose(line.y[:-1], seen, atol=1e-12)
+        assert line.line.shape == "hv"
+        limit = lines(figure, dashed=True)[name]
+        assert set(limit.y) == {(1.0, 0.5)[k]}
+        ran = trace.select(kernel=name).span_ns
+        assert list(limit.x) == [(ns - EPOCH) / 1000 for ns in ran]
+
+
+def test_all_views_share_the_time_axis_and_one_legend() -> None:
+    figure = make(MIX).plot()
+    assert {t.type for t in figure.data} == {"heatmap", "bar", "scatter"}
+    x_axes = [figure.layout[name] for name in ("xaxis", "xaxis2", "xaxis3")]
+    assert len({axis.matches or "x" for axis in x_axes} - {"x3"}) <= 1
+    assert [axis.range for axis in x_axes] == [(0, 8)] * 3
+    assert figure.layout.yaxis2.matches == "y"
+    assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>"]
+    assert "toy: 7 blocks of 2 launches in 8.00 µs" in figure.layout.title.text
+
+
+def test_a_window_is_binned_anew() -> None:
+    trace = make(MIX)
+    (heat,) = of_type(trace.plot_heatmap(bins=10, start_ns=EPOCH + 4000, end_ns=EPOCH + 6000), "heatmap")
+    np.testing.assert_array_equal(heat.z, trace.occupancy(10, EPOCH + 4000, EPOCH + 6000).resident.astype(np.float32))
+    assert (heat.x[0], heat.x[-1]) == (0, 2)
+    with pytest.raises(TraceError, match="end_ns must not be before"):
+        trace.plot(start_ns=EPOCH + 9, end_ns=EPOCH)
+    with pytest.raises(TraceError, match="at least one bin"):
+        trace.plot(bins=0)
+
+
+def test_compare_puts_two_traces_on_one_scale() -> None:
+    short = make(MIX[:3])
+    figure = pp.compare(make(MIX), short, labels=("mixed", "alone"))
+    first, second = of_type(figure, "heatmap")
+    assert first.x[-1] == second.x[-1] == 8
+    np.testing.assert_allclose(
+        second.z, short.occupancy(second.z.shape[1], EPOCH, EPOCH + 8000).resident.astype(np.float32)
+    )
+    titles = [a.text for a in figure.layout.annotations]
+    assert titles == ["<b>mixed</b>: toy<br>7 blocks of 2 launches in 8.00 µs",
+                      "<b>alone</b>: toy<br>3 blocks of 1 launch in 5.00 µs"]  # fmt: skip
+    assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>"]
+
+
+def test_light_and_dark() -> None:
+    trace = make(MIX)
+    assert trace.plot(theme="dark").layout.template.layout.paper_bgcolor == "rgb(17,17,17)"
+    assert trace.plot().layout.template.layout.paper_bgcolor == "white"
+    with pytest.raises(TraceError, match="no theme 'pink'"):
+        trace.plot(theme="pink")
+
+
+def test_lost_records_are_shown() -> None:
+    (note,) = make(MIX, dropped=1234, unfinished=1).plot().layout.annotations
+    assert note.text == "⚠ 1,234 block records dropped: the rings were full; 1 block record without an end"
+
+
+# -- edges
+
+
+@pytest.mark.parametrize("name", ["plot", "plot_heatmap", "plot_gantt", "plot_residency"])
+def test_an_empty_trace_says_so(name: str) -> None:
+    for trace in (make([]), Trace(make([]).blocks, make([]).launches[:0], (), TOY)):
+        figure = getattr(trace, name)()
+        assert "no blocks were recorded" in {a.text for a in figure.layout.annotations}
+        assert figure.layout.xaxis.range == (0, 1)
+
+
+@pytest.mark.parametrize("duration", [0, 1, 3_000_000_000])
+def test_one_block(duration: int, tmp_path: Path) -> None:
+    trace = make([(1, 0, 1, 0, duration)])
+    figure = trace.plot()
+    (bar,) = of_type(figure, "bar")
+    assert list(bar.y) == [1]
+    assert figure.layout.xaxis3.title.text == ("time (s)" if duration > 1 else "time (ns)")
+    assert trace.save_figure(tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_without_plotly_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] in ("plotly", "matplotlib", "perfetto")]:
+        monkeypatch.delitem(sys.modules, module)
+    for library in ("plotly", "matplotlib", "perfetto"):
+        monkeypatch.setitem(sys.modules, library, None)
+    trace = make(MIX)
+    with pytest.raises(pp.MissingExtraError, match=r"needs plotly: pip install 'paellapy\[viz\]'"):
+        trace.plot()
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'paellapy\[viz\]'"):
+        trace.save_figure(tmp_path / "x.png")
+    with pytest.raises(pp.PaellaError, match=r"needs perfetto: pip install 'paellapy\[viz\]'"):
+        trace.to_perfetto(tmp_path / "x")
+
+
+def test_importing_paellapy_does_not_import_what_pictures_need() -> None:
+    code = "import sys, paellapy; print([m for m in ('plotly', 'matplotlib', 'perfetto') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# -- files
+
+
+@pytest.mark.parametrize("view", ["all", "heatmap", "gantt", "residency"])
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_figures_for_papers(view: Any, ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = make(MIX, dropped=3).save_figure(tmp_path / f"figure.{ending}", view, theme="dark")
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
+    if ending == "svg":
+        assert "3 block records dropped" in path.read_text()
+
+
+def test_static_views_show_the_same_numbers() -> None:
+    pytest.importorskip("matplotlib")
+    from paellapy.viz import static
+
+    trace = make(MIX)
+    heat, gantt, residency = static.draw(data.prepare(trace, bins=16), "all", "light").axes[:3]
+    np.testing.assert_array_equal(np.asarray(heat.get_images()[0].get_array()), trace.occupancy(16).resident)
+    (shapes,) = gantt.collections
+    boxes = sorted((p.get_extents().x0, p.get_extents().x1) for p in shapes.get_paths())
+    assert boxes == sorted((start / 1000, (start + ns) / 1000) for *_, start, ns in MIX)
+    assert [t.get_text() for t in gantt.get_legend().get_texts()] == ["gemm", "add<int>"]
+    assert {tuple(line.get_ydata()) for line in residency.get_lines()} == {(1.0, 1.0), (0.5, 0.5)}
+
+
+def test_static_figures_refuse_what_they_cannot_write(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(TraceError, match=r"\.png, \.svg or \.pdf"):
+        make(MIX).save_figure(tmp_path / "x.gif")
+    with pytest.raises(TraceError, match="no view 'pie'"):
+        make(MIX).save_figure(tmp_path / "x.png", "pie")
+
+
+def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
+    page = make(MIX, dropped=3).to_html(tmp_path / "report.html", "gemm & add").read_text()
+    assert "<title>gemm &amp; add</title>" in page
+    assert "<td>add&lt;int&gt;</td>" in page
+    assert "3 dropped" in page
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", page)
+    assert len(page) > 3_000_000, "plotly itself is not inside"
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
+def test_the_report_draws_in_a_browser(tmp_path: Path) -> None:
+    page = make(MIX).to_html(tmp_path / "report.html")
+    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
+               "--virtual-time-budget=10000", "--dump-dom", page.as_uri()]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    # One group of bars' paths for each block, and the axis titles, drawn by the page's own script.
+    assert run.stdout.count('class="point"') == len(MIX)
+    assert "SM, one lane per block" in run.stdout
+    assert "time (µs)" in run.stdout
+
+
+def test_warps_are_those_of_each_launch() -> None:
+    assert make(MIX).warps.tolist() == [WARPS[launch - 1] for launch, *_ in sorted(MIX, key=lambda r: (r[3], r[2]))]
