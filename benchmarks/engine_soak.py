@@ -21,8 +21,8 @@ from scheduler.core_check import check_integrity
 from scheduler.engine import Engine
 from scheduler.policy import policy_names
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
 
 KINDS = (
     (scale_model("short", 3.0, batch=(1, 4)), scale_reference(3.0)),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,13 @@ pytest.importorskip("cuda.bindings.driver")
 HEAD = """
     import asyncio, os
     import numpy as np
-    from tests.fake_cuda import install
+    from fake_cuda import install
     fake = install()
     import paellapy as pp
     from scheduler.engine import Engine
     from scheduler.errors import *
     from scheduler.model import Model, TensorSpec
-    from tests.engine_models import random_inputs, scale, scale_model
+    from engine_models import random_inputs, scale, scale_model
     ONES = {"x": np.ones(64, np.float32)}
 
     def many(engine, names, n):
@@ -39,7 +40,7 @@ def run(tmp_path):
         script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"
         found = subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path)},
+            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)},
             capture_output=True,
             text=True,
             timeout=200,
@@ -79,7 +80,7 @@ def test_a_long_kernel_is_captured_in_slices(run):
     run("""
         from scheduler.backend_cuda import CudaBackend
         CudaBackend.node_times_ns = lambda self, program: [2e5] * len(program.nodes)
-        with Engine("cuda") as engine:
+        with Engine("cuda", quantum_us=50) as engine:
             engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
             assert len(engine.profile("wide")[0].cuts[0]) == 4
             assert len(engine.profile("wide")[0].bounds) == 6  # four slices and the two copies

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from engine_models import faulty_model, mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
 
 import paellapy as pp
 from instrument.errors import OutOfBoundsError, PaellaError, TraceError
@@ -26,7 +27,6 @@ from scheduler.errors import (
 )
 from scheduler.policy import policy, policy_names
 from scheduler.state import Limits
-from tests.engine_models import faulty_model, mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
 
 DEVICE = "virtual:h200"
 KINDS = {
@@ -156,8 +156,9 @@ def test_inputs_need_not_be_contiguous(loaded):
 
 
 def test_several_inputs_and_outputs_find_their_places(engine):
+    from engine_models import scale
+
     from scheduler.model import Model, TensorSpec
-    from tests.engine_models import scale
 
     def fn(weights, inputs, outputs):
         for k, name in enumerate(("a", "b", "c")):

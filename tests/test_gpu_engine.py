@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import triton
+from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
 
 import paellapy as pp
 from instrument.device.cuda_memory import CudaEvent
@@ -23,7 +26,6 @@ from scheduler.engine import Engine
 from scheduler.errors import CaptureError, InputError, MemoryPlanError
 from scheduler.model import Model, TensorSpec
 from scheduler.policy import policy_names
-from tests.engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -170,7 +172,8 @@ def test_two_streams_of_a_function_become_a_graph_that_is_no_chain(engine, gpu):
             scale[grid](right, outputs["z"], 1.0, total, B=128)
         scale[grid](first, left, 3.0, total, B=128)
         scale[grid](left, outputs["y"], 1.0, total, B=128)
-        check_status(driver().cuStreamWaitEvent(main, side.record().handle, 0), "joining")
+        joined = side.record()  # held until the wait is submitted: an event goes with its object
+        check_status(driver().cuStreamWaitEvent(main, joined.handle, 0), "joining")
 
     specs = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,)), "z": TensorSpec((64,))}}
     engine.load(Model("fork", fn, batch=(1, 2), **specs))
@@ -373,7 +376,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
         import numpy as np
         from scheduler.engine import Engine
         from scheduler.errors import EngineFailedError
-        from tests.engine_models import faulty_model, scale_model
+        from engine_models import faulty_model, scale_model
 
         engine = Engine("cuda")
         engine.load(faulty_model())
@@ -397,6 +400,11 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
         print("closed")
     """
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.stdout.split() == ["refused", "closed"], run.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from engine_models import mlp_model, scale_model
 
 import paellapy as pp
 from instrument import cache
@@ -16,7 +17,6 @@ from scheduler.loader import Loader
 from scheduler.profile import ProgramProfile, model_profile, segment_profile
 from scheduler.program import Node
 from scheduler.state import Limits
-from tests.engine_models import mlp_model, scale_model
 
 
 @pytest.fixture(autouse=True)

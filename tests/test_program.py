@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import triton
+from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model
 
 import paellapy as pp
 from scheduler.backend_virtual import VirtualBackend
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane, plan_lane
 from scheduler.model import Model, TensorSpec
-from tests.engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model
 
 SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}
 
