@@ -19,6 +19,7 @@ import paellapy as pp
 from instrument.errors import TraceError
 from instrument.trace import DeviceFacts, Trace
 from paellapy.viz import data, palette
+from scheduler.engine_trace import JOB_RECORD, SEGMENT_RECORD, EngineTrace
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 
@@ -210,6 +211,67 @@ def test_light_and_dark() -> None:
 def test_lost_records_are_shown() -> None:
     (note,) = make(MIX, dropped=1234, unfinished=1).plot().layout.annotations
     assert note.text == "⚠ 1,234 block records dropped: the rings were full; 1 block record without an end"
+
+
+# -- requests of an engine
+
+
+def engine_trace() -> EngineTrace:
+    """Two requests of `bert` in one batch of two segments, one of `resnet` that was never launched."""
+    trace = make(MIX)
+    found = EngineTrace(trace.blocks, trace.launches, trace.kernels, TOY)
+    found.models = ("bert", "resnet")
+    found.jobs = np.array(
+        [
+            (1, 0, 4, 0, 2, 0, 0, 0, EPOCH - 2000, EPOCH - 500, EPOCH + 8500),
+            (2, 0, 4, 1, 2, 0, 5, 1, EPOCH - 1000, EPOCH - 500, EPOCH + 8500),
+            (3, 1, -1, 0, 0, 2, 0, 0, EPOCH + 1000, -1, EPOCH + 3000),
+        ],
+        JOB_RECORD,
+    )
+    found.segments = np.array(
+        [(0, 4, 2, 0, 4, EPOCH, EPOCH + 4900), (0, 4, 2, 1, 3, EPOCH + 5000, EPOCH + 8000)], SEGMENT_RECORD
+    )
+    return found
+
+
+def test_requests_show_their_wait_their_run_and_each_segment() -> None:
+    figure = engine_trace().plot_requests()
+    drawn = {(bar.name, bar.meta): [(round(b * 1000), round(x * 1000), y) for b, x, y in
+                                    zip(bar.base, bar.x, bar.y, strict=True)] for bar in figure.data}  # fmt: skip
+    assert drawn == {
+        ("bert", "queued"): [(0, 1500, 0), (1000, 500, 1)],
+        ("bert", "launched"): [(1500, 9000, 0), (1500, 9000, 1)],
+        ("bert", "segments"): [(2000, 4900, 0), (7000, 3000, 0), (2000, 4900, 1), (7000, 3000, 1)],
+        ("resnet", "queued"): [(3000, 2000, 2)],
+        ("resnet", "launched"): [],
+        ("resnet", "segments"): [],
+    }
+    hover = next(bar for bar in figure.data if (bar.name, bar.meta) == ("resnet", "queued")).text[0]
+    assert "request 3: expired" in hover
+    assert "2.00 µs queued" in hover
+
+
+def test_an_engine_s_trace_shows_requests_below_on_the_same_axis() -> None:
+    figure = engine_trace().plot()
+    assert {bar.meta for bar in of_type(figure, "bar")} == {None, "queued", "launched", "segments"}
+    assert figure.layout.xaxis4.range == (0, 10.5)
+    (heat,) = of_type(figure, "heatmap")
+    assert heat.x[0] == 0  # the first arrival, not the first block
+    assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>", "bert", "resnet"]
+    assert {t.legend for t in figure.data if t.name in ("bert", "resnet")} == {"legend2"}
+
+
+def test_of_very_many_requests_the_slowest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paellapy.viz.requests.MOST", 2)
+    figure = engine_trace().plot_requests()
+    assert "slowest 2 of 3" in figure.layout.yaxis.title.text
+    assert "resnet" not in {bar.name for bar in figure.data}
+
+
+def test_other_traces_have_no_requests() -> None:
+    with pytest.raises(TraceError, match=r"engine\.trace\(\)"):
+        make(MIX).plot_requests()
 
 
 # -- edges

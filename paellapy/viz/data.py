@@ -65,7 +65,8 @@ class Groups:
 class Picture:
     """A trace, the window of it that is drawn, and the colours' meaning."""
 
-    trace: Trace
+    trace: Trace  # the part that is drawn
+    whole: Trace
     axis: TimeAxis
     groups: Groups
     bins: int
@@ -99,15 +100,20 @@ def prepare(
     """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock."""
     if bins < 1:
         raise TraceError(f"a picture needs at least one bin, not {bins}")
+    whole = trace
     if kernel is not None or start_ns is not None or end_ns is not None:
         trace = trace.select(kernel, start_ns=start_ns, end_ns=end_ns)
     first, last = trace.span_ns
+    jobs = getattr(whole, "jobs", None)  # an engine's trace: requests arrive before their first block starts
+    if jobs is not None and len(jobs):
+        first, last = min(first, int(jobs["arrival_ns"].min())), max(last, int(jobs["end_ns"].max()))
     first = first if start_ns is None else start_ns
     last = max(first, last) if end_ns is None else end_ns
     if last < first:
         raise TraceError(f"a picture from {first} to {last} ns: end_ns must not be before start_ns")
     # More bins than nanoseconds would have no width.
-    return Picture(trace, time_axis(first, last - first), group(trace, by), max(1, min(bins, last - first)))
+    bins = max(1, min(bins, last - first))
+    return Picture(trace, whole, time_axis(first, last - first), group(trace, by), bins)
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:

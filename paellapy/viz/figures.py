@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from instrument.errors import TraceError
 from instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import BINS, By, Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
+from paellapy.viz.requests import requests, requests_view
 from paellapy.viz.views import Place, View, gantt_view, heatmap_view, residency_view, say_empty
 
 _FEW_SMS = 40
@@ -18,10 +20,12 @@ _FEW_SMS = 40
 def plot(trace: Trace, **options: Any) -> Any:
     """Heat map, Gantt chart and residency on one time axis: a plotly figure. Options as in `plot_heatmap`.
 
+    The trace of an engine shows its requests too.
+
         with pp.trace() as t: ...
         t.plot(theme="dark")
     """
-    return _figure([trace], (heatmap_view, gantt_view, residency_view), **options)
+    return _figure([trace], _all_views(trace), **options)
 
 
 def plot_heatmap(trace: Trace, **options: Any) -> Any:
@@ -45,7 +49,19 @@ def plot_residency(trace: Trace, **options: Any) -> Any:
 
 def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options: Any) -> Any:
     """Two traces side by side, on axes of one scale: two policies, or virtual against real."""
-    return _figure([a, b], (heatmap_view, gantt_view, residency_view), labels, **options)
+    return _figure([a, b], _all_views(a, b), labels, **options)
+
+
+def plot_requests(trace: Trace, **options: Any) -> Any:
+    """Requests of an engine's trace: queued (pale), launched, and their segments. Options as in `plot_heatmap`."""
+    if requests(trace) is None:
+        raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
+    return _figure([trace], (requests_view,), **options)
+
+
+def _all_views(*traces: Trace) -> tuple[View, ...]:
+    views: tuple[View, ...] = (heatmap_view, gantt_view, residency_view)
+    return (*views, requests_view) if any(requests(t) is not None for t in traces) else views
 
 
 # -- the figure around them
@@ -105,8 +121,8 @@ def _figure(
 
 def _share(view: View, tall: bool) -> int:
     """Of the figure's height: lanes of many SMs need more of it."""
-    if view is residency_view:
-        return 1
+    if view in (residency_view, requests_view):
+        return 1 if view is residency_view else 2
     return 4 if tall and view is gantt_view else 2
 
 
@@ -125,6 +141,9 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
         hovermode="closest",
         hoverlabel={"align": "left"},
     )
+    if requests_view in views:  # models' colours, beside the requests
+        beside = figure.get_subplot(len(views), 1).yaxis.domain[1]
+        figure.update_layout(legend2={"x": 1.02, "y": beside, "xanchor": "left", "yanchor": "top", "title": "models"})
     if warning:
         figure.add_annotation(
             text=f"⚠ {warning}",
@@ -145,7 +164,7 @@ def _on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
     """Each from its own start on, all as long as the longest."""
     longest = max(pictures, key=lambda p: p.axis.length_ns)
     length, bins = longest.axis.length_ns, longest.bins
-    return [Picture(p.trace, data.time_axis(p.axis.origin_ns, length), p.groups, bins) for p in pictures]
+    return [Picture(p.trace, p.whole, data.time_axis(p.axis.origin_ns, length), p.groups, bins) for p in pictures]
 
 
 def _wrapped(picture: Picture, label: str) -> str:

@@ -80,6 +80,7 @@ def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str)
     )
     ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
     ax.set_ylabel("SM")
+    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
 
 
 def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -> None:
@@ -96,6 +97,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -
         ax.imshow(paint, aspect="auto", interpolation="none", extent=_extent(picture))
     _legend(ax, colour, names)
     ax.set_ylabel("SM, one lane per block")
+    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
     ax.set_ylim(picture.trace.device.n_sm - 0.5, -0.5)
 
 
