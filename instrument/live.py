@@ -18,7 +18,7 @@ _MASK, _HALF = (1 << WARP_SHIFT) - 1, 1 << (WARP_SHIFT - 1)
 class Counts:
     """Counters of every SM, read while kernels run. Resident = started - ended."""
 
-    started: NDArray[np.int64]  # blocks, since the device was opened or the last trace; wraps at 16,777,216
+    started: NDArray[np.int64]  # blocks, since the device was opened or the last trace
     ended: NDArray[np.int64]
     resident_blocks: NDArray[np.int64]
     resident_warps: NDArray[np.int64]
@@ -44,6 +44,6 @@ def _resident(started: NDArray[Any], ended: NDArray[Any]) -> tuple[NDArray[np.in
     """Blocks and warps that started and did not end."""
     # The counters wrap, and the block counts carry into the warp counts above them; the difference of the packed words
     # does neither. A line may be read between the two counters of a block: nothing is resident then, not -1.
-    difference = (started - ended).view(np.int32).astype(np.int64)
+    difference = (started - ended).view(np.int64)
     blocks = (difference + _HALF & _MASK) - _HALF
     return np.maximum(blocks, 0), np.maximum((difference - blocks) >> WARP_SHIFT, 0)

@@ -152,15 +152,15 @@ class _Editor:
         """%paellapy_w = blocks and warps one block adds to its SM's counter."""
         if self.threads:
             warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
-            return f"mov.u32 %paellapy_w, {warps << WARP_SHIFT | 1};"
+            return f"mov.b64 %paellapy_w, {warps << WARP_SHIFT | 1};"
         return """mov.u32 %paellapy_t, %ntid.x;
 	mov.u32 %paellapy_u, %ntid.y;
 	mul.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u;
 	mov.u32 %paellapy_u, %ntid.z;
 	mad.lo.u32 %paellapy_t, %paellapy_t, %paellapy_u, 31;
 	shr.u32 %paellapy_t, %paellapy_t, 5;
-	shl.b32 %paellapy_t, %paellapy_t, @@;
-	or.b32 %paellapy_w, %paellapy_t, 1;""".replace("@@", str(WARP_SHIFT))
+	mov.u32 %paellapy_u, 1;
+	mov.b64 %paellapy_w, {%paellapy_u, %paellapy_t};"""
 
     def _line_address(self) -> str:
         """%paellapy_a = the line of counters of SM %paellapy_sm."""
@@ -177,8 +177,8 @@ class _Editor:
 	{self._reserve_slot() if trace else self._count_start()}
 $paellapy_started:""")
         self.entry.insert_prologue(f"""
-	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot, %paellapy_w;
-	.reg .b64 %paellapy_a, %paellapy_desc, %paellapy_magic;
+	.reg .b32 %paellapy_t, %paellapy_u, %paellapy_v, %paellapy_sm, %paellapy_start, %paellapy_slot;
+	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
 	.reg .pred %paellapy_other, %paellapy_foreign, %paellapy_flat;
 	{self._thread_index_bits()}
 	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{self._count_out_begin() if exits == "count-out" else ""}""")
@@ -233,7 +233,7 @@ $paellapy_started:""")
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._weight()}
 	{self._line_address()}
-	red.relaxed.gpu.global.add.u32 [%paellapy_a+{_STARTED}], %paellapy_w;"""
+	red.relaxed.gpu.global.add.u64 [%paellapy_a+{_STARTED}], %paellapy_w;"""
 
     def _reserve_slot(self) -> str:
         # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
@@ -260,7 +260,7 @@ $paellapy_started:""")
     @staticmethod
     def _write_end(trace: bool) -> str:
         if not trace:
-            return f"red.relaxed.gpu.global.add.u32 [%paellapy_a+{_ENDED}], %paellapy_w;"
+            return f"red.relaxed.gpu.global.add.u64 [%paellapy_a+{_ENDED}], %paellapy_w;"
         return """mov.u32 %paellapy_u, %globaltimer_lo;
 	st.global.v4.u32 [%paellapy_a], {%paellapy_start, %paellapy_u, %paellapy_t, %paellapy_v};"""
 

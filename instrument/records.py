@@ -14,20 +14,18 @@ from numpy.typing import NDArray
 # block starts and filled when it ends, so slots are in order of start. Times are the low 32 bits of %globaltimer (ns).
 RING_RECORD = np.dtype([("start_lo", "<u4"), ("end_lo", "<u4"), ("block", "<u4"), ("launch", "<u4")])
 
-# One SM's counters. Each packs blocks in its low bits and warps from WARP_SHIFT on, so one `red` keeps both; a word of
-# 32 bits is updated faster than one of 64. Both wrap, but what is resident is their difference, and that does not: at
-# most 32 blocks and 64 warps. They lie on cache lines of their own and 256 bytes from the next SM's: on an H200 that
-# costs a softmax 1.7 %, 64 bytes cost 2.2 %.
+# One SM's counters. Each packs blocks in its low bits and warps from WARP_SHIFT on, so one `red` keeps both. They lie
+# on cache lines of their own and 256 bytes from the next SM's: on an H200 that costs a softmax 1.7 %, 64 bytes 2.2 %.
 SM_LINE = np.dtype(
     {
         "names": ["started", "tail", "ended"],
-        "formats": ["<u4", "<u4", "<u4"],
+        "formats": ["<u8", "<u4", "<u8"],
         "offsets": [0, 64, 128],
         "itemsize": 256,
     }
 )
 
-WARP_SHIFT = 24
+WARP_SHIFT = 32
 
 # What a launch tells the kernel: passed by value as the last kernel parameter, or by pointer where a foreign launcher
 # packs the parameters. `magic` tells a descriptor of ours from a scratch buffer of somebody else's.

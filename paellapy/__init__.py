@@ -38,26 +38,41 @@ from instrument.trace import Trace
 from instrument.tracing import trace
 from paellapy import examples, viz
 from paellapy.viz import MissingExtraError, compare
+from scheduler.engine import Engine
+from scheduler.model import Model, TensorSpec
+from scheduler.policy import Policy, policy, policy_names
+from scheduler.profile import model_profile
+from scheduler.simulate import simulate
+from scheduler.workload import ClosedLoop, Lognormal, Poisson
+from scheduler.workload import Trace as TraceWorkload
 from serving.api import serve
 
 __all__ = [
     "ArgumentError",
     "Array",
+    "ClosedLoop",
     "CompileError",
     "Counts",
     "CudaKernel",
     "Device",
+    "Engine",
     "InstrumentError",
     "Kernel",
     "LaunchError",
+    "Lognormal",
     "MissingExtraError",
+    "Model",
     "NoDeviceError",
     "OutOfBoundsError",
     "PaellaError",
+    "Poisson",
+    "Policy",
     "PtxError",
     "Stream",
+    "TensorSpec",
     "Trace",
     "TraceError",
+    "TraceWorkload",
     "TritonKernel",
     "UnsupportedOpError",
     "array",
@@ -68,7 +83,11 @@ __all__ = [
     "examples",
     "instrument_torch",
     "kernel",
+    "model_profile",
+    "policy",
+    "policy_names",
     "serve",
+    "simulate",
     "stream",
     "trace",
     "viz",

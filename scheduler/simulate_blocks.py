@@ -158,4 +158,4 @@ class BlocksGpu:
         b = min(int(since / f.t[fluid.BIN_NS]), len(f.bins) - 1)
         f.bins[b] += np.array([self.resident / self.capacity, 0.0, 0.0, len(self.words)]) * ns
         lines = self.sim.lines
-        self.resident = float(((lines["started"] - lines["ended"]) >> np.uint32(WARP_SHIFT)).sum())
+        self.resident = float(((lines["started"] - lines["ended"]) >> np.uint64(WARP_SHIFT)).sum())

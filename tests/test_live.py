@@ -11,7 +11,9 @@ from instrument.live import counts
 from instrument.records import SM_LINE, WARP_SHIFT
 
 # Anywhere, and where a count of blocks is about to carry into the count of warps above it.
-words = st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 256).map(lambda warps: ((warps << WARP_SHIFT) - 3) % 2**32))
+words = st.one_of(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**32).map(lambda warps: ((warps << WARP_SHIFT) - 3) % 2**64)
+)
 
 
 def on_an_sm(started: int, ended: int) -> tuple[int, int]:
@@ -22,17 +24,17 @@ def on_an_sm(started: int, ended: int) -> tuple[int, int]:
 
 
 def packed(blocks: int, warps: int) -> int:
-    return (blocks + (warps << WARP_SHIFT)) % 2**32
+    return (blocks + (warps << WARP_SHIFT)) % 2**64
 
 
 @given(words, st.integers(0, 32), st.integers(0, 64))
 def test_resident_is_what_started_and_did_not_end_wherever_counters_stand(ended: int, blocks: int, warps: int) -> None:
-    assert on_an_sm((ended + packed(blocks, warps)) % 2**32, ended) == (blocks, warps)
+    assert on_an_sm((ended + packed(blocks, warps)) % 2**64, ended) == (blocks, warps)
 
 
 @given(words, st.integers(0, 32), st.integers(0, 64))
 def test_an_end_seen_before_its_start_is_nothing_resident(started: int, blocks: int, warps: int) -> None:
-    assert on_an_sm(started, (started + packed(blocks, warps)) % 2**32) == (0, 0)
+    assert on_an_sm(started, (started + packed(blocks, warps)) % 2**64) == (0, 0)
 
 
 def test_counts_tell_blocks_warps_and_occupancy_of_every_sm() -> None:

@@ -213,7 +213,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
     slot = s.stack[sm, s.free[sm, F_BLOCKS]]
     s.slot[slot, B_COMMAND] = handle
     s.slot[slot, B_BLOCK] = block
-    s.lines[sm].started += np.uint32(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+    s.lines[sm].started += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
     if block == 0:
         s.cf[i, START] = now
     if block + 1 == s.ci[i, BLOCKS]:
@@ -274,7 +274,7 @@ def end_block(s: State, slot: int) -> None:
     s.free[sm, F_THREADS] += s.ci[i, THREADS]
     s.free[sm, F_REGISTERS] += s.ci[i, REGISTERS]
     s.free[sm, F_SHARED] += s.ci[i, SHARED]
-    s.lines[sm].ended += np.uint32(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+    s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
     if s.dirty[1, sm] == 0:
         s.dirty[1, sm] = 1
         s.dirty[0, s.g[DIRTY_N]] = sm

@@ -1,4 +1,4 @@
-"""Paella (SOSP'23): shortest remaining time first, with a bound on unfairness.
+"""Paella (SOSP'23): shortest remaining time per request first, with a bound on unfairness.
 
 A model that is owed more GPU time than the threshold goes first, the most indebted to first. Where Paella counts
 launches this counts GPU time, by shares; clients of one model take turns by fair queueing.
@@ -17,7 +17,7 @@ def order(job: Job) -> float:
 def rank(job: Job) -> float:
     if job.deficit_ns > THRESHOLD_MS * 1e6:
         return -job.deficit_ns
-    return job.remaining_ns
+    return job.remaining_ns / job.batch
 
 
 def with_threshold(threshold_ms: float) -> Policy:
@@ -27,6 +27,6 @@ def with_threshold(threshold_ms: float) -> Policy:
     def bounded(job: Job) -> float:
         if job.deficit_ns > threshold_ns:
             return -job.deficit_ns
-        return job.remaining_ns
+        return job.remaining_ns / job.batch
 
     return policy(name=f"paella({threshold_ms:g} ms)", order=order)(bounded)

@@ -1,4 +1,4 @@
-"""Targets first: shortest remaining time among the jobs that can still make their deadline, the others after them."""
+"""Targets first: shortest remaining time per request among the jobs that can still make it, the others after them."""
 
 from scheduler.policy import Job, policy
 
@@ -14,4 +14,4 @@ def rank(job: Job) -> float:
     slack_ns = job.deadline_ns - job.now_ns - job.remaining_ns
     if slack_ns < 0.0:
         return HOPELESS + job.arrival_ns
-    return job.remaining_ns
+    return job.remaining_ns / job.batch

@@ -1,4 +1,8 @@
-"""Shortest remaining processing time first: the least mean latency. Long jobs may starve; `paella` bounds that."""
+"""Shortest remaining processing time first: the least mean latency. Long jobs may starve; `paella` bounds that.
+
+A batch answers several requests at once, so its time counts per request (Smith's rule): ranked by time alone, lanes
+that hold little would always leave before full ones, and batches would never form.
+"""
 
 from scheduler.policy import Job, policy
 
@@ -9,4 +13,4 @@ def order(job: Job) -> float:
 
 @policy(name="srpt", order=order)
 def rank(job: Job) -> float:
-    return job.remaining_ns
+    return job.remaining_ns / job.batch
