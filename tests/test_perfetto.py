@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from viz_traces import EPOCH, MIX, NAMES, WARPS, make, schedules
+from viz_traces import EPOCH, MIX, NAMES, WARPS, engine_trace, make, schedules
 
 from instrument.trace import Trace
 from paellapy.viz import timeline
@@ -40,14 +40,14 @@ class Parsed:
             event, track = p.track_event, p.track_event.track_uuid
             assert track in self.tracks
             if event.type == event.TYPE_SLICE_BEGIN:
-                assert not stack[track], "slices of a track overlap"
-                given = {arguments[a.name_iid]: a.uint_value for a in event.debug_annotations}
+                assert not stack[track] or self.path(track)[1] == "requests", "slices of a track overlap"
+                given = {arguments[a.name_iid]: a.int_value for a in event.debug_annotations}
                 (category,) = event.category_iids
                 stack[track].append({"name": names[event.name_iid], "category": categories[category],
                                      "start": p.timestamp, **given})  # fmt: skip
             elif event.type == event.TYPE_SLICE_END:
                 done = stack[track].pop()
-                self.slices[track].append({**done, "end": p.timestamp})
+                self.slices[track].append({**done, "depth": len(stack[track]), "end": p.timestamp})
             else:
                 self.counters[self.tracks[track].name].append((p.timestamp, event.double_counter_value))
         assert not any(stack.values()), "a slice never ends"
@@ -145,6 +145,40 @@ def test_chrome_has_the_same_blocks_at_the_same_times(trace: Trace) -> None:
     assert Counter(found) == rows_of(trace)
     for slices in on_thread.values():
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(slices))
+
+
+REQUESTS = [  # lane, depth, name, from, to
+    (0, 0, "bert", -2000, 8500),
+    (0, 1, "queued", -2000, -500),
+    (0, 1, "segment 0", 0, 4900),
+    (0, 1, "segment 1", 5000, 8000),
+    (1, 0, "bert", -1000, 8500),
+    (1, 1, "queued", -1000, -500),
+    (1, 1, "segment 0", 0, 4900),
+    (1, 1, "segment 1", 5000, 8000),
+    (2, 0, "resnet", 1000, 3000),
+    (2, 1, "queued", 1000, 3000),
+]
+
+
+def test_requests_hold_their_wait_and_their_segments() -> None:
+    parsed = perfetto(engine_trace())
+    found = [
+        (int(parsed.path(t)[-1].removeprefix("lane ")), s["depth"], s["name"], s["start"] - EPOCH, s["end"] - EPOCH)
+        for t, s in parsed.of("requests")
+    ]
+    assert sorted(found) == sorted(REQUESTS)
+    assert {s["request"] for _, s in parsed.of("requests") if not s["depth"]} == {1, 2, 3}
+    depth = [(time - EPOCH, value) for time, value in parsed.counters["queue depth"]]
+    assert depth == [(-2000, 1), (-1000, 2), (-500, 0), (1000, 1), (3000, 0)]
+
+
+def test_chrome_has_the_requests_too() -> None:
+    written = chrome(engine_trace())
+    origin = int(written["otherData"]["origin_ns"]) - EPOCH
+    found = [(e["tid"], e["name"], origin + round(e["ts"] * 1000), origin + round((e["ts"] + e["dur"]) * 1000))
+             for e in written["traceEvents"] if e["ph"] == "X" and e["pid"] == 2]  # fmt: skip
+    assert found == [(lane, name, start, end) for lane, _, name, start, end in REQUESTS]
 
 
 def test_chrome_counters_and_facts() -> None:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from viz_traces import EPOCH, MIX, NAMES, TOY, WARPS, make, many, schedules
+from viz_traces import EPOCH, MIX, NAMES, TOY, WARPS, engine_trace, make, many, schedules
 
 import paellapy as pp
 from instrument.errors import TraceError
 from instrument.trace import DeviceFacts, Trace
 from paellapy.viz import data, palette
-from scheduler.engine_trace import JOB_RECORD, SEGMENT_RECORD, EngineTrace
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 
@@ -214,25 +213,6 @@ def test_lost_records_are_shown() -> None:
 
 
 # -- requests of an engine
-
-
-def engine_trace() -> EngineTrace:
-    """Two requests of `bert` in one batch of two segments, one of `resnet` that was never launched."""
-    trace = make(MIX)
-    found = EngineTrace(trace.blocks, trace.launches, trace.kernels, TOY)
-    found.models = ("bert", "resnet")
-    found.jobs = np.array(
-        [
-            (1, 0, 4, 0, 2, 0, 0, 0, EPOCH - 2000, EPOCH - 500, EPOCH + 8500),
-            (2, 0, 4, 1, 2, 0, 5, 1, EPOCH - 1000, EPOCH - 500, EPOCH + 8500),
-            (3, 1, -1, 0, 0, 2, 0, 0, EPOCH + 1000, -1, EPOCH + 3000),
-        ],
-        JOB_RECORD,
-    )
-    found.segments = np.array(
-        [(0, 4, 2, 0, 4, EPOCH, EPOCH + 4900), (0, 4, 2, 1, 3, EPOCH + 5000, EPOCH + 8000)], SEGMENT_RECORD
-    )
-    return found
 
 
 def test_requests_show_their_wait_their_run_and_each_segment() -> None:

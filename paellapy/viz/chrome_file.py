@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from instrument.trace import Trace
 from paellapy.viz import timeline
 
-_SMS, _STREAMS = 0, 1  # "processes"; their "threads" are lanes
+_SMS, _STREAMS, _REQUESTS = 0, 1, 2  # "processes"; their "threads" are lanes
 _LANES_PER_SM = 1 << 8
 
 
@@ -23,8 +23,10 @@ def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     The format's times are µs in a float: they count from `origin_ns`, in the file's `otherData`, and stay exact.
     """
     path = Path(path)
-    origin = trace.span_ns[0]
+    spans = timeline.request_spans(trace)
+    origin = min([trace.span_ns[0], *(span.start_ns for span in spans)])
     events = [*_names(trace), *_blocks(trace, origin), *_launches(trace, origin), *_counters(trace, origin)]
+    events += _requests(spans, origin)
     other = {"origin_ns": str(origin), "device": trace.device.name, "dropped": trace.dropped}
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}))
     return path
@@ -69,9 +71,21 @@ def _counters(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
     for name, counter in (
         ("occupancy", timeline.occupancy(trace)),
         ("resident blocks", timeline.resident_blocks(trace)),
+        ("queue depth", timeline.queue_depth(trace)),
     ):
+        if counter is None:
+            continue
         for time, value in zip((counter.time_ns - origin).tolist(), counter.value.tolist(), strict=True):
             yield {"ph": "C", "name": name, "pid": _SMS, "ts": time / 1000, "args": {name: value}}
+
+
+def _requests(spans: Sequence[timeline.Span], origin: int) -> Iterator[dict[str, Any]]:
+    if spans:
+        yield {"ph": "M", "name": "process_name", "pid": _REQUESTS, "args": {"name": "requests"}}
+    for lane in sorted({span.lane for span in spans}):
+        yield _thread(_REQUESTS, lane, f"lane {lane}")
+    for s in spans:
+        yield _slice(_REQUESTS, s.lane, s.name, s.start_ns - origin, s.end_ns - s.start_ns, **s.numbers)
 
 
 def _slice(process: int, thread: int, kernel: str, start_ns: int, ns: int, **arguments: int) -> dict[str, Any]:

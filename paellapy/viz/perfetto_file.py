@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,46 @@ from paellapy.viz import timeline
 from paellapy.viz.needs import need
 
 _SEQUENCE = 1
-_GPU, _COUNTERS, _STREAMS = 1, 2, 3  # tracks; SMs and lanes follow from _SM_TRACKS on
+_GPU, _STREAMS, _COUNTERS = 1, 2, 16  # tracks; SMs and lanes follow from _SM_TRACKS on
 _SM_TRACKS = 1 << 20
 _LANES_PER_SM = 1 << 8  # more than any SM holds blocks
+_STREAM_TRACKS, _REQUESTS = 1 << 40, 1 << 41
 
 
 def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Writes the trace for ui.perfetto.dev: GPU, SMs, one track for each block that is resident at a time.
 
-    Kernels are categories; launches are slices of their streams; occupancy and resident blocks are counters. Times are
-    those of the trace.
+    Kernels are categories; launches are slices of their streams; occupancy and resident blocks are counters. An
+    engine's trace has its requests too, with their segments inside, and the queue's depth. Times are the trace's.
     """
     need("perfetto", "to_perfetto()")
     protos = need("perfetto.protos.perfetto.trace.perfetto_trace_pb2", "to_perfetto()")
     path = Path(path)
-    file = _Writer(protos, trace.kernels)
+    spans = timeline.request_spans(trace)
+    file = _Writer(protos, [*trace.kernels, "request", *(span.name for span in spans)])
     for uuid, parent, name, rank in _tracks(trace):
         file.track(uuid, parent, name, rank)
     _blocks(file, trace)
     _launches(file, trace)
-    for uuid, name, unit, counter in (
-        (_COUNTERS + 10, "occupancy", "%", timeline.occupancy(trace)),
-        (_COUNTERS + 11, "resident blocks", "", timeline.resident_blocks(trace)),
-    ):
-        file.counter_track(uuid, _GPU, name, unit)
-        scale = 100.0 if unit == "%" else 1.0
-        for time, value in zip(counter.time_ns.tolist(), (counter.value * scale).tolist(), strict=True):
-            file.count(uuid, time, value)
+    for lane in sorted({span.lane for span in spans}):
+        file.track(_REQUESTS + 1 + lane, _REQUESTS, f"lane {lane}", lane)
+    _requests(file, spans)
+    _counters(file, trace)
     path.write_bytes(file.trace.SerializeToString())
     return path
+
+
+def _counters(file: _Writer, trace: Trace) -> None:
+    found = [
+        ("occupancy", "%", timeline.occupancy(trace), 100.0),
+        ("resident blocks", "blocks", timeline.resident_blocks(trace), 1.0),
+        ("queue depth", "requests", timeline.queue_depth(trace), 1.0),
+    ]
+    for i, (name, unit, counter, scale) in enumerate(found):
+        if counter is not None:
+            file.track(_COUNTERS + i, _GPU, name, 0).counter.unit_name = unit
+            for time, value in zip(counter.time_ns.tolist(), (counter.value * scale).tolist(), strict=True):
+                file.count(_COUNTERS + i, time, value)
 
 
 def _tracks(trace: Trace) -> Iterator[tuple[int, int, str, int]]:
@@ -53,6 +64,8 @@ def _tracks(trace: Trace) -> Iterator[tuple[int, int, str, int]]:
     for stream, lane in sorted(set(zip(slices.stream.tolist(), slices.lane.tolist(), strict=True))):
         suffix = f", lane {lane}" if lane else ""
         yield _stream_track(stream, lane), _STREAMS, f"stream {stream}{suffix}", stream * _LANES_PER_SM + lane
+    if timeline.queue_depth(trace) is not None:
+        yield _REQUESTS, _GPU, "requests", 1
     used = np.unique(trace.blocks["sm"].astype(np.int64) * _LANES_PER_SM + timeline.block_lanes(trace))
     for sm in np.unique(trace.blocks["sm"]).tolist():
         yield _SM_TRACKS + sm * _LANES_PER_SM, _GPU, f"SM {sm}", 2 + sm
@@ -66,7 +79,7 @@ def _lane_track(sm: int, lane: int) -> int:
 
 
 def _stream_track(stream: int, lane: int) -> int:
-    return (1 << 40) + stream * _LANES_PER_SM + lane
+    return _STREAM_TRACKS + stream * _LANES_PER_SM + lane
 
 
 def _blocks(file: _Writer, trace: Trace) -> None:
@@ -74,8 +87,11 @@ def _blocks(file: _Writer, trace: Trace) -> None:
     lane = timeline.block_lanes(trace)
     track = _SM_TRACKS + b["sm"].astype(np.int64) * _LANES_PER_SM + lane + 1
     columns = (b[name].tolist() for name in ("kernel", "block", "launch", "start_ns", "end_ns"))
-    for on, kernel, block, launch, start, end in zip(track.tolist(), *columns, strict=True):
-        file.slice(on, kernel, start, end, block=block, launch=launch)
+    number = [file.number[name] for name in trace.kernels]
+    for on, k, block, launch, start, end in zip(track.tolist(), *columns, strict=True):
+        kernel = number[k]
+        file.begin(on, start, kernel, kernel, block=block, launch=launch)
+        file.end(on, end)
 
 
 def _launches(file: _Writer, trace: Trace) -> None:
@@ -83,31 +99,46 @@ def _launches(file: _Writer, trace: Trace) -> None:
     rows = trace.launches[np.searchsorted(trace.launches["launch"], s.launch)]
     for i, row in enumerate(rows):
         track = _stream_track(int(s.stream[i]), int(s.lane[i]))
-        numbers = {name: int(row[name]) for name in ("warps", "registers", "shared_bytes")}
-        file.slice(track, int(row["kernel"]), int(s.start_ns[i]), int(s.end_ns[i]), launch=int(row["launch"]),
-                   blocks=int(s.blocks[i]), **numbers)  # fmt: skip
+        numbers = {name: int(row[name]) for name in ("launch", "warps", "registers", "shared_bytes")}
+        kernel = file.number[trace.kernels[row["kernel"]]]
+        file.begin(track, int(s.start_ns[i]), kernel, kernel, blocks=int(s.blocks[i]), **numbers)
+        file.end(track, int(s.end_ns[i]))
+
+
+def _requests(file: _Writer, spans: Sequence[timeline.Span]) -> None:
+    category = file.number["request"]
+    open_: list[tuple[int, int]] = []  # track and end of those around the next one
+    for span in spans:
+        track = _REQUESTS + 1 + span.lane
+        # Of a request, what is not inside the last slice comes after it.
+        while open_ and (open_[-1][0] != track or open_[-1][1] <= span.start_ns):
+            file.end(*open_.pop())
+        file.begin(track, span.start_ns, file.number[span.name], category, **span.numbers)
+        open_.append((track, span.end_ns))
+    for track, end in reversed(open_):
+        file.end(track, end)
 
 
 class _Writer:
     """Packets of one sequence. Names are sent once and referred to by number: a trace has few names and many blocks."""
 
-    ARGUMENTS = ("block", "launch", "blocks", "warps", "registers", "shared_bytes")
+    ARGUMENTS = ("block", "launch", "blocks", "warps", "registers", "shared_bytes", "request", "batch", "priority")
 
-    def __init__(self, protos: Any, kernels: tuple[str, ...]) -> None:
+    def __init__(self, protos: Any, names: Sequence[str]) -> None:
         self.trace = protos.Trace()
         event, packet = protos.TrackEvent, protos.TracePacket
         self._begin, self._end, self._counter = event.TYPE_SLICE_BEGIN, event.TYPE_SLICE_END, event.TYPE_COUNTER
         self._flags = packet.SEQ_NEEDS_INCREMENTAL_STATE
         self._explicit = protos.TrackDescriptor.EXPLICIT
-        first = self.trace.packet.add()
-        first.trusted_packet_sequence_id = _SEQUENCE
+        self.number = {name: i for i, name in enumerate(dict.fromkeys(names), 1)}
+        self._argument = {name: i for i, name in enumerate(self.ARGUMENTS, 1)}
+        first = self.trace.packet.add(trusted_packet_sequence_id=_SEQUENCE)
         first.sequence_flags = packet.SEQ_INCREMENTAL_STATE_CLEARED
-        for i, name in enumerate(kernels, 1):
+        for name, i in self.number.items():
             first.interned_data.event_names.add(iid=i, name=name)
             first.interned_data.event_categories.add(iid=i, name=name)
-        for i, name in enumerate(self.ARGUMENTS, 1):
+        for name, i in self._argument.items():
             first.interned_data.debug_annotation_names.add(iid=i, name=name)
-        self._argument = {name: i for i, name in enumerate(self.ARGUMENTS, 1)}
 
     def track(self, uuid: int, parent: int, name: str, rank: int) -> Any:
         track = self.trace.packet.add(trusted_packet_sequence_id=_SEQUENCE).track_descriptor
@@ -118,17 +149,15 @@ class _Writer:
         track.child_ordering = self._explicit
         return track
 
-    def counter_track(self, uuid: int, parent: int, name: str, unit: str) -> None:
-        counter = self.track(uuid, parent, name, 0).counter
-        counter.unit_name = unit or "blocks"
+    def begin(self, track: int, time_ns: int, name: int, category: int, **arguments: int) -> None:
+        event = self._event(track, time_ns, self._begin)
+        event.name_iid = name
+        event.category_iids.append(category)
+        for argument, value in arguments.items():
+            event.debug_annotations.add(name_iid=self._argument[argument], int_value=value)
 
-    def slice(self, track: int, kernel: int, start_ns: int, end_ns: int, **arguments: int) -> None:
-        event = self._event(track, start_ns, self._begin)
-        event.name_iid = kernel + 1
-        event.category_iids.append(kernel + 1)
-        for name, value in arguments.items():
-            event.debug_annotations.add(name_iid=self._argument[name], uint_value=value)
-        self._event(track, end_ns, self._end)
+    def end(self, track: int, time_ns: int) -> None:
+        self._event(track, time_ns, self._end)
 
     def count(self, track: int, time_ns: int, value: float) -> None:
         self._event(track, time_ns, self._counter).double_counter_value = value

@@ -31,14 +31,14 @@ class Requests:
     left_out: int  # the quickest, where there are too many
 
 
-def requests(trace: Trace) -> Requests | None:
-    """What an `EngineTrace` knows about requests; None of other traces."""
+def requests(trace: Trace, most: int | None = None) -> Requests | None:
+    """What an `EngineTrace` knows about requests, the slowest `most` of them; None of other traces."""
     jobs: Records | None = getattr(trace, "jobs", None)
     if jobs is None or not len(jobs):
         return None
     whole = len(jobs)
-    if whole > MOST:
-        slowest = np.argsort(jobs["arrival_ns"] - jobs["end_ns"], kind="stable")[:MOST]
+    if most is not None and whole > most:
+        slowest = np.argsort(jobs["arrival_ns"] - jobs["end_ns"], kind="stable")[:most]
         jobs = jobs[np.sort(slowest)]
     jobs = jobs[np.argsort(jobs["arrival_ns"], kind="stable")]
     segments: Records = getattr(trace, "segments", jobs[:0])
@@ -54,7 +54,7 @@ def requests(trace: Trace) -> Requests | None:
 
 def requests_view(picture: Picture, place: Place) -> None:
     """Pale: queued. Medium: launched. Full: its segments. Colours stand for models, in a legend of their own."""
-    seen = requests(picture.whole)
+    seen = requests(picture.whole, MOST)
     if seen is None:
         return
     jobs = seen.jobs

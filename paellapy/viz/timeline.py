@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from instrument.summary import runs
 from instrument.trace import Trace
 from paellapy.viz.data import lanes
+from paellapy.viz.requests import requests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,57 @@ def occupancy(trace: Trace) -> Counter:
 
 
 def _counter(trace: Trace, weight: NDArray[np.int64]) -> Counter:
-    b = trace.blocks
-    time, at = np.unique(np.concatenate((b["start_ns"], b["end_ns"])), return_inverse=True)
+    return _present(trace.blocks["start_ns"], trace.blocks["end_ns"], weight)
+
+
+def _present(start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], weight: NDArray[np.int64]) -> Counter:
+    time, at = np.unique(np.concatenate((start_ns, end_ns)), return_inverse=True)
     step = np.bincount(at, np.concatenate((weight, -weight)), len(time))
     return Counter(time, np.cumsum(step))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A slice of a request's lane. Slices of a lane that overlap are inside one another."""
+
+    lane: int
+    name: str
+    start_ns: int
+    end_ns: int
+    numbers: dict[str, int]
+
+
+def request_spans(trace: Trace) -> list[Span]:
+    """Every request of an engine's trace, and inside it its wait and its segments, outer ones first."""
+    seen = requests(trace)
+    if seen is None:
+        return []
+    segments_of: dict[int, list[int]] = {}
+    for job, segment in zip(seen.job_of.tolist(), seen.segment_of.tolist(), strict=True):
+        segments_of.setdefault(job, []).append(segment)
+    spans = []
+    for i, job in enumerate(seen.jobs):
+        lane, arrival, end = int(seen.lane[i]), int(job["arrival_ns"]), int(job["end_ns"])
+        start = end if job["start_ns"] < 0 else max(int(job["start_ns"]), arrival)
+        numbers = {name: int(job[name]) for name in ("request", "batch", "priority")}
+        spans.append(Span(lane, seen.models[job["model"]], arrival, end, numbers))
+        spans.append(Span(lane, "queued", arrival, start, {}))
+        at = start
+        for s in sorted(segments_of.get(i, []), key=lambda s: int(seen.segments["start_ns"][s])):
+            each = seen.segments[s]
+            name = "whole program" if each["segment"] < 0 else f"segment {each['segment']}"
+            # The engine's clock and the GPU's agree to within a step: what sticks out would break the nesting.
+            begin, stop = (min(max(int(each[t]), at), end) for t in ("start_ns", "end_ns"))
+            spans.append(Span(lane, name, begin, stop, {"blocks": int(each["blocks"])}))
+            at = stop
+    return spans
+
+
+def queue_depth(trace: Trace) -> Counter | None:
+    """Requests that have arrived and are not launched yet."""
+    seen = requests(trace)
+    if seen is None:
+        return None
+    jobs = seen.jobs
+    left = np.where(jobs["start_ns"] < 0, jobs["end_ns"], np.maximum(jobs["start_ns"], jobs["arrival_ns"]))
+    return _present(jobs["arrival_ns"], left, np.ones(len(jobs), np.int64))
