@@ -134,11 +134,12 @@ def run_server(
         finally:
             await asyncio.to_thread(engine.close)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:  # Windows, or left out
