@@ -49,6 +49,7 @@ class Trace:
     plot_gantt: ClassVar[Callable[..., Any]]
     plot_residency: ClassVar[Callable[..., Any]]
     plot_requests: ClassVar[Callable[..., Any]]
+    explore: ClassVar[Callable[..., Any]]
     save_figure: ClassVar[Callable[..., Any]]
     to_perfetto: ClassVar[Callable[..., Any]]
     to_chrome: ClassVar[Callable[..., Any]]

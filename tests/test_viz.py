@@ -212,6 +212,26 @@ def test_lost_records_are_shown() -> None:
     assert note.text == "⚠ 1,234 block records dropped: the rings were full; 1 block record without an end"
 
 
+def test_exploring_bins_every_window_anew_and_shows_blocks_when_close() -> None:
+    pytest.importorskip("anywidget", reason="the extra `viz` is not installed")
+    trace = many(12_000)
+    figure = trace.explore(bins=50)
+    everything = [t.name for t in figure.data]
+    assert not of_type(figure, "bar")
+    colour = next(t for t in figure.data if t.showlegend and t.name == "softmax").marker.color
+    span_us = (trace.span_ns[1] - EPOCH) / 1000
+    figure.layout.xaxis.range = (span_us - 4, span_us)
+    heat = of_type(figure, "heatmap")[0]
+    seen = trace.occupancy(50, EPOCH + round((span_us - 4) * 1000), trace.span_ns[1]).resident
+    np.testing.assert_array_equal(heat.z, seen.astype(np.float32))
+    assert heat.x[0] == pytest.approx(span_us - 4)  # the axis still counts from the trace's start
+    bars = of_type(figure, "bar")
+    assert [bar.name for bar in bars] == ["softmax"]
+    assert bars[0].marker.color[0] == colour
+    figure.layout.xaxis.range = (0, span_us)
+    assert [t.name for t in figure.data] == everything
+
+
 # -- requests of an engine
 
 

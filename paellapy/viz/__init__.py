@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from instrument.trace import Trace
 from paellapy.viz.chrome_file import to_chrome
+from paellapy.viz.explorer import explore
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency
 from paellapy.viz.needs import MissingExtraError
 from paellapy.viz.perfetto_file import to_perfetto
@@ -16,6 +17,7 @@ from paellapy.viz.static import save_figure
 __all__ = [
     "MissingExtraError",
     "compare",
+    "explore",
     "plot",
     "plot_gantt",
     "plot_heatmap",
@@ -29,6 +31,6 @@ __all__ = [
 
 # `t.plot()`: instrument, below us, declares these and cannot import us.
 Trace.plot, Trace.plot_heatmap, Trace.plot_gantt, Trace.plot_residency = plot, plot_heatmap, plot_gantt, plot_residency
-Trace.plot_requests = plot_requests
+Trace.plot_requests, Trace.explore = plot_requests, explore
 Trace.save_figure, Trace.to_html = save_figure, to_html
 Trace.to_perfetto, Trace.to_chrome = to_perfetto, to_chrome

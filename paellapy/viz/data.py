@@ -68,12 +68,9 @@ class Picture:
     trace: Trace  # the part that is drawn
     whole: Trace
     axis: TimeAxis
+    window: tuple[int, int]  # ns
     groups: Groups
     bins: int
-
-    @property
-    def window(self) -> tuple[int, int]:
-        return self.axis.origin_ns, self.axis.origin_ns + self.axis.length_ns
 
     @property
     def title(self) -> str:
@@ -96,8 +93,12 @@ def prepare(
     start_ns: int | None = None,
     end_ns: int | None = None,
     bins: int = BINS,
+    axis: TimeAxis | None = None,
 ) -> Picture:
-    """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock."""
+    """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock.
+
+    The time axis begins where the part does, unless another `axis` is given.
+    """
     if bins < 1:
         raise TraceError(f"a picture needs at least one bin, not {bins}")
     whole = trace
@@ -113,7 +114,7 @@ def prepare(
         raise TraceError(f"a picture from {first} to {last} ns: end_ns must not be before start_ns")
     # More bins than nanoseconds would have no width.
     bins = max(1, min(bins, last - first))
-    return Picture(trace, whole, time_axis(first, last - first), group(trace, by), bins)
+    return Picture(trace, whole, axis or time_axis(first, last - first), (first, last), group(trace, by), bins)
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from instrument.errors import TraceError
 from instrument.trace import Trace
 from paellapy.viz import data
-from paellapy.viz.data import BINS, By, Picture
+from paellapy.viz.data import BINS, By, Picture, TimeAxis
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
 from paellapy.viz.requests import requests, requests_view
@@ -25,7 +26,7 @@ def plot(trace: Trace, **options: Any) -> Any:
         with pp.trace() as t: ...
         t.plot(theme="dark")
     """
-    return _figure([trace], _all_views(trace), **options)
+    return build([trace], all_views(trace), **options)
 
 
 def plot_heatmap(trace: Trace, **options: Any) -> Any:
@@ -34,32 +35,32 @@ def plot_heatmap(trace: Trace, **options: Any) -> Any:
     Options of every plot: `by` = "kernel", "launch", "stream" or a mapping of kernel names says what gets a colour;
     `kernel`, `start_ns`, `end_ns` choose a part of the trace; `bins` on the time axis; `theme` = "light" or "dark".
     """
-    return _figure([trace], (heatmap_view,), **options)
+    return build([trace], (heatmap_view,), **options)
 
 
 def plot_gantt(trace: Trace, **options: Any) -> Any:
     """Per SM, one lane for each block that is resident at a time. Options as in `plot_heatmap`."""
-    return _figure([trace], (gantt_view,), **options)
+    return build([trace], (gantt_view,), **options)
 
 
 def plot_residency(trace: Trace, **options: Any) -> Any:
     """Each kernel's share of the GPU's warps over time, against its theoretical occupancy. Options as above."""
-    return _figure([trace], (residency_view,), **options)
+    return build([trace], (residency_view,), **options)
 
 
 def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options: Any) -> Any:
     """Two traces side by side, on axes of one scale: two policies, or virtual against real."""
-    return _figure([a, b], _all_views(a, b), labels, **options)
+    return build([a, b], all_views(a, b), labels, **options)
 
 
 def plot_requests(trace: Trace, **options: Any) -> Any:
     """Requests of an engine's trace: queued (pale), launched, and their segments. Options as in `plot_heatmap`."""
     if requests(trace) is None:
         raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
-    return _figure([trace], (requests_view,), **options)
+    return build([trace], (requests_view,), **options)
 
 
-def _all_views(*traces: Trace) -> tuple[View, ...]:
+def all_views(*traces: Trace) -> tuple[View, ...]:
     views: tuple[View, ...] = (heatmap_view, gantt_view, residency_view)
     return (*views, requests_view) if any(requests(t) is not None for t in traces) else views
 
@@ -67,7 +68,7 @@ def _all_views(*traces: Trace) -> tuple[View, ...]:
 # -- the figure around them
 
 
-def _figure(
+def build(
     traces: Sequence[Trace],
     views: Sequence[View],
     labels: Sequence[str] | None = None,
@@ -79,14 +80,16 @@ def _figure(
     bins: int = BINS,
     theme: Theme = "light",
     height: int | None = None,
+    axis: TimeAxis | None = None,
+    colour: Mapping[str, str] | None = None,
 ) -> Any:
     subplots = need("plotly.subplots", "plot()")
     style = look(theme)
-    pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins) for t in traces]
+    pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins, axis) for t in traces]
     if len(pictures) > 1:
         pictures = _on_one_scale(pictures)
     tall = any(p.trace.device.n_sm > _FEW_SMS for p in pictures) and gantt_view in views
-    colour = colours(name for p in pictures for name in p.groups.names)
+    colour = colour or colours(name for p in pictures for name in p.groups.names)
     figure = subplots.make_subplots(
         rows=len(views),
         cols=len(pictures),
@@ -107,8 +110,8 @@ def _figure(
             if not len(picture.trace.blocks):
                 say_empty(place)
         figure.update_xaxes(title_text=f"time ({picture.axis.unit})", row=len(views), col=column)
-    axis = pictures[0].axis
-    figure.update_xaxes(range=[0, axis.length], showgrid=False, showspikes=True, spikemode="across", spikethickness=1)
+    figure.update_xaxes(range=[0, pictures[0].axis.length], showgrid=False)
+    figure.update_xaxes(showspikes=True, spikemode="across", spikethickness=1)
     if heatmap_view in views and gantt_view in views:
         for column in range(1, len(pictures) + 1):
             above = figure.get_subplot(1, column).yaxis.plotly_name.replace("axis", "")
@@ -164,7 +167,10 @@ def _on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
     """Each from its own start on, all as long as the longest."""
     longest = max(pictures, key=lambda p: p.axis.length_ns)
     length, bins = longest.axis.length_ns, longest.bins
-    return [Picture(p.trace, p.whole, data.time_axis(p.axis.origin_ns, length), p.groups, bins) for p in pictures]
+    return [
+        replace(p, axis=data.time_axis(start, length), window=(start, start + length), bins=bins)
+        for p, start in ((p, p.axis.origin_ns) for p in pictures)
+    ]
 
 
 def _wrapped(picture: Picture, label: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from paellapy.viz.palette import SCALE, WARNING, Look, paler, rgba
 class Place:
     """Where a view goes, and what it shares with the others of its figure."""
 
-    def __init__(self, figure: Any, row: int, column: int, colour: dict[str, str], style: Look, first: bool) -> None:
+    def __init__(self, figure: Any, row: int, column: int, colour: Mapping[str, str], style: Look, first: bool) -> None:
         self.figure, self.row, self.column = figure, row, column
         self.colour, self.look = colour, style
         self.first = first  # of the columns: it names the axes, and has the colour bar

@@ -1,0 +1,40 @@
+"""`t.explore()`: the figure of `t.plot()` in Jupyter, binned anew for every window one zooms into."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from instrument.trace import Trace
+from paellapy.viz import data
+from paellapy.viz.data import BINS, By
+from paellapy.viz.figures import all_views, build
+from paellapy.viz.needs import need
+from paellapy.viz.palette import OTHERS, Theme, colours
+
+
+def explore(trace: Trace, *, by: By = "kernel", bins: int = BINS, theme: Theme = "light") -> Any:
+    """A live figure for Jupyter: zoomed in far enough, bins become blocks with their own numbers.
+
+    with pp.trace() as t: ...
+    t.explore()
+    """
+    need("anywidget", "explore()")
+    go = need("plotly.graph_objects", "explore()")
+    whole = data.prepare(trace, by, bins=bins)
+    axis = whole.axis
+    # A kernel keeps its colour in windows where others do not run.
+    colour: dict[str, str] = defaultdict(lambda: OTHERS, colours(whole.groups.names))
+    options: dict[str, Any] = {"by": by, "bins": bins, "theme": theme, "axis": axis, "colour": colour}
+    figure = go.FigureWidget(build([trace], all_views(trace), **options))
+
+    def redraw(_: Any, time_range: tuple[float, float]) -> None:
+        start, end = (axis.origin_ns + round(t * axis.ns_per_unit) for t in time_range)
+        window: dict[str, Any] = {} if (start, end) == whole.window else {"start_ns": start, "end_ns": max(end, start + 1)}
+        drawn = build([trace], all_views(trace), **options, **window)
+        with figure.batch_update():
+            figure.data = ()
+            figure.add_traces(drawn.data)
+
+    figure.layout.on_change(redraw, "xaxis.range")
+    return figure
