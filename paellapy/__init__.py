@@ -37,12 +37,11 @@ from instrument.torch_hook import instrument_torch
 from instrument.trace import Trace
 from instrument.tracing import trace
 from paellapy import examples, viz
+from paellapy.simulation import simulate
 from paellapy.viz import MissingExtraError, compare
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
 from scheduler.policy import Policy, policy, policy_names
-from scheduler.profile import model_profile
-from scheduler.simulate import simulate
 from scheduler.workload import ClosedLoop, Lognormal, Poisson
 from scheduler.workload import Trace as TraceWorkload
 from serving.api import serve
@@ -83,7 +82,6 @@ __all__ = [
     "examples",
     "instrument_torch",
     "kernel",
-    "model_profile",
     "policy",
     "policy_names",
     "serve",

@@ -12,11 +12,13 @@ from rich.console import Console
 
 from instrument.errors import PaellaError
 from instrument.versions import versions
+from paellapy import cli_simulate
 
 if TYPE_CHECKING:
     from instrument.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help=__doc__)
+app.command()(cli_simulate.simulate)
 
 
 @app.command()

@@ -1,0 +1,83 @@
+"""`pp.simulate`: models, or their recorded profiles, under a workload and a policy, in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instrument.errors import ArgumentError
+from scheduler.core_models import ModelProfile, load_profiles
+from scheduler.engine import Engine
+from scheduler.model import Model
+from scheduler.policy import Policy
+from scheduler.profile import model_profile
+from scheduler.results import Results
+from scheduler.simulate import simulate as simulate_profiles
+from scheduler.simulate_mix import MIX, mix_profiles
+from scheduler.workload import Lognormal, Poisson, Trace, Workload
+
+
+def simulate(
+    models: Sequence[Model | ModelProfile],
+    workload: Workload,
+    policy: str | Policy = "paella",
+    device: str = "virtual:h200",
+    **options: Any,
+) -> Results:
+    """Runs the workload on the scheduler's own core with a virtual clock; nothing is computed, only timed.
+
+    Models are captured and profiled on the virtual device first. `options` are those of `scheduler.simulate.simulate`:
+    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`.
+
+    >>> from paellapy import Poisson, simulate
+    >>> from scheduler.simulate_mix import MIX, mix_profiles
+    >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
+    True
+    """
+    profiles = [m for m in models if isinstance(m, ModelProfile)]
+    if len(profiles) != len(models):
+        profiles = profiles_of(models, device)
+    return simulate_profiles(profiles, workload, policy, device, **options)
+
+
+def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h200") -> list[ModelProfile]:
+    """The profiles of models, each loaded once on the device."""
+    found: list[ModelProfile] = []
+    with Engine(device) as engine:
+        for model in models:
+            if isinstance(model, ModelProfile):
+                found.append(model)
+                continue
+            engine.load(model)
+            lanes = model.lanes or engine.max_active
+            found.append(model_profile(model, engine.profile(model.name), lanes, engine.limits.requests))
+            engine.unload(model.name)
+    return found
+
+
+def named_models(which: str, batch: Sequence[int], device: str) -> tuple[list[ModelProfile], dict[str, float]]:
+    """The demo models in equal shares ("demo"), or Paella's eight CNNs as measured on an H200 ("mix")."""
+    if which == "mix":
+        return mix_profiles(tuple(batch)), dict(MIX)
+    if which == "demo":
+        from paellapy import demo
+
+        models = [demo.load(name, batch=tuple(batch)) for name in demo.names()]
+        return profiles_of(models, device), dict.fromkeys(demo.names(), 1.0)
+    path = Path(which)
+    if not path.exists():
+        raise ArgumentError(f"no models {which!r}: say demo, mix, or a file of profiles saved as JSON")
+    profiles = load_profiles(path)
+    return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
+
+
+def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, sigma: float) -> Workload:
+    """A workload by name, or from a CSV file of times and models."""
+    if kind == "poisson":
+        return Poisson(rate, shares, duration=seconds)
+    if kind == "lognormal":
+        return Lognormal(rate, shares, duration=seconds, sigma=sigma)
+    if not Path(kind).exists():
+        raise ArgumentError(f"no workload {kind!r}: say poisson, lognormal, or a CSV file with columns t and model")
+    return Trace.from_csv(Path(kind))
