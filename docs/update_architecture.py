@@ -1,4 +1,4 @@
-"""Rewrites the module list of architecture.md from the modules' own first lines: `python docs/update_architecture.py`."""
+"""Rewrites the module list of architecture.md from the modules' own first lines."""
 
 from __future__ import annotations
 
