@@ -30,8 +30,7 @@ def explore(trace: Trace, *, by: By = "kernel", bins: int = BINS, theme: Theme =
 
     def redraw(_: Any, time_range: tuple[float, float]) -> None:
         start, end = (axis.origin_ns + round(t * axis.ns_per_unit) for t in time_range)
-        window: dict[str, Any] = {} if (start, end) == whole.window else {"start_ns": start, "end_ns": max(end, start + 1)}
-        drawn = build([trace], all_views(trace), **options, **window)
+        drawn = build([trace], all_views(trace), start_ns=start, end_ns=max(end, start + 1), **options)
         with figure.batch_update():
             figure.data = ()
             figure.add_traces(drawn.data)
