@@ -123,9 +123,10 @@ def _torch() -> str:
 
 
 def _viz() -> str:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("matplotlib is not installed")
-    return "t.plot()"
+    missing = [name for name in ("plotly", "matplotlib", "perfetto") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{', '.join(missing)} not installed")
+    return "t.plot(), t.save_figure(path), t.to_perfetto(path)"
 
 
 _CUDA_EXTRA = "pip install 'paellapy[cuda13]' (or cuda12, for drivers older than 580)"
