@@ -49,7 +49,7 @@ class Admission:
 
     def __init__(self, engine: Engine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
-        self._slowdown: dict[int, Slowdown] = {}
+        self._slowdown: dict[str, Slowdown] = {}
 
     def check(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> float | None:
         """The predicted time in nanoseconds, for `note`; None where there is no limit to keep."""
@@ -61,7 +61,7 @@ class Admission:
         predicted_ns = max(1, predict_finish(state, row, now, priority, deadline_ns) - now)
         # With nothing before it a request is only refused for what it takes itself; so there is always one to learn by.
         idle = state.g[st.LIVE] == 0
-        expected_ms = predicted_ns * 1e-6 * (1.0 if idle else self.slowdown(row).factor)
+        expected_ms = predicted_ns * 1e-6 * (1.0 if idle else self.slowdown(model.name).factor)
         if expected_ms <= limit_ms:
             return float(predicted_ns)
         kind = "deadline" if deadline_ms is not None else "target"
@@ -71,13 +71,13 @@ class Admission:
             retry_after_s=(expected_ms - limit_ms) * 1e-3,
         )
 
-    def note(self, row: int, predicted_ns: float | None, measured_ns: float) -> None:
+    def note(self, name: str, predicted_ns: float | None, measured_ns: float) -> None:
         """An admitted request is done."""
         if predicted_ns is not None:
-            self.slowdown(row).note(predicted_ns, measured_ns)
+            self.slowdown(name).note(predicted_ns, measured_ns)
 
-    def slowdown(self, row: int) -> Slowdown:
-        found = self._slowdown.get(row)
+    def slowdown(self, name: str) -> Slowdown:
+        found = self._slowdown.get(name)
         if found is None:
-            found = self._slowdown[row] = Slowdown()
+            found = self._slowdown[name] = Slowdown()
         return found

@@ -59,7 +59,7 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
                 raise source.error(path, f"the model could not be made: {type(e).__name__}: {e}") from e
         if name in entries:
             raise source.error(path, f"another model is named {name!r} too: give this one a name of its own")
-        entries[name] = Entry(name, make, at_start=each.load)
+        entries[name] = Entry(name, make, wanted=each.load)
     return list(entries.values())
 
 

@@ -11,6 +11,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    UnknownMetricFamily,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -31,6 +32,10 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("paellapy_items", "Items run; a request has one or more", lambda c: c.items),
     ("paellapy_batches", "Batches run", lambda c: c.batches),
     ("paellapy_target_misses", "Items that took longer than their model's target", lambda c: c.target_misses),
+)
+
+# Triton's names, which do not end in _total as Prometheus counters do: so they have no type.
+_TRITON: tuple[tuple[str, str, _Number], ...] = (
     ("nv_inference_request_success", "As Triton: requests answered", lambda c: c.answered),
     ("nv_inference_count", "As Triton: items run", lambda c: c.items),
     ("nv_inference_exec_count", "As Triton: batches run", lambda c: c.batches),
@@ -60,6 +65,11 @@ class ServiceCollector(Collector):
             for model, counters in models:
                 counter.add_metric((model, VERSION), number(counters))
             yield counter
+        for name, text, number in _TRITON:
+            alias = UnknownMetricFamily(name, text, labels=_LABELS)
+            for model, counters in models:
+                alias.add_metric((model, VERSION), number(counters))
+            yield alias
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=_LABELS)
             for model, counters in models:
@@ -71,7 +81,7 @@ class ServiceCollector(Collector):
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
         refused = CounterMetricFamily("paellapy_refusals", "Requests refused, by reason", labels=(*_LABELS, "reason"))
-        failed = CounterMetricFamily(
+        failed = UnknownMetricFamily(
             "nv_inference_request_failure", "As Triton: requests that failed", labels=(*_LABELS, "reason")
         )
         for model, counters in models:

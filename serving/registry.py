@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from instrument.errors import PaellaError
+from scheduler.core_predict import predict_finish
 from scheduler.engine import Engine
 from scheduler.errors import ModelError, UnknownModelError
 from scheduler.model import Model
 from serving.datatypes import check_servable
 from serving.errors import RefusedError
+
+T = TypeVar("T")
 
 VERSION = "1"  # a registry holds one version of each model
 
@@ -22,11 +27,14 @@ READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNL
 
 @dataclass(slots=True)
 class Entry:
-    """One configured model. `make` builds it anew at every load, so that a reload sees changed weights."""
+    """One configured model. `make` builds it anew at every load, so that a reload sees changed weights.
+
+    `wanted`: the server is ready only with it. So it is for what is loaded at the start, until somebody unloads it.
+    """
 
     name: str
     make: Callable[[], Model]
-    at_start: bool = True
+    wanted: bool = True
     state: str = UNAVAILABLE
     reason: str = "not loaded yet"
     model: Model | None = None
@@ -85,21 +93,22 @@ class Registry:
                     raise ModelError(f"the factory of model {name!r} made one named {model.name!r}")
                 check_servable(model)
                 self.engine.load(model)
+                entry.row = self._try(model)
             except PaellaError as e:
                 entry.state, entry.reason = UNAVAILABLE, str(e)
                 raise
             except Exception as e:  # the factory's own
                 entry.state, entry.reason = UNAVAILABLE, f"{type(e).__name__}: {e}"
                 raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
-            entry.row = _row(self.engine, model)
             self.by_row[entry.row] = model
-            entry.model, entry.state = model, READY
+            entry.model, entry.state, entry.wanted = model, READY, True
         return float(self.engine.profile(name)[0].whole_ns * 1e-6)
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests and gives its memory back."""
         entry = self.find(name)
         with entry.lock:
+            entry.wanted = False
             if entry.state == READY:
                 self._unload(entry, "unloaded")
 
@@ -108,14 +117,25 @@ class Registry:
         try:
             self.engine.unload(entry.name)
         finally:
+            self.by_row.pop(entry.row, None)
             entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
+
+    def _try(self, model: Model) -> int:
+        """One request of zeros on the way every request takes, so that no client waits for what is compiled on it."""
+        row = _row(self.engine, model)
+        predict_finish(self.engine.state, row, time.monotonic_ns())
+        slot = self.engine.reserve(model.name)
+        for array in slot.inputs.values():
+            array[...] = 0
+        slot.submit_sync()
+        return row
 
     async def load_async(self, name: str) -> float:
         """In a thread, since it compiles; it goes on when its caller leaves."""
-        return await asyncio.shield(asyncio.to_thread(self.load, name))
+        return await asyncio.shield(_background(self.load, name))
 
     async def unload_async(self, name: str) -> None:
-        await asyncio.shield(asyncio.to_thread(self.unload, name))
+        await asyncio.shield(_background(self.unload, name))
 
 
 def registry_of(engine: Engine) -> Registry:
@@ -131,6 +151,13 @@ def registry_of(engine: Engine) -> Registry:
 def entry_of(model: Model) -> Entry:
     """An entry for a model that was made already."""
     return Entry(model.name, partial(_same, model))
+
+
+def _background(work: Callable[[str], T], name: str) -> asyncio.Task[T]:
+    """In a thread, to its end. Its error is in the entry's reason, also when nobody waits for it any more."""
+    task = asyncio.create_task(asyncio.to_thread(work, name))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def _same(model: Model) -> Model:

@@ -21,6 +21,8 @@ from serving.service import Service
 
 Announce = Callable[[str], None]
 
+PATIENCE_S = 10.0  # between signs of life while a model is loaded
+
 
 class Server:
     """An application on a socket. It listens at once, and is ready when its models are loaded."""
@@ -75,11 +77,14 @@ class Server:
     async def load(self) -> None:
         """Loads the models that are to be there from the start, one after the other."""
         for entry in self.registry.entries.values():
-            if entry.at_start and entry.model is None and not self.service.draining:
+            if entry.wanted and entry.model is None and not self.service.draining:
                 began = time.monotonic()
                 log.info("loading", extra={"fields": {"model": entry.name, "device": self.registry.engine.device.name}})
-                alone_ms = await asyncio.to_thread(self.registry.load, entry.name)
-                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": round(alone_ms, 3)}
+                task = asyncio.create_task(asyncio.to_thread(self.registry.load, entry.name))
+                while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
+                    so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
+                    log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
+                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": round(task.result(), 3)}
                 log.info("loaded", extra={"fields": took})
 
     async def stop(self) -> None:

@@ -56,11 +56,11 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Every model that is to be there from the start is loaded, and the server is not about to stop."""
+        """Every model that is wanted is loaded, and the server is not about to stop."""
         return (
             not self.draining
             and self.engine.failure is None
-            and all(e.state == READY for e in self.registry.entries.values() if e.at_start and e.reason != "unloaded")
+            and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
         )
 
     async def infer(self, model: Model, request: Request, client: str) -> dict[str, NDArray[Any]]:
@@ -84,7 +84,7 @@ class Service:
         finally:
             for slot in slots:
                 slot.cancel()  # those that were not submitted
-        self.admission.note(row, predicted_ns, time.monotonic_ns() - started_ns)
+        self.admission.note(model.name, predicted_ns, time.monotonic_ns() - started_ns)
         if len(results) == 1:
             return {key: array[np.newaxis] for key, array in results[0].items()}
         return {key: np.stack([each[key] for each in results]) for key in model.outputs}

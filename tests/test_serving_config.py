@@ -56,7 +56,7 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
     assert build_keys(config, source) == {"alice": "secret", "bob": "other"}
     assert build_tls(config, source) is None
     first, second = build_entries(config, source)
-    assert (first.name, second.name, first.at_start, second.at_start) == ("mlp", "second", True, False)
+    assert (first.name, second.name, first.wanted, second.wanted) == ("mlp", "second", True, False)
     model = first.make()
     assert (model.batch, model.target_ms, model.priority) == ((1, 2), 20, 0)
     assert second.make().priority == 5
