@@ -20,8 +20,9 @@ from typing import Literal, get_args
 
 from instrument.errors import InstrumentError
 from instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
-from instrument.ptx import Function, Kind, Module, Statement, Token
+from instrument.ptx import Function, Kind, Module, Token
 from instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
+from instrument.slice_pass import slice_entry
 
 Report = Literal["count", "trace", "notify"]
 Exits = Literal["auto", "barrier", "spare-barrier", "count-out"]
@@ -65,9 +66,8 @@ def pass_version() -> str:
     return _VERSION
 
 
-_VERSION = hashlib.sha256(
-    b"".join((Path(__file__).parent / n).read_bytes() for n in ("passes.py", "exits.py", "ptx.py", "records.py"))
-).hexdigest()[:16]
+_SOURCES = ("passes.py", "slice_pass.py", "exits.py", "ptx.py", "records.py")
+_VERSION = hashlib.sha256(b"".join((Path(__file__).parent / n).read_bytes() for n in _SOURCES)).hexdigest()[:16]
 
 
 def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
@@ -100,7 +100,7 @@ class _Editor:
         if self.config.report in ("count", "trace"):
             self._report_start_and_end(trace=self.config.report == "trace")
         if self.config.sliced:
-            self._slice()
+            slice_entry(self.module, self.entry, self._load)
         if self.config.report == "notify":
             self._notify()  # after slicing: the last block of *this launch* is the one that tells
 
@@ -380,72 +380,6 @@ $paellapy_leaving:"""
 	mov.u64 %paellapy_nw, %globaltimer;
 	st.relaxed.sys.global.u64 [%paellapy_na], %paellapy_nw;
 $paellapy_notified:""")
-
-    # -- slice
-
-    def _slice(self) -> None:
-        """The launch is a 1-D grid of n blocks; each takes the place of block `first + i` of the logical grid."""
-        for function in self.module.functions():
-            if not function.is_entry and any(_reads_grid(s) for s in function.instructions()):
-                raise InstrumentError(
-                    f"kernel {self.entry.name!r} cannot be sliced: its device function {function.name!r} reads "
-                    "blockIdx or gridDim itself. Pass them as arguments, or let the function be inlined."
-                )
-        cluster = self.entry.directive(".reqnctapercluster")
-        decided_at_launch = cluster is None and self.entry.directive(".explicitcluster") is not None
-        if decided_at_launch or max(cluster or (1,)) > 1:
-            raise InstrumentError(
-                f"kernel {self.entry.name!r} cannot be sliced: the blocks of a cluster must be launched together"
-            )
-        used: set[str] = set()
-        for s in self.entry.instructions():
-            for token in s.tokens[s.first_operand :]:
-                if token.text.startswith(("%clusterid", "%nclusterid")):
-                    raise InstrumentError(f"kernel {self.entry.name!r} cannot be sliced: it numbers whole clusters")
-                if token.text in _SLICED:
-                    used.add(token.text)
-                    token.text = _SLICED[token.text]
-                elif token.text.startswith(_GRID):
-                    raise InstrumentError(
-                        f"kernel {self.entry.name!r} cannot be sliced: it reads {token.text} as a whole vector. "
-                        "Read its components one by one."
-                    )
-        if not used:
-            return
-        self.entry.insert_prologue(self._slice_prologue(used))
-
-    def _slice_prologue(self, used: set[str]) -> str:
-        code = """
-	.reg .b32 %paellapy_cx, %paellapy_cy, %paellapy_cz, %paellapy_gx, %paellapy_gy, %paellapy_gz, %paellapy_st;
-	.reg .pred %paellapy_row;"""
-        for axis in "xyz":
-            code += f"\n\t{self._load(f'%paellapy_g{axis}', f'grid_{axis}')}"
-        if not used & {"%ctaid.x", "%ctaid.y", "%ctaid.z"}:
-            return code
-        # A flat grid (the usual case) needs no division; the branch is the same for all threads.
-        return f"""{code}
-	{self._load("%paellapy_st", "first")}
-	mov.u32 %paellapy_cx, %ctaid.x;
-	add.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
-	mov.u32 %paellapy_cy, 0;
-	mov.u32 %paellapy_cz, 0;
-	setp.lt.u32 %paellapy_row, %paellapy_cx, %paellapy_gx;
-	@%paellapy_row bra $paellapy_placed;
-	div.u32 %paellapy_cy, %paellapy_cx, %paellapy_gx;
-	mul.lo.u32 %paellapy_st, %paellapy_cy, %paellapy_gx;
-	sub.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
-	div.u32 %paellapy_cz, %paellapy_cy, %paellapy_gy;
-	mul.lo.u32 %paellapy_st, %paellapy_cz, %paellapy_gy;
-	sub.u32 %paellapy_cy, %paellapy_cy, %paellapy_st;
-$paellapy_placed:"""
-
-
-_SLICED = {f"%ctaid.{a}": f"%paellapy_c{a}" for a in "xyz"} | {f"%nctaid.{a}": f"%paellapy_g{a}" for a in "xyz"}
-_GRID = ("%ctaid", "%nctaid")
-
-
-def _reads_grid(s: Statement) -> bool:
-    return any(t.text.startswith(_GRID) for t in s.tokens)
 
 
 def _declared_bytes(tokens: list[Token]) -> int:
