@@ -102,7 +102,7 @@ class Registry:
                 raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
             self.by_row[entry.row] = model
             entry.model, entry.state, entry.wanted = model, READY, True
-        return float(self.engine.profile(name)[0].whole_ns * 1e-6)
+        return round(float(self.engine.profile(name)[0].whole_ns) * 1e-6, 3)
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests and gives its memory back."""

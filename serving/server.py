@@ -84,7 +84,7 @@ class Server:
                 while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
                     so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
                     log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
-                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": round(task.result(), 3)}
+                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
                 log.info("loaded", extra={"fields": took})
 
     async def stop(self) -> None:
