@@ -6,14 +6,14 @@ import json
 
 import numpy as np
 import pytest
+from engine_models import scale_model
+from serving_server import echo_model, running
 from typer.testing import CliRunner
 
 from paellapy.bench_report import table
 from paellapy.cli import app
 from serving.bench import Load, gaps, run_bench
 from serving.bench_client import BenchError, Endpoint
-from tests.engine_models import scale_model
-from tests.serving_server import echo_model, running
 
 
 @pytest.fixture(scope="module")

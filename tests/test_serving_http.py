@@ -15,9 +15,11 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from engine_models import faulty_model, scale_model
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
+from serving_server import DEVICE, infer_body, running
 
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
@@ -25,8 +27,6 @@ from scheduler.state import Limits
 from serving.app import create_app
 from serving.openapi import document
 from serving.registry import Entry
-from tests.engine_models import faulty_model, scale_model
-from tests.serving_server import DEVICE, infer_body, running
 
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()

@@ -17,9 +17,9 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from serving_server import infer_body, running
 
 from paellapy import demo, serve_demo
-from tests.serving_server import infer_body, running
 
 TLS = Path(__file__).parent / "tls"  # a certificate for localhost that signs itself
 IMAGES, LABELS = demo.held_out()

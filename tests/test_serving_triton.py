@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tritonclient.http as sync_client
 import tritonclient.http.aio as async_client
+from engine_models import scale_model
+from serving_server import echo_model, running
 from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
 from serving.datatypes import DTYPES
-from tests.engine_models import scale_model
-from tests.serving_server import echo_model, running
 
 IMAGES, LABELS = demo.held_out()
 SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
