@@ -1,14 +1,16 @@
 """Admission: a request that cannot be done in time is refused at once, instead of late.
 
-The core predicts when a request would be done from the profiles of what its policy puts before it. What really happens
-is slower by a factor that depends on the host, on kernels that disturb each other, and on a virtual GPU on the CPU
-that computes for it. So the factor is learnt, as a high quantile of measured ÷ predicted.
+Two grounds. The core predicts when a request would be done, from the profiles of what its policy puts before it:
+what is hopeless even at that speed is refused. What really happens is slower, by what the host, kernels that disturb each
+other, and on a virtual GPU the CPU that computes for it, take. So a model with limits to keep has only so many
+requests in flight at a time, a number that follows their latencies: additive increase, multiplicative decrease, as
+TCP finds its window.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from dataclasses import dataclass
 from typing import Literal
 
 from scheduler import state as st
@@ -19,29 +21,42 @@ from serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
 
-QUANTILE = 0.95
-STEP = 0.1  # of the logarithm, for one measurement
+LATE = 0.8  # of its limit: a latency above is a sign that there are too many in flight
+DECREASE = 0.85
+LARGEST = 4096.0
 
 
-class Slowdown:
-    """A quantile of measured ÷ predicted, followed step by step (stochastic approximation, in the logarithm)."""
+class Window:
+    """How many requests of a model may be in flight."""
 
-    __slots__ = ("_log",)
+    __slots__ = ("_since", "in_flight", "size")
 
-    def __init__(self) -> None:
-        self._log = 0.0
+    def __init__(self, size: float) -> None:
+        self.size, self.in_flight, self._since = size, 0, 0.0
 
-    @property
-    def factor(self) -> float:
-        return math.exp(self._log)
+    def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
+        """A request that entered as one of so many is done, or its deadline has passed."""
+        if now_s - entered_s > LATE * limit_s:
+            if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
+                self.size, self._since = max(1.0, self.size * DECREASE), now_s
+        elif was_in_flight * 2 >= self.size:  # only a window that is used tells whether it could be larger
+            self.size = min(LARGEST, self.size + 1.0 / self.size)
 
-    def note(self, predicted_ns: float, measured_ns: float) -> None:
-        x = math.log(max(measured_ns, 1.0) / max(predicted_ns, 1.0))
-        if x > self._log:
-            self._log += STEP * QUANTILE
-        else:
-            # Far below what is believed, the belief is old: an overload has passed.
-            self._log -= STEP * ((1 - QUANTILE) if x > self._log - 1.0 else 0.5)
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that was let in."""
+
+    window: Window
+    entered_s: float
+    limit_s: float
+    number: int  # it was one of so many in flight
+
+    def leave(self, answered: bool) -> None:
+        """`answered`: it ran, or was too late; not if its client left."""
+        self.window.in_flight -= 1
+        if answered:
+            self.window.done(self.entered_s, time.monotonic(), self.limit_s, self.number)
 
 
 class Admission:
@@ -49,35 +64,32 @@ class Admission:
 
     def __init__(self, engine: Engine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
-        self._slowdown: dict[str, Slowdown] = {}
+        self.windows: dict[str, Window] = {}
 
-    def check(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> float | None:
-        """The predicted time in nanoseconds, for `note`; None where there is no limit to keep."""
+    def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
+        """A ticket to be given back with `leave`; None where there is no limit to keep; or RefusedError."""
         limit_ms = deadline_ms if deadline_ms is not None or self.mode != "targets" else model.target_ms
         if limit_ms is None or self.mode == "off":
             return None
-        state, now = self._engine.state, time.monotonic_ns()
-        deadline_ns = st.NEVER if deadline_ms is None else now + int(deadline_ms * 1e6)
-        predicted_ns = max(1, predict_finish(state, row, now, priority, deadline_ns) - now)
-        # With nothing before it a request is only refused for what it takes itself; so there is always one to learn by.
-        idle = state.g[st.LIVE] == 0
-        expected_ms = predicted_ns * 1e-6 * (1.0 if idle else self.slowdown(model.name).factor)
-        if expected_ms <= limit_ms:
-            return float(predicted_ns)
         kind = "deadline" if deadline_ms is not None else "target"
-        raise RefusedError(
-            f"model {model.name!r}: it would take {expected_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms",
-            f"predicted_{kind}",
-            retry_after_s=(expected_ms - limit_ms) * 1e-3,
-        )
-
-    def note(self, name: str, predicted_ns: float | None, measured_ns: float) -> None:
-        """An admitted request is done."""
-        if predicted_ns is not None:
-            self.slowdown(name).note(predicted_ns, measured_ns)
-
-    def slowdown(self, name: str) -> Slowdown:
-        found = self._slowdown.get(name)
-        if found is None:
-            found = self._slowdown[name] = Slowdown()
-        return found
+        now_ns = time.monotonic_ns()
+        window = self.windows.get(model.name)
+        if window is None:
+            window = self.windows[model.name] = Window(2.0 * model.max_batch)
+        if window.in_flight >= window.size:
+            raise RefusedError(
+                f"model {model.name!r} has {window.in_flight} requests in flight; one more would miss its {kind} of "
+                f"{limit_ms:.3g} ms",
+                "overloaded",
+                retry_after_s=limit_ms * 1e-3,
+            )
+        deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
+        predicted_ms = (predict_finish(self._engine.state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
+        if predicted_ms > limit_ms:
+            raise RefusedError(
+                f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms",
+                f"predicted_{kind}",
+                retry_after_s=(predicted_ms - limit_ms) * 1e-3,
+            )
+        window.in_flight += 1
+        return Ticket(window, now_ns * 1e-9, limit_ms * 1e-3, window.in_flight)

@@ -22,6 +22,8 @@ from serving.errors import RequestError
 Parameters = dict[str, Any]
 
 MAX_RANK = 64  # of a shape; NumPy's own limit
+# What the decoder raises. Its own error does not cover texts that are not UTF-8, nor nesting without end.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 
@@ -101,7 +103,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     header, tail = split(memoryview(body), header_length)
     try:
         request = _decode(header)
-    except (msgspec.DecodeError, RecursionError) as e:
+    except NOT_JSON as e:
         raise RequestError(f"the request is not a v2 inference request: {e}") from None
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
@@ -202,7 +204,7 @@ def _numbers(data: msgspec.Raw, dtype: np.dtype[Any], count: int, where: str) ->
         return np.array(values, dtype)
     except msgspec.ValidationError as e:
         raise RequestError(f"{where}: {e}") from None
-    except (msgspec.DecodeError, RecursionError) as e:
+    except NOT_JSON as e:
         raise RequestError(f"{where}: its data are not JSON: {e}") from None
     except (OverflowError, FloatingPointError):
         raise RequestError(f"{where}: a number is out of the range of {datatype(dtype)}") from None

@@ -11,6 +11,7 @@ from serving import describe
 from serving.errors import RequestError
 from serving.infer import infer, read
 from serving.middleware import SERVICE, json_response
+from serving.protocol import NOT_JSON
 from serving.registry import READY, Entry
 
 
@@ -96,7 +97,7 @@ async def _optional_json(request: web.Request) -> dict[str, Any]:
     body = await read(request, request.app[SERVICE])
     try:
         return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
-    except (msgspec.DecodeError, RecursionError) as e:
+    except NOT_JSON as e:
         raise RequestError(f"the body is not a JSON object: {e}") from None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import PaellaError
+from scheduler.errors import DeadlineError
 from scheduler.model import Model
 from scheduler.requests import Outputs, Slot
 from serving.admission import Admission, Mode
@@ -67,8 +68,20 @@ class Service:
         """Runs a checked request: every item goes into a slot of the engine's own. Outputs are [items, …]."""
         row = self.registry.entries[model.name].row
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
-        predicted_ns = self.admission.check(model, row, request.priority, deadline_ms)
-        started_ns = time.monotonic_ns()
+        ticket = self.admission.enter(model, row, request.priority, deadline_ms)
+        try:
+            results = await self._run(model, request, client, deadline_ms)
+        except BaseException as e:
+            if ticket is not None:
+                ticket.leave(answered=isinstance(e, DeadlineError))
+            raise
+        if ticket is not None:
+            ticket.leave(answered=True)
+        if len(results) == 1:
+            return {key: array[np.newaxis] for key, array in results[0].items()}
+        return {key: np.stack([each[key] for each in results]) for key in model.outputs}
+
+    async def _run(self, model: Model, request: Request, client: str, deadline_ms: float | None) -> list[Outputs]:
         number = None if not client else self.clients.number(client)
         slots: list[Slot] = []
         try:
@@ -77,17 +90,10 @@ class Service:
                 slots.append(slot)
                 for key, array in request.inputs.items():
                     slot.inputs[key][...] = array[item]
-            if len(slots) == 1:
-                results = [await slots[0].submit()]
-            else:
-                results = await _together(slots)
+            return [await slots[0].submit()] if len(slots) == 1 else await _together(slots)
         finally:
             for slot in slots:
                 slot.cancel()  # those that were not submitted
-        self.admission.note(model.name, predicted_ns, time.monotonic_ns() - started_ns)
-        if len(results) == 1:
-            return {key: array[np.newaxis] for key, array in results[0].items()}
-        return {key: np.stack([each[key] for each in results]) for key in model.outputs}
 
     def note_failure(self, name: str, error: BaseException, elapsed_ns: int) -> None:
         if name not in self.registry.entries:

@@ -100,6 +100,7 @@ def test_both_addresses_of_a_model_serve(server):
         ("POST", INFER, b"", 400),
         ("POST", INFER, b"not json", 400),
         ("POST", "/v2/repository/index", b"[]", 400),
+        ("POST", "/v2/repository/index", b'{"\x80": 1}', 400),
         ("POST", "/v2/repository/index", b'{"ready": 1}', 400),
         ("POST", "/v2/repository/models/scale/load", b'{"parameters": []', 400),
         ("POST", "/v2/repository/models/scale/unload", b'{"parameters": {"force": true}}', 400),

@@ -65,6 +65,8 @@ def test_priority_and_timeout():
         (b"[" * 100_000, "not a v2 inference request"),
         (b'{"inputs": [], "parameters": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "not a v2 inference request"),
         (b"\xff\xfe", "not a v2 inference request"),
+        (b'{"inputs": [], "id": "\x80"}', "not a v2 inference request"),
+        (b'{"inputs":[{"name":"x","shape":[4],"datatype":"FP32","data":["\x80"]}]}', "not JSON|not a v2"),
         ({}, "inputs"),
         ({"inputs": [tensor(name="z")]}, "'z' is no input"),
         ({"inputs": [tensor(), tensor()]}, "twice"),
