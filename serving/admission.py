@@ -1,10 +1,10 @@
 """Admission: a request that cannot be done in time is refused at once, instead of late.
 
 Two grounds. The core predicts when a request would be done, from the profiles of what its policy puts before it:
-what is hopeless even at that speed is refused. What really happens is slower, by what the host, kernels that disturb each
-other, and on a virtual GPU the CPU that computes for it, take. So a model with limits to keep has only so many
-requests in flight at a time, a number that follows their latencies: additive increase, multiplicative decrease, as
-TCP finds its window.
+what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
+other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
+so many requests in flight at a time, a number that follows their latencies: additive increase, multiplicative
+decrease, as TCP finds its window.
 """
 
 from __future__ import annotations
