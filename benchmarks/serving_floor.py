@@ -1,6 +1,6 @@
 """Requests a second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
-    python -m benchmarks.serving_floor [--seconds 3] [--output benchmarks/results/serving_floor.json]
+    python benchmarks/serving_floor.py [--seconds 3] [--rounds 3] [--out DIR]
 
 The handler is the floor that aiohttp sets: uvloop, msgspec, no routing to speak of, no engine. The server runs a model
 of one kernel on the virtual GPU, in its own process, and so also pays for the CPU that computes the kernel.
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from common import save
 
 from serving.bench import Load, run_bench
 
@@ -28,8 +28,8 @@ SIZES = {"small": SMALL, "large": LARGE}
 
 def models() -> list[Any]:
     import triton
+    from serving_kernels import copy
 
-    from benchmarks.serving_kernels import copy
     from scheduler.model import Model, TensorSpec
 
     def echo(name: str, n: int, batch: tuple[int, ...]) -> Model:
@@ -101,7 +101,7 @@ def serve_floor() -> None:
 
 @contextlib.contextmanager
 def server(kind: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.serving_floor", "--serve", kind]
+    command = [sys.executable, __file__, "--serve", kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -149,15 +149,14 @@ def main() -> None:
     parser.add_argument("--serve", choices=("floor", "paellapy"))
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve:
         (serve_floor if arguments.serve == "floor" else serve_paellapy)()
         return
     found = measure(arguments.seconds, arguments.rounds)
-    where = {"python": platform.python_version(), "cpus": os.cpu_count(), "device": "virtual:h200"}
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": where, "cases": found}, indent=1) + "\n")
+    print("written to", save("serving_floor", {"device": "virtual:h200", "cores": os.cpu_count(), "cases": found},
+                             folder=arguments.out))  # fmt: skip
 
 
 if __name__ == "__main__":

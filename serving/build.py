@@ -9,9 +9,6 @@ import sys
 from functools import partial
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
-from instrument.device import VirtualDevice
 from instrument.errors import PaellaError
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
@@ -42,10 +39,6 @@ def build_engine(config: Config, source: Source) -> Engine:
         )
     except PaellaError as e:
         raise source.error(("device",), str(e)) from e
-    if isinstance(engine.device, VirtualDevice):
-        # It computes many small products beside the event loop. With threads of its own for each of them, BLAS gave
-        # 400 requests a second where one thread gave 2300 to 3800 (32 clients of mlp and cnn, two cores).
-        threadpool_limits(1, "blas")
     return engine
 
 

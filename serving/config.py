@@ -79,7 +79,7 @@ class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: Text = "auto"
     policy: Text = "paella"
-    quantum_us: Annotated[float, Meta(ge=1)] = 50.0
+    quantum_us: Annotated[float, Meta(ge=1)] = 100.0
     max_active: Count = 8
     memory_bytes: Count | None = None
     max_queue: Count = 8192  # items waiting or running; more are refused
