@@ -8,7 +8,7 @@ Why the reports look as they do (H200, see docs/architecture.md):
 * A trace record's slot is reserved by an atomic when the block starts, but its result is first needed when the block
   ends, so the round trip to L2 hides behind the kernel's own work.
 * Only thread 0 reports, behind a branch: reading special registers in every warp costs more than the branch does
-  (+4 % on a kernel of 2.5 µs). Other threads run the kernel's own instructions plus one predicate.
+  (seen on a kernel of 2.5 µs). Other threads run the kernel's own instructions plus one predicate.
 """
 
 from __future__ import annotations
