@@ -17,7 +17,7 @@ from common import save
 from rich.progress import Progress
 
 import paellapy as pp
-from scheduler.core_check import check_integrity
+from scheduler.core_check import check_at_rest
 from scheduler.engine import Engine
 from scheduler.policy import policy_names
 
@@ -75,7 +75,7 @@ def main() -> None:
             n = min(WAVE, args.requests - sent)
             wrong += asyncio.run(wave(engine, work, n, rng))
             sent += n
-            check_integrity(engine.state)
+            check_at_rest(engine.state)
             progress.update(task, advance=n, description=engine.policy)
         stats = engine.stats()
     took = time.monotonic() - start

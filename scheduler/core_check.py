@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -60,6 +61,22 @@ def check_integrity(s: State) -> None:
     _check_lanes(s)
     _check_sets(s)
     _check_occupancy(s)
+
+
+def check_at_rest(s: State, within_s: float = 30.0) -> None:
+    """`check_integrity` of a core whose loop runs on another thread, once it has come to rest.
+
+    A request is answered before its lane is free again, so a state read in between is half of a step and not a
+    broken one. Without work the loop rests, and what is wrong then stays wrong.
+    """
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return check_integrity(s)
+        except (IntegrityError, IndexError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def _walk(r: Table, root: int) -> list[int]:

@@ -12,7 +12,7 @@ from engine_models import faulty_model, mlp_model, mlp_reference, random_inputs,
 import paellapy as pp
 from instrument.errors import OutOfBoundsError, PaellaError, TraceError
 from scheduler import state as st
-from scheduler.core_check import check_integrity
+from scheduler.core_check import check_at_rest
 from scheduler.engine import Engine
 from scheduler.errors import (
     CaptureError,
@@ -90,7 +90,7 @@ def test_every_request_is_answered_right_under_every_policy(loaded, name):
     asyncio.run(main())
     after = loaded.stats()["models"]
     assert sum(after[k]["completed"] - before[k] for k in before) == 600
-    check_integrity(loaded.state)
+    check_at_rest(loaded.state)
 
 
 def test_threads_and_loops_share_an_engine(loaded):
@@ -251,7 +251,7 @@ def test_cancelling_the_task_frees_its_request(loaded):
     settle(loaded)
     assert loaded.stats()["models"]["long"]["cancelled"] > cancelled
     assert loaded.stats()["live"] == 0
-    check_integrity(loaded.state)
+    check_at_rest(loaded.state)
 
 
 def settle(engine):

@@ -21,7 +21,7 @@ from instrument.device.cuda_memory import CudaEvent
 from instrument.device.driver import check as check_status
 from instrument.device.driver import driver
 from scheduler import state as st
-from scheduler.core_check import check_integrity
+from scheduler.core_check import check_at_rest
 from scheduler.engine import Engine
 from scheduler.errors import CaptureError, InputError, MemoryPlanError
 from scheduler.model import Model, TensorSpec
@@ -97,7 +97,7 @@ def test_every_request_is_answered_right_under_every_policy(loaded, name):
 
     asyncio.run(main())
     assert loaded.stats()["live"] == 0
-    check_integrity(loaded.state)
+    check_at_rest(loaded.state)
 
 
 def test_threads_and_a_loop_share_an_engine(loaded):
@@ -349,7 +349,7 @@ def test_cancelled_requests_free_their_slots(loaded):
     while loaded._front.waiting:
         loaded._front.drain()
     assert loaded.stats()["live"] == 0
-    check_integrity(loaded.state)
+    check_at_rest(loaded.state)
 
 
 def test_an_idle_engine_uses_almost_no_cpu(loaded):
