@@ -1,14 +1,17 @@
 """How well the virtual GPU predicts the real one, and the profile that makes it do so.
 
-Two steps, because the first needs the GPU and the second only its measurements:
+Two steps each, because the first needs the GPU and the second only its measurements:
 
-    python benchmarks/calibrate.py record     # on the GPU: times the corpus, writes calibration_PART.json
-    python benchmarks/calibrate.py fit        # anywhere: fits the timing profile, reports the error
+    python benchmarks/calibrate.py record              # on the GPU: times the corpus, writes calibration_PART.json
+    python benchmarks/calibrate.py fit                 # anywhere: fits the timing profile, reports the error
+
+    python benchmarks/calibrate.py record --fresh 1    # on the GPU: other sizes and other inputs
+    python benchmarks/calibrate.py check --fresh 1     # anywhere: the error of the profile as it is, nothing fitted
 
 `record` traces every corpus kernel at several sizes and pairs of large kernels on two streams. `fit` runs the same
 launches on the virtual twin, fits the waits and a factor per kernel at the smallest size, and reports errors twice:
 with the factors at the larger sizes, and without a kernel's factor by waits fitted without it. The timing's other
-constants were set by hand on these same launches, so neither error is held out (docs/virtual-gpu.md).
+constants were set by hand on these same launches, so neither error is held out (docs/virtual-gpu.md); `check` is.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from calibration_model import fit_and_report
+from calibration_model import check_and_report, fit_and_report, inputs_of
 from common import RESULTS, save
 from corpus import TRITON_CASES
 from kernels import add as vector_add
@@ -34,6 +36,7 @@ from kernels import attention, gemm, layer_norm, softmax
 import paellapy as pp
 
 SCALES = (1.0, 4.0, 16.0)
+FRESH_SCALES = (2.0, 6.0, 11.0, 24.0)  # none of those above
 REPEATS = 12
 
 
@@ -62,8 +65,8 @@ def spans(trace: pp.Trace) -> list[dict[str, float]]:
     return rows
 
 
-def measure_case(device: Any, case: Any, scale: float) -> dict[str, Any] | None:
-    call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), scale)
+def measure_case(device: Any, case: Any, scale: float, seed: int) -> dict[str, Any]:
+    call = inputs_of(case, scale, seed)
     kernel = pp.kernel(case.kernel, report=None)
     args = {name: upload(device, value) for name, value in call.args.items()}
     rest = {**call.constexprs, **call.options}
@@ -77,16 +80,17 @@ def measure_case(device: Any, case: Any, scale: float) -> dict[str, Any] | None:
     result |= {
         "case": case.name,
         "scale": scale,
+        "seed": seed,
         "blocks": int(launch["blocks"]),
         "max_resident_per_sm": int(trace.residency().max_blocks.max()),
     }
     return result
 
 
-def large_works(device: Any) -> dict[str, tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
+def large_works(device: Any, seed: int) -> dict[str, tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
     """Kernels of a few hundred µs, long enough to overlap for sure."""
     half = np.float16
-    n, rows, size, heads, length = 1 << 26, 65536, 4096, 256, 2048
+    n, rows, size, heads, length = (3 << 25, 50000, 5120, 160, 3072) if seed else (1 << 26, 65536, 4096, 256, 2048)
     f, h = device.empty, lambda *s: device.empty(s, half)
     return {
         "add": (vector_add, (n // 1024,), (f(n), f(n), f(n), n), {"B": 1024}),
@@ -104,8 +108,8 @@ PAIRS = (("add", "gemm"), ("gemm", "add"), ("softmax", "gemm"), ("add", "softmax
          ("gemm", "attention"), ("layer norm", "gemm"), ("softmax", "layer norm"))  # fmt: skip
 
 
-def measure_pairs(device: Any) -> dict[str, Any]:
-    works = large_works(device)
+def measure_pairs(device: Any, seed: int) -> dict[str, Any]:
+    works = large_works(device, seed)
     kernels = {name: pp.kernel(work[0], report=None) for name, work in works.items()}
 
     def launch(name: str) -> None:
@@ -136,30 +140,41 @@ def measure_pairs(device: Any) -> dict[str, Any]:
     return {"alone": alone, "together": together}
 
 
-def record(out: Path | None) -> None:
+def name_of(part: str, seed: int) -> str:
+    return f"calibration_fresh{seed}_{part}" if seed else f"calibration_{part}"
+
+
+def record(seed: int, out: Path | None) -> None:
     device = pp.Device("cuda")
     part = device.title.removeprefix("NVIDIA ").split()[0].lower()
     capability = device.capability[0] * 10
     rows = []
     with device:
-        todo = [(c, s) for c in TRITON_CASES for s in SCALES if c.min_sm <= capability]
+        scales = FRESH_SCALES if seed else SCALES
+        todo = [(c, s) for c in TRITON_CASES for s in scales if c.min_sm <= capability]
         for case, scale in track(todo, description="kernels"):
-            rows.append(measure_case(device, case, scale))
-        pairs = measure_pairs(device)
-    print("written to", save(f"calibration_{part}", {"kernels": rows, **pairs}, device, out))
+            rows.append(measure_case(device, case, scale, seed))
+        pairs = measure_pairs(device, seed)
+    print("written to", save(name_of(part, seed), {"kernels": rows, **pairs}, device, out))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("record", "fit"))
+    parser.add_argument("step", choices=("record", "fit", "check"))
     parser.add_argument("--part", default="h200")
+    parser.add_argument("--fresh", type=int, default=0, metavar="SEED", help="other sizes, inputs from this seed")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON files (default: results/)")
     options = parser.parse_args()
+    if options.step == "check" and not options.fresh:
+        parser.error("check needs --fresh SEED: the profile is fitted to the recording without one")
+    if options.step == "fit" and options.fresh:
+        parser.error("fit takes the recording without --fresh: what is checked must not be fitted")
     if options.step == "record":
-        record(options.out)
-    else:
-        measured = json.loads((RESULTS / f"calibration_{options.part}.json").read_text())
-        fit_and_report(measured, options.part, large_works, PAIRS)
+        return record(options.fresh, options.out)
+    name = name_of(options.part, options.fresh)
+    measured = json.loads((RESULTS / f"{name}.json").read_text())
+    run = fit_and_report if options.step == "fit" else check_and_report
+    return run(measured, options.part, lambda device: large_works(device, options.fresh), PAIRS)
 
 
 if __name__ == "__main__":

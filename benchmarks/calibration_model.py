@@ -25,11 +25,16 @@ RECORDED_SCALE = 1.0  # kernels' factors come from this size; larger ones are pr
 WAITS = ("block_overhead_ns", "load_ns", "atomic_ns", "reduction_ns", "dot_ns", "element_ns", "instruction_ns")
 
 
+def inputs_of(case: Any, scale: float, seed: int = 0) -> Any:
+    """The arguments of a kernel of the corpus: the same ones wherever it is launched."""
+    return case.make(np.random.default_rng([zlib.crc32(case.name.encode()), seed]), scale)
+
+
 class Launch:
     """One measured launch and what the evaluator counted for it."""
 
     def __init__(self, device: Any, row: dict[str, Any], case: Any) -> None:
-        call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), row["scale"])
+        call = inputs_of(case, row["scale"], row.get("seed", 0))
         kernel = pp.kernel(case.kernel, report=None)
         values, key, options = kernel._bind(device, (), {**call.args, **call.constexprs, **call.options})
         launcher = kernel._prepare(device, values, (*key, *sorted(options.items())), options, False)
@@ -157,6 +162,33 @@ def fit_and_report(
         "kernels without their factor": unknown,
     }
     print("written to", save(f"calibration_error_{part}", report))
+    _print(report)
+
+
+def check_and_report(
+    measured: dict[str, Any], part: str, large_works: Callable[[Any], Any], pairs: Sequence[tuple[str, str]]
+) -> None:
+    """What the profile as it is predicts of launches that nothing was fitted to."""
+    device = pp.Device(f"virtual:{part}")
+    cases = {c.name: c for c in TRITON_CASES if c.evaluable}
+    results = measured["results"]
+    rows = [r for r in results["kernels"] if r["case"] in cases]
+    model = CostModel.for_part(device.part)
+    with device:
+        launches = [Launch(device, r, cases[r["case"]]) for r in track(rows, description="counting")]
+        works = {name: _work_launch(device, work) for name, work in large_works(device).items()}
+    known = errors(launches, lambda _: model)
+    plain = errors(launches, lambda _: replace(model, factors={}))
+    report = {
+        "known kernels, sizes not recorded": {n: summary(known, n) for n in ("time_error", "resident_error")},
+        "unknown kernels": {n: summary(plain, n) for n in ("time_error", "resident_error")},
+        "concurrent kernels": _pairs(model, works, results, pairs),
+        "kernels": known,
+        "kernels without their factor": plain,
+        "recorded on": measured["on"],
+    }
+    seeds = sorted({r["seed"] for r in rows})
+    print("written to", save(f"calibration_check{'_'.join(map(str, seeds))}_{part}", report))
     _print(report)
 
 
