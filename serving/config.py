@@ -59,6 +59,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     max_body_bytes: Count = MAX_BODY_BYTES
     max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # of one header, and of the request's first line
+    header_timeout_s: Positive = 20.0  # from a connection's opening, or a later request's first byte, to its header
     body_timeout_s: Positive = BODY_TIMEOUT_S
     keepalive_s: Positive = 75.0
     grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice

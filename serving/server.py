@@ -14,6 +14,7 @@ from instrument.errors import PaellaError
 from scheduler.engine import Engine
 from serving.app import create_app
 from serving.config import ServerConfig
+from serving.connections import Runner
 from serving.logs import configure, log
 from serving.middleware import SERVICE
 from serving.registry import Registry
@@ -55,8 +56,9 @@ class Server:
     async def start(self) -> None:
         """Listens; `url` says where."""
         o = self.options
-        self._runner = web.AppRunner(
+        self._runner = Runner(
             self.app,
+            header_timeout_s=o.header_timeout_s,
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=o.drain_s,
