@@ -134,7 +134,7 @@ def bench(
     items: Annotated[int, typer.Option(help="items in a request")] = 1,
     binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
     timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
-    priority: Annotated[int | None, typer.Option(help="larger goes first")] = None,
+    priority: Annotated[int | None, typer.Option(help="1 goes first, 0 or none is the default")] = None,
     connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
     header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
     seed: Annotated[int, typer.Option()] = 0,

@@ -9,6 +9,7 @@ from scheduler.engine import Engine
 from scheduler.model import Model
 from serving.counters import ModelCounters
 from serving.datatypes import datatype
+from serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS
 from serving.registry import VERSION, Registry
 
 PLATFORM = "paellapy"
@@ -62,7 +63,12 @@ def model_config(model: Model, engine: Engine) -> dict[str, Any]:
         "max_batch_size": model.max_batch,
         **tensors,
         "instance_group": [{"name": model.name, "kind": "KIND_GPU", "count": lanes}],
-        "dynamic_batching": {"preferred_batch_size": list(model.batch), "max_queue_delay_microseconds": 0},
+        "dynamic_batching": {
+            "preferred_batch_size": list(model.batch),
+            "max_queue_delay_microseconds": 0,
+            "priority_levels": PRIORITY_LEVELS,
+            "default_priority_level": DEFAULT_LEVEL,
+        },
         "parameters": {key: {"string_value": str(value)} for key, value in own.items() if value is not None},
     }
 

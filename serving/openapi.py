@@ -10,7 +10,7 @@ from aiohttp import web
 
 from instrument.versions import versions
 from serving.middleware import json_response
-from serving.protocol import RequestBody, ResponseBody
+from serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}
@@ -23,10 +23,11 @@ _HEADERS = {
     "traceparent": "W3C trace context; comes back with a span of the server's own",
 }
 _INFER = (
-    "Runs the model. `parameters.priority`: larger goes first. `parameters.timeout`: microseconds from now; what "
-    "cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs "
-    "follow the binary tensor extension, bodies may be gzip or deflate; an output's parameter `classification` asks "
-    "for its best classes as texts."
+    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, where the policy looks at priorities; a "
+    f"request without one, or with 0, goes with those of {DEFAULT_LEVEL}. `parameters.timeout`: microseconds from now; "
+    "what cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and "
+    "outputs follow the binary tensor extension, bodies may be gzip or deflate; an output's parameter "
+    "`classification` asks for its best classes as texts."
 )
 # path, method, summary, description, whether it has a body
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (

@@ -22,6 +22,8 @@ from serving.errors import RequestError
 Parameters = dict[str, Any]
 
 MAX_RANK = 64  # of a shape; NumPy's own limit
+PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are the other way round
+DEFAULT_LEVEL = 10  # what a request without a priority has
 # What the decoder raises. Its own error does not cover texts that are not UTF-8, nor nesting without end.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
@@ -80,7 +82,7 @@ class Request:
     batched: bool  # its tensors have a batch axis, and so will the answer's
     inputs: dict[str, NDArray[Any]]  # [items, …]
     outputs: list[Output]
-    priority: int | None
+    priority: int | None  # the engine's: larger goes first; None: the model's own
     timeout_us: float | None
 
 
@@ -120,7 +122,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     if not batched:
         arrays = {key: array[np.newaxis] for key, array in arrays.items()}
     outputs = _outputs(model, request)
-    priority, timeout_us = _scheduling(request.parameters)
+    priority, timeout_us = _scheduling(model, request.parameters)
     return Request(request.id, items, batched, arrays, outputs, priority, timeout_us)
 
 
@@ -265,13 +267,16 @@ def _flag(parameters: Parameters, name: str, default: bool) -> bool:
     return value
 
 
-def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
-    priority, timeout_us = parameters.get("priority"), parameters.get("timeout")
-    if priority is not None and (type(priority) is not int or abs(priority) > 1 << 30):
-        raise RequestError(f"the parameter priority is {_short(priority)}; it is a whole number, larger goes first")
+def _scheduling(model: Model, parameters: Parameters) -> tuple[int | None, float | None]:
+    """The engine's priority, and the microseconds there are."""
+    level, timeout_us = parameters.get("priority"), parameters.get("timeout")
+    if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
+        raise RequestError(
+            f"the parameter priority is {_short(level)}; it is a whole number: 1 goes first, then 2, 3, …; 0 is none"
+        )
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
         raise RequestError(f"the parameter timeout is {_short(timeout_us)}; it is in microseconds, from 0 (none) up")
-    return priority, timeout_us or None
+    return model.priority + DEFAULT_LEVEL - level if level else None, timeout_us or None
 
 
 def _short(value: object) -> str:

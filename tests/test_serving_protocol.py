@@ -14,7 +14,7 @@ from scheduler.model import Model, TensorSpec
 from serving.datatypes import DTYPES
 from serving.errors import RequestError
 from serving.infer import choose_coding
-from serving.protocol import decode, encode
+from serving.protocol import DEFAULT_LEVEL, decode, encode
 
 
 def model_of(**inputs):
@@ -52,9 +52,20 @@ def test_one_item_may_come_without_a_batch_axis():
 
 
 def test_priority_and_timeout():
-    found = read(VECTOR, {"inputs": [tensor()], "parameters": {"priority": -2, "timeout": 1500}})
-    assert (found.priority, found.timeout_us) == (-2, 1500)
+    found = read(VECTOR, {"inputs": [tensor()], "parameters": {"priority": 2, "timeout": 1500}})
+    assert (found.priority, found.timeout_us) == (DEFAULT_LEVEL - 2, 1500)
     assert read(VECTOR, {"inputs": [tensor()], "parameters": {"timeout": 0}}).timeout_us is None
+
+
+def test_priorities_are_tritons_one_goes_first_and_zero_is_none():
+    important = Model("m", VECTOR.fn, inputs=VECTOR.inputs, outputs=VECTOR.outputs, priority=7)
+
+    def engines(model, level):
+        return read(model, {"inputs": [tensor()], "parameters": {"priority": level}}).priority
+
+    assert [engines(VECTOR, level) for level in (1, 2, DEFAULT_LEVEL, 1000)] == [9, 8, 0, DEFAULT_LEVEL - 1000]
+    assert engines(VECTOR, 0) is None
+    assert engines(important, DEFAULT_LEVEL) == important.priority
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,8 @@ def test_priority_and_timeout():
         ({"inputs": [tensor()], "outputs": [{"name": "x", "parameters": {"classification": -1}}]}, "classes"),
         ({"inputs": [tensor()], "parameters": {"priority": 1.5}}, "priority"),
         ({"inputs": [tensor()], "parameters": {"priority": 10**20}}, "priority"),
+        ({"inputs": [tensor()], "parameters": {"priority": -1}}, "1 goes first"),
+        ({"inputs": [tensor()], "parameters": {"priority": True}}, "priority"),
         ({"inputs": [tensor()], "parameters": {"timeout": -1}}, "timeout"),
         ({"inputs": [tensor()], "parameters": {"timeout": "soon"}}, "timeout"),
         ({"inputs": [tensor()], "id": 5}, "str"),

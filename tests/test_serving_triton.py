@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
 from serving.datatypes import DTYPES
+from serving.protocol import DEFAULT_LEVEL
 
 IMAGES, LABELS = demo.held_out()
 SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
@@ -61,6 +62,7 @@ def test_configuration(client):
     assert found["max_batch_size"] == 4
     assert found["input"] == [{"name": "image", "data_type": "TYPE_FP32", "dims": [8, 8]}]
     assert found["dynamic_batching"]["preferred_batch_size"] == [1, 4]
+    assert 1 < found["dynamic_batching"]["default_priority_level"] < found["dynamic_batching"]["priority_levels"]
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -164,6 +166,30 @@ def test_nothing_but_the_configured_models_is_loaded(client):
     with pytest.raises(InferenceServerException, match="cannot be given here"):
         client.load_model("mlp", config="{}", files={"file:1/model.py": b"import os"})
     assert client.is_model_ready("mlp")
+
+
+def test_priority_one_goes_first_and_a_large_one_after_those_without():
+    """While a slot of the model's only lane is held, requests queue; then they run in the order of their priority."""
+    finished = []
+
+    async def main(server, held):
+        async with async_client.InferenceServerClient(server.address) as client:
+            x = async_client.InferInput("x", [64], "FP32")
+            x.set_data_from_numpy(np.ones(64, np.float32))
+            tasks = []
+            for level in (20, 0, 2, 1):
+                tasks.append(asyncio.create_task(client.infer("one", [x], priority=level)))
+                while server.engine.stats()["queued"] < len(tasks):
+                    await asyncio.sleep(0.005)
+            held.cancel()
+            return [(await task).as_numpy("y")[0] for task in tasks]
+
+    with running([scale_model("one", batch=(1,), lanes=1)], policy="priority") as server:
+        held = server.engine.reserve("one")
+        server.engine.watch(lambda entry: finished.append(int(entry["priority"])))
+        assert asyncio.run(main(server, held)) == [2.0] * 4
+    # After the slot that was given back.
+    assert finished[1:] == [DEFAULT_LEVEL - 1, DEFAULT_LEVEL - 2, 0, DEFAULT_LEVEL - 20]
 
 
 def test_a_timeout_is_a_503(client):
