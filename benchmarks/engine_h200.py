@@ -30,6 +30,7 @@ import paellapy as pp
 from instrument.device import CudaDevice
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
+from scheduler.policy import Policy
 
 OUTPUT = 64
 INPUTS = 4  # different inputs per model
@@ -39,16 +40,20 @@ TARGETS = {"light": 1.02, "p99": 0.5, "saturation": 1.0, "batching": 1.8}
 
 @pp.kernel(report=None)
 @triton.jit
-def layer(x, w, out, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """out = (x + sin(2 x w)) / 2: bounded, however many follow each other."""
+def layer(x, first, w, out, rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """out = (first + sin(x w)) / 2, `first` being the model's input.
+
+    However many follow each other, the result depends on the input and forgets rounding: a contraction. So outputs may
+    be compared between batch sizes, whose tiles add up in another order.
+    """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(0, N, BK):
         depth = k + tl.arange(0, BK)
         total += tl.dot(tl.load(x + m[:, None] * N + depth[None, :]), tl.load(w + depth[:, None] * N + n[None, :]))
-    own = tl.load(x + m[:, None] * N + n[None, :]).to(tl.float32)
-    tl.store(out + m[:, None] * N + n[None, :], (0.5 * own + 0.5 * tl.sin(2.0 * total)).to(tl.float16))
+    own = tl.load(first + m[:, None] * N + n[None, :]).to(tl.float32)
+    tl.store(out + m[:, None] * N + n[None, :], (0.5 * own + 0.5 * tl.sin(total)).to(tl.float16))
 
 
 @pp.kernel(report=None)
@@ -57,6 +62,11 @@ def head(x, out, tokens, N: tl.constexpr, B: tl.constexpr):
     i = tl.arange(0, B)
     item = tl.program_id(0)
     tl.store(out + item * B + i, tl.load(x + item * tokens * N + i).to(tl.float32))
+
+
+def tile_rows(rows: int) -> int:
+    """As a library of products would choose: enough tiles to fill the GPU, then larger ones that read weights less."""
+    return 16 if rows <= 64 else 32 if rows <= 128 else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +84,14 @@ class Kind:
         def fn(weights: Any, inputs: Any, outputs: Any) -> None:
             count = inputs["x"].shape[0]
             rows = count * tokens
+            tile = tile_rows(rows)
             buffers = [pp.empty((rows, width), np.float16) for _ in range(2)]
             source = inputs["x"]
             for k in range(layers):
                 target, w = buffers[k % 2], weights[f"w{k % 2}"]
-                layer[(rows // 16, width // 64)](source, w, target, rows, N=width, BM=16, BN=64, BK=64)
+                layer[(rows // tile, width // 64)](
+                    source, inputs["x"], w, target, rows, N=width, BM=tile, BN=64, BK=64
+                )
                 source = target
             head[(count,)](source, outputs["y"], tokens, N=width, B=OUTPUT)
 
@@ -139,9 +152,16 @@ class Bench:
     """One engine with the models loaded, and the runs made on it."""
 
     def __init__(
-        self, device: str, kinds: tuple[Kind, ...], layers: list[int], batch: tuple[int, ...], lanes: int, active: int
+        self,
+        device: str,
+        kinds: tuple[Kind, ...],
+        layers: list[int],
+        batch: tuple[int, ...],
+        lanes: int,
+        active: int,
+        quantum_us: float = 100.0,
     ) -> None:
-        self.engine = Engine(device, max_active=active)
+        self.engine = Engine(device, max_active=active, quantum_us=quantum_us)
         self.models = [kind.model(n, batch, lanes) for kind, n in zip(kinds, layers, strict=True)]
         for model in self.models:
             self.engine.load(model)
@@ -163,7 +183,7 @@ class Bench:
         self.wrong += int((~np.isclose(run.outputs, wanted, rtol=2e-2, atol=2e-2).all(axis=1)).sum())
         return run
 
-    def saturate(self, policy: str, n: int, outstanding: int, seed: int) -> Run:
+    def saturate(self, policy: str | Policy, n: int, outstanding: int, seed: int) -> Run:
         """As many requests as the engine can take."""
         self.engine.set_policy(policy)
         model, which = self.requests(n, seed)

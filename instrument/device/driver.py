@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ def driver() -> Any:
         library()
     except OSError:
         raise NoDeviceError(_NO_GPU.format(why="No CUDA driver on this machine (libcuda.so.1).")) from None
+    # Streams share this many hardware queues, 8 unless said otherwise, and in one queue a stream waits for another's
+    # work. Read when a context is made; whoever has chosen a number keeps it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         (status,) = cu.cuInit(0)
     except RuntimeError as e:  # the binding's own loader
