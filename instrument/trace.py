@@ -165,19 +165,39 @@ class Trace:
             "dropped": self.dropped,
             "unfinished": self.unfinished,
         }
-        trace_file.write(Path(path), self.blocks, self.launches, facts)
+        more, about = self._more()
+        trace_file.write(Path(path), self.blocks, self.launches, facts | about, more)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a file written by `save`. Nothing in the file is ever executed."""
+        """Read a file written by `save`, as the kind of trace it is. Nothing in the file is ever executed."""
 
-        def build(blocks: Records, launches: Records, facts: dict[str, Any]) -> Trace:
+        def build(blocks: Records, launches: Records, more: trace_file.Tables, facts: dict[str, Any]) -> Trace:
             given = facts["device"]
             device = DeviceFacts(**given | {"compute_capability": tuple(given["compute_capability"])})
             kernels = [str(name) for name in facts["kernels"]]
-            return cls(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
+            kind = Trace._kinds.get(facts.get("kind", ""))
+            if kind is None:
+                raise TraceError(f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it")
+            found = kind(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
+            found._take(more, facts)
+            return found
 
         return trace_file.read(Path(path), build)
+
+    # Traces that know more than blocks (an engine's) are kinds of their own, with tables of their own in the file.
+    _kinds: ClassVar[dict[str, type[Trace]]] = {}
+
+    def __init_subclass__(cls, kind: str, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        Trace._kinds[kind] = cls
+
+    def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
+        """Tables and facts beyond those of every trace."""
+        return {}, {}
+
+    def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
+        """The inverse of `_more`."""
 
     def __repr__(self) -> str:
         first, last = self.span_ns
@@ -212,6 +232,9 @@ class Trace:
         if kernel is None:
             return np.ones(len(self.blocks), bool)
         return np.isin(self.blocks["kernel"], self._indices(kernel))
+
+
+Trace._kinds[""] = Trace
 
 
 def _frozen(array: Records) -> Records:

@@ -15,33 +15,58 @@ from instrument.errors import TraceError
 from instrument.records import BLOCK, LAUNCH, Records
 
 T = TypeVar("T")
+Tables = dict[str, Records]
 
 # A trace file: this preamble (magic, version, bytes of the header, bytes and CRC of header and columns), the header as
-# JSON, and the columns of BLOCK and LAUNCH in one zlib stream. Raise the version whenever one of them changes.
-FORMAT_VERSION = 1
+# JSON, and the columns of its tables in one zlib stream. Version 1 has BLOCK and LAUNCH; version 2 has more tables
+# after them, which the header describes ("tables": name, rows, fields). Raise the version whenever one of them changes.
+PLAIN, WITH_TABLES = 1, 2
+FORMAT_VERSION = WITH_TABLES
 _MAGIC = b"\x89PAELLA\n"
 _PREAMBLE = struct.Struct("<8sIIQI")
 
 
-def write(path: Path, blocks: Records, launches: Records, facts: Mapping[str, Any]) -> None:
-    """Writes records.BLOCK, records.LAUNCH and what JSON can say about them."""
-    header = json.dumps({"blocks": len(blocks), "launches": len(launches), **facts}).encode()
-    body = header + zlib.compress(_pack(blocks) + _pack(launches), 6)
-    path.write_bytes(_PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(header), len(body), zlib.crc32(body)) + body)
+def write(path: Path, blocks: Records, launches: Records, facts: Mapping[str, Any], more: Tables | None = None) -> None:
+    """Writes records.BLOCK, records.LAUNCH, `more` tables, and what JSON can say about them.
+
+    A file without more tables is of version 1, which every paellapy reads.
+    """
+    meta = {"blocks": len(blocks), "launches": len(launches), **facts}
+    if more:
+        meta["tables"] = [[name, len(table), table.dtype.descr] for name, table in more.items()]
+    header = json.dumps(meta).encode()
+    columns = b"".join(_pack(table) for table in (blocks, launches, *(more or {}).values()))
+    body = header + zlib.compress(columns, 6)
+    version = WITH_TABLES if more else PLAIN
+    path.write_bytes(_PREAMBLE.pack(_MAGIC, version, len(header), len(body), zlib.crc32(body)) + body)
 
 
-def read(path: Path, build: Callable[[Records, Records, dict[str, Any]], T]) -> T:
-    """What `build` makes of blocks, launches and facts; facts it cannot use count as damage too."""
+def read(path: Path, build: Callable[[Records, Records, Tables, dict[str, Any]], T]) -> T:
+    """What `build` makes of blocks, launches, other tables and facts; facts it cannot use count as damage too."""
     header, data = _read(path)
     try:
         meta = json.loads(header)
-        sizes = [meta["blocks"] * BLOCK.itemsize, meta["launches"] * LAUNCH.itemsize]
+        layout = [("blocks", meta["blocks"], BLOCK), ("launches", meta["launches"], LAUNCH)]
+        layout += [(str(name), rows, _dtype(fields)) for name, rows, fields in meta.get("tables", ())]
+        sizes = [rows * dtype.itemsize for _, rows, dtype in layout]
         columns = zlib.decompressobj().decompress(data, sum(sizes) + 1)  # never more than the header announces
         if min(sizes) < 0 or len(columns) != sum(sizes):
             raise ValueError("the columns do not have the announced length")
-        return build(_unpack(columns[: sizes[0]], BLOCK), _unpack(columns[sizes[0] :], LAUNCH), meta)
+        tables, at = {}, 0
+        for (name, _, dtype), size in zip(layout, sizes, strict=True):
+            tables[name] = _unpack(columns[at : at + size], dtype)
+            at += size
+        return build(tables.pop("blocks"), tables.pop("launches"), tables, meta)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise TraceError(f"{path} is damaged and cannot be read: {error!r}; record the trace again") from error
+
+
+def _dtype(fields: Any) -> np.dtype[Any]:
+    """Of a table in the file: plain numbers only."""
+    dtype = np.dtype([(str(name), str(kind)) for name, kind in fields])
+    if any(dtype[name].kind not in "iu" for name in dtype.names or ()):
+        raise ValueError(f"a table of {fields}")
+    return dtype
 
 
 def _read(path: Path) -> tuple[bytes, bytes]:

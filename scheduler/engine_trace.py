@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from instrument import trace_file
+from instrument.errors import TraceError
 from instrument.records import BLOCK, LAUNCH, Records
 from instrument.trace import DeviceFacts, Trace
 from instrument.versions import versions
@@ -30,6 +34,7 @@ JOB_RECORD = np.dtype(
         ("arrival_ns", "<i8"),
         ("start_ns", "<i8"),  # of its first launch; -1: it was not launched
         ("end_ns", "<i8"),
+        ("deadline_ns", "<i8"),  # the request's own, or its arrival + its model's target; -1: neither
     ]
 )
 
@@ -45,6 +50,9 @@ SEGMENT_RECORD = np.dtype(
         ("end_ns", "<i8"),
     ]
 )
+
+# Whose a launch is: one row for each of `launches` that a model made.
+OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("lane", "<i2")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +78,75 @@ class TracedBlocks:
     unfinished: int = 0
 
 
-class EngineTrace(Trace):
+class EngineTrace(Trace, kind="engine"):
     """A `Trace` with `jobs` (requests) and `segments` beside its blocks; `models` names the numbers in both."""
 
     jobs: Records = np.zeros(0, JOB_RECORD)
     segments: Records = np.zeros(0, SEGMENT_RECORD)
+    owners: Records = np.zeros(0, OWNER)
     models: tuple[str, ...] = ()
+    policy: str = ""  # when the trace ended
+    simulated: bool = False  # by `simulate`: its times are a model's, of the GPU and of the host
+
+    def know(
+        self, jobs: Records, segments: Records, owners: Records, models: Sequence[str], policy: str, simulated: bool
+    ) -> None:
+        """Fills in what only an engine knows; `TraceError` where it contradicts itself."""
+        self.jobs = _frozen(jobs[np.argsort(jobs["arrival_ns"], kind="stable")])
+        self.segments = _frozen(segments[np.argsort(segments["start_ns"], kind="stable")])
+        self.owners = _frozen(owners[np.argsort(owners["launch"], kind="stable")])
+        self.models, self.policy, self.simulated = tuple(models), policy, simulated
+        if any((table["model"] >= len(self.models)).any() for table in (jobs, segments, owners)):
+            raise TraceError(f"a model's number is beyond the {len(self.models)} names given")
+        if not np.isin(owners["launch"], self.launches["launch"]).all():
+            raise TraceError("a model owns a launch that is not listed: pass every launch of the trace")
+
+    def model_of_launch(self) -> NDArray[np.int64]:
+        """For each of `launches`, the number of its model; -1: nobody's."""
+        found = np.full(len(self.launches), -1)
+        found[np.searchsorted(self.launches["launch"], self.owners["launch"])] = self.owners["model"]
+        return found
+
+    def lateness_ns(self) -> NDArray[np.int64]:
+        """For each of `jobs`, how long after its deadline it ended; 0 or less: in time, or without a deadline."""
+        due = np.where(self.jobs["deadline_ns"] < 0, self.jobs["end_ns"], self.jobs["deadline_ns"])
+        late: NDArray[np.int64] = self.jobs["end_ns"] - due
+        return late
+
+    def select(
+        self,
+        kernel: str | int | None = None,
+        launch: int | None = None,
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+    ) -> EngineTrace:
+        """As of every trace; of the requests and segments, those that were there between the two times."""
+        part = super().select(kernel, launch, start_ns, end_ns)
+        found = EngineTrace(part.blocks, part.launches, part.kernels, part.device, part.dropped, part.unfinished)
+        low, high = -_FAR if start_ns is None else start_ns, _FAR if end_ns is None else end_ns
+        jobs, segments = self.jobs, self.segments
+        found.know(
+            jobs[(jobs["end_ns"] >= low) & (jobs["arrival_ns"] < high)],
+            segments[(segments["end_ns"] >= low) & (segments["start_ns"] < high)],
+            self.owners[np.isin(self.owners["launch"], part.launches["launch"])],
+            self.models, self.policy, self.simulated,
+        )  # fmt: skip
+        return found
+
+    def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
+        tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}
+        about = {"models": self.models, "policy": self.policy, "simulated": self.simulated}
+        return tables, {"kind": "engine", **about}
+
+    def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
+        jobs, segments, owners = (more[name] for name in ("jobs", "segments", "owners"))
+        if (jobs.dtype, segments.dtype, owners.dtype) != (JOB_RECORD, SEGMENT_RECORD, OWNER):
+            raise TraceError("the file's requests have another layout than this paellapy's: record it again")
+        models = [str(name) for name in facts["models"]]
+        self.know(jobs, segments, owners, models, str(facts["policy"]), bool(facts["simulated"]))
+
+
+_FAR = 1 << 62
 
 
 class trace_engine:
@@ -95,25 +166,11 @@ class trace_engine:
     def __exit__(self, *_: object) -> None:
         recorded, to_trace_ns = self._engine.end_trace(self._note)
         loaded = self._engine.loaded_rows()
-        names = tuple(each.model.name for each in loaded.values())
-        number = {row: k for k, row in enumerate(loaded)}
-        trace = self.result
-        trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
-                   recorded.unfinished)  # fmt: skip
-        trace.models = names
-        trace.jobs = _frozen(_jobs(self._entries, number, to_trace_ns))
-        sizes = {row: each.model.batch for row, each in loaded.items()}
+        models = {row: each.model for row, each in loaded.items()}
         lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
-        rows = _segments(trace, recorded.pieces)
-        trace.segments = _frozen(
-            np.array(
-                [
-                    (number[lanes[p.lane]], p.lane, sizes[lanes[p.lane]][p.size], p.segment, n, start, end)
-                    for p, n, start, end in rows
-                    if p.lane in lanes
-                ],
-                SEGMENT_RECORD,
-            )
+        whole = bool(self._engine.state.g[st.WHOLE_ALWAYS])
+        fill_engine_trace(
+            self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole
         )
 
     def _note(self, entry: Any) -> None:
@@ -121,27 +178,73 @@ class trace_engine:
             self._entries.append(entry.copy())
 
 
-def _jobs(entries: list[Any], number: dict[int, int], to_trace_ns: Any) -> Records:
+def fill_engine_trace(
+    trace: EngineTrace,
+    recorded: TracedBlocks,
+    entries: Iterable[Any],
+    models: Mapping[int, Any],
+    lanes: Mapping[int, int],
+    to_trace_ns: Callable[[int], int],
+    policy: str,
+    *,
+    whole: bool,
+    simulated: bool = False,
+) -> None:
+    """From what a backend recorded and the core's completions. `models` (with `name`, `batch`, `target_ms`) and
+    `lanes` are by the core's rows; `whole`: the policy launches programs in one piece always."""
+    trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
+               recorded.unfinished)  # fmt: skip
+    number = {row: k for k, row in enumerate(models)}
+    jobs = _jobs(entries, models, number, to_trace_ns)
+    pieces = [p for p in recorded.pieces if p.lane in lanes]
+    segments = [
+        (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
+        for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, whole))
+    ]
+    listed = set(trace.launches["launch"].tolist())
+    owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
+    owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
+    names = [model.name for model in models.values()]
+    trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, policy, simulated)
+
+
+def _jobs(
+    entries: Iterable[Any], models: Mapping[int, Any], number: dict[int, int], to_trace_ns: Callable[[int], int]
+) -> Records:
     rows = []
     for e in entries:
-        if int(e["model"]) not in number:
+        row = int(e["model"])
+        if row not in number:
             continue
-        started = int(e["started_ns"])
+        started, arrival, due = int(e["started_ns"]), int(e["arrival_ns"]), int(e["deadline_ns"])
+        target_ms = models[row].target_ms
+        if due >= st.NEVER and target_ms is not None:
+            due = arrival + int(target_ms * 1e6)
         rows.append(
-            (e["serial"], number[int(e["model"])], e["lane"], e["slot"], e["batch"], e["status"], e["client"],
-             e["priority"], to_trace_ns(int(e["arrival_ns"])), -1 if started == st.NEVER else to_trace_ns(started),
-             to_trace_ns(int(e["finish_ns"])))
+            (e["serial"], number[row], e["lane"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
+             to_trace_ns(arrival), -1 if started >= st.NEVER else to_trace_ns(started),
+             to_trace_ns(int(e["finish_ns"])), -1 if due >= st.NEVER else to_trace_ns(due))
         )  # fmt: skip
-    found = np.array(rows, JOB_RECORD)
-    return found[np.argsort(found["arrival_ns"], kind="stable")]
+    return np.array(rows, JOB_RECORD)
 
 
-def _segments(trace: EngineTrace, pieces: list[TracedPiece]) -> list[tuple[TracedPiece, int, int, int]]:
+def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
+    """Where every replay has the same ids, a program's one launch and its segments cannot be told apart by them: the
+    pieces the policy launches are taken. A program that ran whole for want of company is shown in its segments."""
+    cut = {(p.lane, p.size) for p in pieces if p.segment != st.WHOLE}
+    return [
+        p for p in pieces
+        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == st.WHOLE) == whole
+    ]  # fmt: skip
+
+
+def _segments(
+    blocks: Records, jobs: Records, pieces: list[TracedPiece]
+) -> list[tuple[TracedPiece, int, int, int]]:
     """When each piece ran. Replays share launch ids: they are told apart by the requests that ran in the lane."""
-    blocks = trace.blocks
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]
-    runs = {int(lane): _windows(trace.jobs[trace.jobs["lane"] == lane]) for lane in np.unique(trace.jobs["lane"])}
+    runs = {int(lane): _windows(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
     found = []
     for piece in pieces:
         parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]

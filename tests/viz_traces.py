@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from instrument.records import BLOCK, LAUNCH
 from instrument.trace import DeviceFacts, Trace
-from scheduler.engine_trace import JOB_RECORD, SEGMENT_RECORD, EngineTrace
+from scheduler.engine_trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
 
 EPOCH = 1_780_000_000_000_000_000
 TOY = DeviceFacts("toy", n_sm=3, max_warps_per_sm=64, compute_capability=(9, 0), versions={"driver": "580"})
@@ -64,20 +64,19 @@ def many(n: int, n_sm: int = 132, per_sm: int = 8) -> Trace:
     return Trace(blocks, make([]).launches, NAMES, DeviceFacts("H200", n_sm, 64, (9, 0)))
 
 
-def engine_trace() -> EngineTrace:
-    """Two requests of `bert` in one batch of two segments, one of `resnet` that was never launched."""
+def engine_trace(policy: str = "paella") -> EngineTrace:
+    """Two requests of `bert` in one batch of two segments, one of them late, one of `resnet` never launched."""
     trace = make(MIX)
     found = EngineTrace(trace.blocks, trace.launches, trace.kernels, TOY)
-    found.models = ("bert", "resnet")
-    found.jobs = np.array(
-        [
-            (1, 0, 4, 0, 2, 0, 0, 0, EPOCH - 2000, EPOCH - 500, EPOCH + 8500),
-            (2, 0, 4, 1, 2, 0, 5, 1, EPOCH - 1000, EPOCH - 500, EPOCH + 8500),
-            (3, 1, -1, 0, 0, 2, 0, 0, EPOCH + 1000, -1, EPOCH + 3000),
-        ],
-        JOB_RECORD,
-    )
-    found.segments = np.array(
-        [(0, 4, 2, 0, 4, EPOCH, EPOCH + 4900), (0, 4, 2, 1, 3, EPOCH + 5000, EPOCH + 8000)], SEGMENT_RECORD
-    )
+    jobs = [
+        (1, 0, 4, 0, 2, 0, 0, 0, EPOCH - 2000, EPOCH - 500, EPOCH + 8500, EPOCH + 6000),
+        (2, 0, 4, 1, 2, 0, 5, 1, EPOCH - 1000, EPOCH - 500, EPOCH + 8500, EPOCH + 9000),
+        (3, 1, -1, 0, 0, 2, 0, 0, EPOCH + 1000, -1, EPOCH + 3000, EPOCH + 3000),
+    ]
+    segments = [(0, 4, 2, 0, 4, EPOCH, EPOCH + 4900), (0, 4, 2, 1, 3, EPOCH + 5000, EPOCH + 8000)]
+    owners = [(1, 0, 4), (2, 0, 4), (3, 1, 5)]
+    found.know(
+        np.array(jobs, JOB_RECORD), np.array(segments, SEGMENT_RECORD), np.array(owners, OWNER), ("bert", "resnet"),
+        policy, False,
+    )  # fmt: skip
     return found
