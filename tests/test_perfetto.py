@@ -34,6 +34,7 @@ class Parsed:
         arguments = {n.iid: n.name for n in interned.debug_annotation_names}
         self.slices: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self.instants: list[tuple[str, str, int]] = []
         stack: dict[int, list[dict[str, Any]]] = defaultdict(list)
         events = [p for p in packets if p.HasField("track_event")]
         for p in sorted(events, key=lambda p: p.timestamp):
@@ -48,6 +49,8 @@ class Parsed:
             elif event.type == event.TYPE_SLICE_END:
                 done = stack[track].pop()
                 self.slices[track].append({**done, "depth": len(stack[track]), "end": p.timestamp})
+            elif event.type == event.TYPE_INSTANT:
+                self.instants.append((self.path(track)[-1], names[event.name_iid], p.timestamp))
             else:
                 self.counters[self.tracks[track].name].append((p.timestamp, event.double_counter_value))
         assert not any(stack.values()), "a slice never ends"
@@ -171,6 +174,21 @@ def test_requests_hold_their_wait_and_their_segments() -> None:
     assert {s["request"] for _, s in parsed.of("requests") if not s["depth"]} == {1, 2, 3}
     depth = [(time - EPOCH, value) for time, value in parsed.counters["queue depth"]]
     assert depth == [(-2000, 1), (-1000, 2), (-500, 0), (1000, 1), (3000, 0)]
+    running = [(time - EPOCH, value) for time, value in parsed.counters["requests running"]]
+    assert running == [(-500, 2), (8500, 0)]
+
+
+def test_deadlines_are_marked_and_missed_ones_say_so() -> None:
+    parsed = perfetto(engine_trace())
+    marks = [("lane 2", "deadline", 3000), ("lane 0", "deadline missed", 6000), ("lane 1", "deadline", 9000)]
+    assert [(lane, name, time - EPOCH) for lane, name, time in parsed.instants] == marks
+    late = {s["request"]: s["late_ns"] for _, s in parsed.of("requests") if not s["depth"]}
+    assert late == {1: 2500, 2: 0, 3: 0}
+    written = chrome(engine_trace())
+    origin = int(written["otherData"]["origin_ns"]) - EPOCH
+    found = [(f"lane {e['tid']}", e["name"], origin + round(e["ts"] * 1000)) for e in written["traceEvents"]
+             if e["ph"] == "i"]  # fmt: skip
+    assert sorted(found) == sorted(marks)
 
 
 def test_chrome_has_the_requests_too() -> None:

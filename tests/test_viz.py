@@ -19,6 +19,8 @@ import paellapy as pp
 from instrument.errors import TraceError
 from instrument.trace import DeviceFacts, Trace
 from paellapy.viz import data, palette
+from paellapy.viz.requests import requests
+from scheduler.engine_trace import EngineTrace
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 
@@ -237,8 +239,12 @@ def test_exploring_bins_every_window_anew_and_shows_blocks_when_close() -> None:
 
 def test_requests_show_their_wait_their_run_and_each_segment() -> None:
     figure = engine_trace().plot_requests()
-    drawn = {(bar.name, bar.meta): [(round(b * 1000), round(x * 1000), y) for b, x, y in
-                                    zip(bar.base, bar.x, bar.y, strict=True)] for bar in figure.data}  # fmt: skip
+    drawn = {
+        (bar.name, bar.meta): [
+            (round(b * 1000), round(x * 1000), round(y)) for b, x, y in zip(bar.base, bar.x, bar.y, strict=True)
+        ]
+        for bar in of_type(figure, "bar")
+    }
     assert drawn == {
         ("bert", "queued"): [(0, 1500, 0), (1000, 500, 1)],
         ("bert", "launched"): [(1500, 9000, 0), (1500, 9000, 1)],
@@ -246,20 +252,91 @@ def test_requests_show_their_wait_their_run_and_each_segment() -> None:
         ("resnet", "queued"): [(3000, 2000, 2)],
         ("resnet", "launched"): [],
         ("resnet", "segments"): [],
+        ("late", "late"): [(8000, 2500, 0)],
     }
     hover = next(bar for bar in figure.data if (bar.name, bar.meta) == ("resnet", "queued")).text[0]
     assert "request 3: expired" in hover
     assert "2.00 µs queued" in hover
 
 
+def test_deadlines_are_marked_and_requests_without_an_answer_crossed_out() -> None:
+    figure = engine_trace().plot_requests()
+    marks = {t.name: [(round(x * 1000), y) for x, y in zip(t.x, t.y, strict=True)] for t in of_type(figure, "scatter")}
+    assert marks == {"deadline": [(8000, 0), (11000, 1), (5000, 2)], "not answered": [(5000, 2)]}
+    late, in_time, _ = next(t for t in figure.data if t.name == "deadline").text
+    assert late.endswith("2.50 µs after its deadline")
+    assert in_time.endswith("500 ns before its deadline")
+
+
+def test_a_deadline_has_no_mark_where_another_request_is_in_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paellapy.viz.requests.ROOM", 1)
+    jobs = np.repeat(engine_trace().jobs[:1], 2)
+    jobs["request"], jobs["arrival_ns"], jobs["end_ns"] = [1, 2], [EPOCH, EPOCH + 10], [EPOCH + 5, EPOCH + 20]
+    jobs["start_ns"], jobs["deadline_ns"] = jobs["arrival_ns"], EPOCH + 15
+    trace = engine_trace()
+    trace.know(jobs, trace.segments, trace.owners, trace.models, "fifo", False)
+    seen = requests(trace)
+    assert seen is not None
+    assert seen.lane.tolist() == [0, 0]
+    assert seen.due.tolist() == [1]
+
+
 def test_an_engine_s_trace_shows_requests_below_on_the_same_axis() -> None:
     figure = engine_trace().plot()
-    assert {bar.meta for bar in of_type(figure, "bar")} == {None, "queued", "launched", "segments"}
+    assert {bar.meta for bar in of_type(figure, "bar")} == {None, "queued", "launched", "segments", "late"}
     assert figure.layout.xaxis4.range == (0, 10.5)
     (heat,) = of_type(figure, "heatmap")
     assert heat.x[0] == 0  # the first arrival, not the first block
-    assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>", "bert", "resnet"]
-    assert {t.legend for t in figure.data if t.name in ("bert", "resnet")} == {"legend2"}
+
+
+def test_blocks_and_requests_of_a_model_have_one_colour_and_one_entry_in_the_legend() -> None:
+    figure = engine_trace().plot()
+    assert [t.name for t in figure.data if t.showlegend] == ["bert", "resnet", "late", "deadline", "not answered"]
+    gantt = next(bar for bar in of_type(figure, "bar") if bar.meta is None)
+    segments = next(bar for bar in of_type(figure, "bar") if (bar.name, bar.meta) == ("bert", "segments"))
+    assert gantt.name == "bert"
+    assert len(gantt.base) == len(MIX)
+    assert palette.rgba(gantt.marker.color[0], 1) == segments.marker.color
+    assert not lines(figure, dashed=True), "a model has no theoretical occupancy"
+    assert {t.legend for t in figure.data if t.showlegend} == {"legend", None}
+
+
+def test_blocks_of_an_engine_may_still_be_told_apart_by_kernel() -> None:
+    figure = engine_trace().plot(by="kernel")
+    assert [t.name for t in figure.data if t.showlegend][:4] == ["gemm", "add&lt;int>", "bert", "resnet"]
+    assert {t.legend for t in figure.data if t.name in ("bert", "resnet", "late")} == {"legend2"}
+
+
+def test_colours_of_models_do_not_depend_on_who_was_launched_first() -> None:
+    trace = engine_trace()
+    swapped = engine_trace()
+    owners = trace.owners.copy()
+    owners["model"] = [1, 0, 0]
+    swapped.know(trace.jobs, trace.segments, owners, trace.models, "streams", False)
+    assert palette.colours(data.prepare(trace).names) == palette.colours(data.prepare(swapped).names)
+
+
+def test_blocks_of_no_model_are_called_so() -> None:
+    trace = engine_trace()
+    trace.know(trace.jobs, trace.segments, trace.owners[1:], trace.models, "fifo", False)
+    assert data.prepare(trace).groups.names == ("no model's", "bert")
+    with pytest.raises(TraceError, match="only the trace of an engine knows models"):
+        data.prepare(make(MIX), by="model")
+
+
+def test_requests_without_blocks_and_an_engine_s_empty_trace(tmp_path: Path) -> None:
+    whole = engine_trace()
+    only = EngineTrace(whole.blocks[:0], whole.launches, whole.kernels, TOY)
+    only.know(whole.jobs, whole.segments[:0], whole.owners, whole.models, "fifo", False)
+    figure = only.plot()
+    assert "no blocks were recorded" in {a.text for a in figure.layout.annotations}
+    assert figure.layout.xaxis4.range == (0, 10.5)
+    empty = EngineTrace(whole.blocks[:0], whole.launches[:0], (), TOY)
+    assert "no blocks were recorded" in {a.text for a in empty.plot().layout.annotations}
+    for trace in (only, empty):
+        trace.to_perfetto(tmp_path / "x")
+        trace.to_chrome(tmp_path / "y")
+        assert trace.save_figure(tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_of_very_many_requests_the_slowest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,13 +410,49 @@ def test_static_views_show_the_same_numbers() -> None:
     from paellapy.viz import static
 
     trace = make(MIX)
-    heat, gantt, residency = static.draw(data.prepare(trace, bins=16), "all", "light").axes[:3]
+    figure = static.draw([data.prepare(trace, bins=16)], "all", "light")
+    heat, gantt, residency = figure.axes[:3]
     np.testing.assert_array_equal(np.asarray(heat.get_images()[0].get_array()), trace.occupancy(16).resident)
     (shapes,) = gantt.collections
     boxes = sorted((p.get_extents().x0, p.get_extents().x1) for p in shapes.get_paths())
     assert boxes == sorted((start / 1000, (start + ns) / 1000) for *_, start, ns in MIX)
-    assert [t.get_text() for t in gantt.get_legend().get_texts()] == ["gemm", "add<int>"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["gemm", "add<int>"]
     assert {tuple(line.get_ydata()) for line in residency.get_lines()} == {(1.0, 1.0), (0.5, 0.5)}
+
+
+def test_static_requests_show_the_same_numbers() -> None:
+    pytest.importorskip("matplotlib")
+    from paellapy.viz import static
+
+    figure = static.draw([data.prepare(engine_trace())], "requests", "light")
+    (ax,) = figure.axes
+    boxes = [
+        [(round(p.get_extents().x0 * 1000), round(p.get_extents().x1 * 1000)) for p in each.get_paths()]
+        for each in ax.collections[:4]
+    ]
+    queued, launched, segments, late = boxes
+    assert queued == [(0, 1500), (1000, 1500), (3000, 5000)]
+    assert launched == [(1500, 10500), (1500, 10500)]
+    assert segments == [(2000, 6900), (7000, 10000), (2000, 6900), (7000, 10000)]
+    assert late == [(8000, 10500)]
+    deadlines, lost = (np.round(each.get_offsets()[:, 0] * 1000).tolist() for each in ax.collections[4:])
+    assert (deadlines, lost) == ([8000, 11000, 5000], [5000])
+    words = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert words == ["bert", "resnet", "queued", "launched", "on the GPU", "deadline", "late", "not answered"]
+
+
+def test_two_traces_side_by_side_in_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    both = engine_trace("streams"), engine_trace("paella")
+    for ending in ("png", "svg"):
+        path = pp.viz.save_comparison(*both, tmp_path / f"both.{ending}", ["requests", "gantt"],
+                                      labels=("streams", "paella"))  # fmt: skip
+        assert path.stat().st_size > 1000
+        again = pp.viz.save_comparison(*both, tmp_path / f"again.{ending}", ["requests", "gantt"],
+                                       labels=("streams", "paella"))  # fmt: skip
+        assert again.read_bytes() == path.read_bytes(), "the same traces make the same file"
+    with pytest.raises(TraceError, match="no requests"):
+        pp.viz.save_comparison(both[0], make(MIX), tmp_path / "x.png", "requests")
 
 
 def test_static_figures_refuse_what_they_cannot_write(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_r
 from paellapy.viz.needs import MissingExtraError
 from paellapy.viz.perfetto_file import to_perfetto
 from paellapy.viz.report import to_html
-from paellapy.viz.static import save_figure
+from paellapy.viz.static import save_comparison, save_figure
 
 __all__ = [
     "MissingExtraError",
@@ -23,6 +23,7 @@ __all__ = [
     "plot_heatmap",
     "plot_requests",
     "plot_residency",
+    "save_comparison",
     "save_figure",
     "to_chrome",
     "to_html",

@@ -27,6 +27,9 @@ def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     origin = min([trace.span_ns[0], *(span.start_ns for span in spans)])
     events = [*_names(trace), *_blocks(trace, origin), *_launches(trace, origin), *_counters(trace, origin)]
     events += _requests(spans, origin)
+    for mark in timeline.deadline_marks(trace):
+        at = {"pid": _REQUESTS, "tid": mark.lane, "ts": (mark.time_ns - origin) / 1000}
+        events.append({"ph": "i", "s": "t", "name": mark.name, "cat": "request", **at})
     other = {"origin_ns": str(origin), "device": trace.device.name, "dropped": trace.dropped}
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}))
     return path
@@ -72,6 +75,7 @@ def _counters(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
         ("occupancy", timeline.occupancy(trace)),
         ("resident blocks", timeline.resident_blocks(trace)),
         ("queue depth", timeline.queue_depth(trace)),
+        ("requests running", timeline.requests_running(trace)),
     ):
         if counter is None:
             continue

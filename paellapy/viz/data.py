@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +18,9 @@ from instrument.records import Records
 from instrument.summary import readable_time
 from instrument.trace import Occupancy2D, Trace, time_means
 from paellapy.viz.palette import OKABE_ITO
+from scheduler.engine_trace import EngineTrace
 
-By = Literal["kernel", "launch", "stream"] | Mapping[str, str]
+By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
@@ -54,7 +55,7 @@ def time_axis(origin_ns: int, length_ns: int) -> TimeAxis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """What gets a colour of its own: kernels, unless asked otherwise."""
+    """What gets a colour of its own: kernels, models in the trace of an engine, or what was asked for."""
 
     names: tuple[str, ...]
     of_block: NDArray[np.int64]
@@ -71,6 +72,15 @@ class Picture:
     window: tuple[int, int]  # ns
     groups: Groups
     bins: int
+    by_model: bool  # the groups are models: requests have the same colours
+
+    @property
+    def names(self) -> list[str]:
+        """What gets a colour, in a fixed order: a model's does not depend on who was launched first."""
+        models = list(self.whole.models) if self.by_model and isinstance(self.whole, EngineTrace) else []
+        shown = self.groups.names
+        return [*(m for m in models if m in shown), *(g for g in shown if g not in models),
+                *(m for m in models if m not in shown)]  # fmt: skip
 
     @property
     def title(self) -> str:
@@ -88,7 +98,7 @@ class Picture:
 
 def prepare(
     trace: Trace,
-    by: By = "kernel",
+    by: By | None = None,
     kernel: str | int | None = None,
     start_ns: int | None = None,
     end_ns: int | None = None,
@@ -97,24 +107,28 @@ def prepare(
 ) -> Picture:
     """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock.
 
-    The time axis begins where the part does, unless another `axis` is given.
+    The time axis begins where the part does, unless another `axis` is given. Colours stand for models in the trace of
+    an engine and for kernels in others, unless `by` says otherwise.
     """
+    by = by or ("model" if isinstance(trace, EngineTrace) and trace.models else "kernel")
     if bins < 1:
         raise TraceError(f"a picture needs at least one bin, not {bins}")
     whole = trace
     if kernel is not None or start_ns is not None or end_ns is not None:
         trace = trace.select(kernel, start_ns=start_ns, end_ns=end_ns)
     first, last = trace.span_ns
-    jobs = getattr(whole, "jobs", None)  # an engine's trace: requests arrive before their first block starts
-    if jobs is not None and len(jobs):
-        first, last = min(first, int(jobs["arrival_ns"].min())), max(last, int(jobs["end_ns"].max()))
+    if isinstance(whole, EngineTrace) and len(whole.jobs):
+        # Requests arrive before their first block starts, and end after their last.
+        came, went = int(whole.jobs["arrival_ns"].min()), int(whole.jobs["end_ns"].max())
+        first, last = (min(first, came), max(last, went)) if len(trace.blocks) else (came, went)
     first = first if start_ns is None else start_ns
     last = max(first, last) if end_ns is None else end_ns
     if last < first:
         raise TraceError(f"a picture from {first} to {last} ns: end_ns must not be before start_ns")
     # More bins than nanoseconds would have no width.
     bins = max(1, min(bins, last - first))
-    return Picture(trace, whole, axis or time_axis(first, last - first), (first, last), group(trace, by), bins)
+    axis = axis or time_axis(first, last - first)
+    return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by == "model")
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:
@@ -136,6 +150,8 @@ def group(trace: Trace, by: By = "kernel") -> Groups:
         shown.append(f"{len(ran) - len(kept)} others")
     best: list[float | None] = [None] * len(shown)
     for launch, g in zip(trace.launches, of_launch, strict=True):
+        if by == "model":
+            break  # its kernels differ: no one occupancy is the model's
         at = int(place[g])
         if at < len(kept) and (fraction := theoretical(trace, launch)) is not None:
             best[at] = max(fraction, best[at] or 0.0)
@@ -165,10 +181,14 @@ def _labels(trace: Trace, by: By) -> list[str]:
         return kernels
     if by == "launch":
         return [f"{name} #{launch}" for name, launch in zip(kernels, launches["launch"], strict=True)]
+    if by == "model":
+        if not isinstance(trace, EngineTrace) or not trace.models:
+            raise TraceError("by='model': only the trace of an engine knows models; with engine.trace() as t: …")
+        return [trace.models[m] if m >= 0 else "no model's" for m in trace.model_of_launch()]
     if by == "stream":
         _, number = np.unique(launches["stream"], return_inverse=True)
         return [f"stream {n}" for n in number]
-    raise TraceError(f"by={by!r}: colours stand for a kernel, launch or stream, or what a mapping of kernel names says")
+    raise TraceError(f"by={by!r}: colours stand for kernel, launch, stream or model, or what a mapping of kernels says")
 
 
 # -- the views
@@ -186,6 +206,11 @@ def residency(picture: Picture) -> Occupancy2D:
     of_block = picture.groups.of_block
     means, edges = time_means(of_block, b["start_ns"], b["end_ns"], t.warps, n, *picture.window, picture.bins)
     return Occupancy2D(means / (t.device.n_sm * t.device.max_warps_per_sm), edges)
+
+
+def residency_title(picture: Picture, new_line: str) -> str:
+    limits = any(each is not None for each in picture.groups.theoretical)
+    return f"warps of the GPU{new_line}(dashed: theoretical)" if limits else "warps of the GPU"
 
 
 def ran(picture: Picture, g: int) -> NDArray[np.float64]:
@@ -272,6 +297,16 @@ def cells(picture: Picture, chart: Gantt) -> Cells:
     share = np.take_along_axis(shares, most[None], axis=0)[0]
     # Differences of large sums leave dust where nothing was.
     return Cells(np.where(share > 1e-9, most, -1), share, edges, depth)
+
+
+def on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
+    """Each from its own start on, all as long as the longest."""
+    longest = max(pictures, key=lambda p: p.axis.length_ns)
+    length, bins = longest.axis.length_ns, longest.bins
+    return [
+        replace(p, axis=time_axis(start, length), window=(start, start + length), bins=bins)
+        for p, start in ((p, p.axis.origin_ns) for p in pictures)
+    ]
 
 
 def short(name: str, most: int = 34) -> str:

@@ -13,7 +13,7 @@ from paellapy.viz.needs import need
 from paellapy.viz.palette import OTHERS, Theme, colours
 
 
-def explore(trace: Trace, *, by: By = "kernel", bins: int = BINS, theme: Theme = "light") -> Any:
+def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Theme = "light") -> Any:
     """A live figure for Jupyter: zoomed in far enough, bins become blocks with their own numbers.
 
     with pp.trace() as t: ...
@@ -24,7 +24,7 @@ def explore(trace: Trace, *, by: By = "kernel", bins: int = BINS, theme: Theme =
     whole = data.prepare(trace, by, bins=bins)
     axis = whole.axis
     # A kernel keeps its colour in windows where others do not run.
-    colour: dict[str, str] = defaultdict(lambda: OTHERS, colours(whole.groups.names))
+    colour: dict[str, str] = defaultdict(lambda: OTHERS, colours(whole.names))
     options: dict[str, Any] = {"by": by, "bins": bins, "theme": theme, "axis": axis, "colour": colour}
     figure = go.FigureWidget(build([trace], all_views(trace), **options))
 

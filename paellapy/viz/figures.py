@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from instrument.errors import TraceError
@@ -32,7 +31,8 @@ def plot(trace: Trace, **options: Any) -> Any:
 def plot_heatmap(trace: Trace, **options: Any) -> Any:
     """SM x time: resident warps / maximum.
 
-    Options of every plot: `by` = "kernel", "launch", "stream" or a mapping of kernel names says what gets a colour;
+    Options of every plot: `by` = "kernel", "launch", "stream", "model" or a mapping of kernel names says what gets a
+    colour: models in the trace of an engine, else kernels;
     `kernel`, `start_ns`, `end_ns` choose a part of the trace; `bins` on the time axis; `theme` = "light" or "dark".
     """
     return build([trace], (heatmap_view,), **options)
@@ -54,7 +54,10 @@ def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options
 
 
 def plot_requests(trace: Trace, **options: Any) -> Any:
-    """Requests of an engine's trace: queued (pale), launched, and their segments. Options as in `plot_heatmap`."""
+    """Requests of an engine's trace: queued (pale), launched, their segments (full), deadlines and lateness.
+
+    Options as in `plot_heatmap`.
+    """
     if requests(trace) is None:
         raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
     return build([trace], (requests_view,), **options)
@@ -73,7 +76,7 @@ def build(
     views: Sequence[View],
     labels: Sequence[str] | None = None,
     *,
-    by: By = "kernel",
+    by: By | None = None,
     kernel: str | int | None = None,
     start_ns: int | None = None,
     end_ns: int | None = None,
@@ -87,9 +90,9 @@ def build(
     style = look(theme)
     pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins, axis) for t in traces]
     if len(pictures) > 1:
-        pictures = _on_one_scale(pictures)
+        pictures = data.on_one_scale(pictures)
     tall = any(p.trace.device.n_sm > _FEW_SMS for p in pictures) and gantt_view in views
-    colour = colour or colours(name for p in pictures for name in p.groups.names)
+    colour = colour or colours(name for p in pictures for name in p.names)
     figure = subplots.make_subplots(
         rows=len(views),
         cols=len(pictures),
@@ -107,7 +110,7 @@ def build(
             place = Place(figure, row, column, colour, style, column == 1)
             place.legend = legend
             view(picture, place)
-            if not len(picture.trace.blocks):
+            if not len(picture.trace.blocks) and view is not requests_view:
                 say_empty(place)
         figure.update_xaxes(title_text=f"time ({picture.axis.unit})", row=len(views), col=column)
     figure.update_xaxes(range=[0, pictures[0].axis.length], showgrid=False)
@@ -146,7 +149,7 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
     )
     if requests_view in views:  # models' colours, beside the requests
         beside = figure.get_subplot(len(views), 1).yaxis.domain[1]
-        figure.update_layout(legend2={"x": 1.02, "y": beside, "xanchor": "left", "yanchor": "top", "title": "models"})
+        figure.update_layout(legend2={"x": 1.02, "y": beside, "xanchor": "left", "yanchor": "top", "title": "requests"})
     if warning:
         figure.add_annotation(
             text=f"⚠ {warning}",
@@ -161,16 +164,6 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
             align="left",
             font={"color": WARNING, "size": 13},
         )
-
-
-def _on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
-    """Each from its own start on, all as long as the longest."""
-    longest = max(pictures, key=lambda p: p.axis.length_ns)
-    length, bins = longest.axis.length_ns, longest.bins
-    return [
-        replace(p, axis=data.time_axis(start, length), window=(start, start + length), bins=bins)
-        for p, start in ((p, p.axis.origin_ns) for p in pictures)
-    ]
 
 
 def _wrapped(picture: Picture, label: str) -> str:

@@ -24,13 +24,16 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Writes the trace for ui.perfetto.dev: GPU, SMs, one track for each block that is resident at a time.
 
     Kernels are categories; launches are slices of their streams; occupancy and resident blocks are counters. An
-    engine's trace has its requests too, with their segments inside, and the queue's depth. Times are the trace's.
+    engine's trace has its requests too, with their segments inside, their deadlines, and the queue's depth. Times are
+    the trace's.
     """
     need("perfetto", "to_perfetto()")
     protos = need("perfetto.protos.perfetto.trace.perfetto_trace_pb2", "to_perfetto()")
     path = Path(path)
     spans = timeline.request_spans(trace)
-    file = _Writer(protos, [*trace.kernels, "request", *(span.name for span in spans)])
+    marks = timeline.deadline_marks(trace)
+    named = [*(span.name for span in spans), *(mark.name for mark in marks)]
+    file = _Writer(protos, [*trace.kernels, "request", *named])
     for uuid, parent, name, rank in _tracks(trace):
         file.track(uuid, parent, name, rank)
     _blocks(file, trace)
@@ -38,6 +41,8 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
     for lane in sorted({span.lane for span in spans}):
         file.track(_REQUESTS + 1 + lane, _REQUESTS, f"lane {lane}", lane)
     _requests(file, spans)
+    for mark in marks:
+        file.instant(_REQUESTS + 1 + mark.lane, mark.time_ns, file.number[mark.name], file.number["request"])
     _counters(file, trace)
     path.write_bytes(file.trace.SerializeToString())
     return path
@@ -48,6 +53,7 @@ def _counters(file: _Writer, trace: Trace) -> None:
         ("occupancy", "%", timeline.occupancy(trace), 100.0),
         ("resident blocks", "blocks", timeline.resident_blocks(trace), 1.0),
         ("queue depth", "requests", timeline.queue_depth(trace), 1.0),
+        ("requests running", "requests", timeline.requests_running(trace), 1.0),
     ]
     for i, (name, unit, counter, scale) in enumerate(found):
         if counter is not None:
@@ -122,12 +128,14 @@ def _requests(file: _Writer, spans: Sequence[timeline.Span]) -> None:
 class _Writer:
     """Packets of one sequence. Names are sent once and referred to by number: a trace has few names and many blocks."""
 
-    ARGUMENTS = ("block", "launch", "blocks", "warps", "registers", "shared_bytes", "request", "batch", "priority")
+    ARGUMENTS = ("block", "launch", "blocks", "warps", "registers", "shared_bytes", "request", "batch", "priority",
+                 "client", "status", "late_ns")  # fmt: skip
 
     def __init__(self, protos: Any, names: Sequence[str]) -> None:
         self.trace = protos.Trace()
         event, packet = protos.TrackEvent, protos.TracePacket
         self._begin, self._end, self._counter = event.TYPE_SLICE_BEGIN, event.TYPE_SLICE_END, event.TYPE_COUNTER
+        self._instant = event.TYPE_INSTANT
         self._flags = packet.SEQ_NEEDS_INCREMENTAL_STATE
         self._explicit = protos.TrackDescriptor.EXPLICIT
         self.number = {name: i for i, name in enumerate(dict.fromkeys(names), 1)}
@@ -155,6 +163,11 @@ class _Writer:
         event.category_iids.append(category)
         for argument, value in arguments.items():
             event.debug_annotations.add(name_iid=self._argument[argument], int_value=value)
+
+    def instant(self, track: int, time_ns: int, name: int, category: int) -> None:
+        event = self._event(track, time_ns, self._instant)
+        event.name_iid = name
+        event.category_iids.append(category)
 
     def end(self, track: int, time_ns: int) -> None:
         self._event(track, time_ns, self._end)

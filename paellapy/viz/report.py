@@ -44,7 +44,7 @@ def to_html(
     path: str | os.PathLike[str],
     title: str | None = None,
     *,
-    by: By = "kernel",
+    by: By | None = None,
     bins: int = BINS,
     theme: Theme = "light",
 ) -> Path:

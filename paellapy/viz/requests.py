@@ -1,7 +1,11 @@
-"""Requests of an engine's trace: queued, each segment that ran, done; one lane for each that is in flight at a time."""
+"""Requests of an engine's trace: queued, each segment that ran, done, deadlines and who missed them.
+
+One lane for each request that is in flight at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +18,17 @@ from instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import Picture, lanes
 from paellapy.viz.needs import need
-from paellapy.viz.palette import OKABE_ITO, rgba
+from paellapy.viz.palette import OKABE_ITO, OTHERS, WARNING, rgba
 from paellapy.viz.views import Place
+from scheduler.engine_trace import EngineTrace
+from scheduler.state import OK, STATUS
 
 MOST = 1500  # requests drawn: each is a bar for its wait, one for its run, and one for each segment
+ROOM = 24  # lanes are kept free up to the deadlines where that takes no more of them than this
+
+QUEUED, LAUNCHED, SEGMENTS, LATE = "queued", "launched", "segments", "late"
+STRENGTH = {QUEUED: 0.25, LAUNCHED: 0.55, SEGMENTS: 1.0}  # of a model's colour
+HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.22}  # of a lane; lateness is a stripe along its lower edge
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,110 +39,212 @@ class Requests:
     lane: NDArray[np.int64]  # of each job
     job_of: NDArray[np.int64]  # pairs: this job …
     segment_of: NDArray[np.int64]  # … ran in this segment, with the others of its batch
+    due: NDArray[np.int64]  # jobs whose deadline has a mark: nobody else is in their lane by then
     left_out: int  # the quickest, where there are too many
+
+    @property
+    def launch_ns(self) -> NDArray[np.int64]:
+        """When each stopped waiting. The core stamps a launch with the time its step began, and a request may have
+        arrived since; one that was never launched waited to its end."""
+        ran = self.jobs["start_ns"] >= 0
+        until = np.where(ran, self.jobs["start_ns"], self.jobs["end_ns"])
+        launched: NDArray[np.int64] = np.maximum(until, self.jobs["arrival_ns"])
+        return launched
+
+    @property
+    def late(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (self.jobs["deadline_ns"] >= 0) & (self.jobs["end_ns"] > self.jobs["deadline_ns"])
+        return found
+
+    @property
+    def unanswered(self) -> NDArray[np.bool_]:
+        """Expired, cancelled, refused, …"""
+        found: NDArray[np.bool_] = self.jobs["status"] != OK
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bars:
+    what: str
+    job: NDArray[np.int64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    segment: NDArray[np.int64] | None = None
 
 
 def requests(trace: Trace, most: int | None = None) -> Requests | None:
     """What an `EngineTrace` knows about requests, the slowest `most` of them; None of other traces."""
-    jobs: Records | None = getattr(trace, "jobs", None)
-    if jobs is None or not len(jobs):
+    if not isinstance(trace, EngineTrace) or not len(trace.jobs):
         return None
-    whole = len(jobs)
-    if most is not None and whole > most:
+    jobs, segments = trace.jobs, trace.segments
+    if most is not None and len(jobs) > most:
         slowest = np.argsort(jobs["arrival_ns"] - jobs["end_ns"], kind="stable")[:most]
         jobs = jobs[np.sort(slowest)]
-    jobs = jobs[np.argsort(jobs["arrival_ns"], kind="stable")]
-    segments: Records = getattr(trace, "segments", jobs[:0])
-    pairs: list[tuple[int, int]] = []
+    job_of, segment_of = _segments_of(jobs, segments)
+    lane, due = _lanes(jobs)
+    return Requests(jobs, segments, trace.models, lane, job_of, segment_of, due, len(trace.jobs) - len(jobs))
+
+
+def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs of a job and a segment of its lane that started while it ran."""
+    of_lane = {int(lane): np.flatnonzero(segments["lane"] == lane) for lane in np.unique(segments["lane"])}
+    found: list[tuple[int, int]] = []
     for i, job in enumerate(jobs):
-        if job["start_ns"] >= 0:
-            inside = (segments["start_ns"] >= job["start_ns"]) & (segments["start_ns"] <= job["end_ns"])
-            pairs += [(i, int(s)) for s in np.flatnonzero(inside & (segments["lane"] == job["lane"]))]
-    job_of, segment_of = np.array(pairs, np.int64).reshape(-1, 2).T
-    lane = lanes(np.zeros(len(jobs), np.int64), jobs["arrival_ns"], jobs["end_ns"])
-    return Requests(jobs, segments, getattr(trace, "models", ()), lane, job_of, segment_of, whole - len(jobs))
+        mine = of_lane.get(int(job["lane"]))
+        if job["start_ns"] >= 0 and mine is not None:
+            first, last = np.searchsorted(segments["start_ns"][mine], (job["start_ns"], job["end_ns"] + 1))
+            found += [(i, int(s)) for s in mine[first:last]]
+    job_of, segment_of = np.array(found, np.int64).reshape(-1, 2).T
+    return job_of, segment_of
+
+
+def _lanes(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each job's lane, and the jobs whose deadline can be marked there without lying in another's bar."""
+    everybody = np.zeros(len(jobs), np.int64)
+    with_deadline = jobs["deadline_ns"] >= 0
+    until = np.where(with_deadline, np.maximum(jobs["end_ns"], jobs["deadline_ns"]), jobs["end_ns"])
+    roomy = lanes(everybody, jobs["arrival_ns"], until)
+    if roomy.max() < ROOM:
+        return roomy, np.flatnonzero(with_deadline)
+    tight = lanes(everybody, jobs["arrival_ns"], jobs["end_ns"])
+    order = np.lexsort((jobs["arrival_ns"], tight))
+    following = np.full(len(jobs), np.iinfo(np.int64).max)
+    same = tight[order[1:]] == tight[order[:-1]]
+    following[order[:-1][same]] = jobs["arrival_ns"][order[1:][same]]
+    return tight, np.flatnonzero(with_deadline & (jobs["deadline_ns"] <= following))
+
+
+def bars(seen: Requests) -> Iterator[Bars]:
+    """What is drawn of requests, each over the ones before it."""
+    jobs, launch = seen.jobs, seen.launch_ns
+    everybody = np.arange(len(jobs))
+    yield Bars(QUEUED, everybody, jobs["arrival_ns"], launch)
+    ran = np.flatnonzero(jobs["start_ns"] >= 0)
+    yield Bars(LAUNCHED, ran, launch[ran], jobs["end_ns"][ran])
+    s = seen.segments[seen.segment_of]
+    yield Bars(SEGMENTS, seen.job_of, s["start_ns"], s["end_ns"], seen.segment_of)
+    late = np.flatnonzero(seen.late)
+    since = np.maximum(jobs["deadline_ns"][late], jobs["arrival_ns"][late])
+    yield Bars(LATE, late, since, jobs["end_ns"][late])
+
+
+def colour_of_models(seen: Requests, colour: dict[str, str] | Any, by_model: bool) -> dict[str, str]:
+    """As the blocks', where those stand for models; else from the middle of the palette on, since its first colours
+    are kernels."""
+    if by_model:
+        return {name: colour.get(name, OTHERS) for name in seen.models}
+    return {name: OKABE_ITO[(i + 3) % len(OKABE_ITO)] for i, name in enumerate(seen.models)}
+
+
+def axis_title(seen: Requests, new_line: str) -> str:
+    if not seen.left_out:
+        return "requests"
+    return f"requests{new_line}(slowest {len(seen.jobs):,} of {len(seen.jobs) + seen.left_out:,})"
+
+
+# -- plotly
 
 
 def requests_view(picture: Picture, place: Place) -> None:
-    """Pale: queued. Medium: launched. Full: its segments. Colours stand for models, in a legend of their own."""
+    """Pale: queued. Medium: launched. Full: its segments. Colours stand for models; a stripe below: late."""
     seen = requests(picture.whole, MOST)
     if seen is None:
         return
-    jobs = seen.jobs
-    names = list(seen.models)
-    # From the middle of the palette on: in this figure its first colours are kernels.
-    colour = {name: OKABE_ITO[(i + 3) % len(OKABE_ITO)] for i, name in enumerate(names)}
-    ran = jobs["start_ns"] >= 0
-    # The core stamps a launch with the time its step began: a request may have arrived since.
-    until = np.maximum(np.where(ran, jobs["start_ns"], jobs["end_ns"]), jobs["arrival_ns"])
-    for m, name in enumerate(names):
-        of = jobs["model"] == m
-        if not of.any():
-            continue
-        facts = [_facts(job, name) for job in jobs[of]]
-        _bars(picture, place, seen.lane[of], jobs["arrival_ns"][of], until[of], rgba(colour[name], 0.25), name, facts,
-              "queued")  # fmt: skip
-        both = of & ran
-        facts = [_facts(job, name) for job in jobs[both]]
-        _bars(picture, place, seen.lane[both], until[both], jobs["end_ns"][both], rgba(colour[name], 0.6),
-              name, facts, "launched")  # fmt: skip
-        mine = of[seen.job_of]
-        s = seen.segments[seen.segment_of[mine]]
-        facts = [_segment_facts(job, each, name) for job, each in zip(jobs[seen.job_of[mine]], s, strict=True)]
-        _bars(picture, place, seen.lane[seen.job_of[mine]], s["start_ns"], s["end_ns"], colour[name], name, facts,
-              "segments", legend=True)  # fmt: skip
-    title = "requests" if not seen.left_out else f"requests<br>(slowest {len(jobs):,} of {len(jobs) + seen.left_out:,})"
-    place.axes(title, range=[int(seen.lane.max()) + 0.5, -0.5], showticklabels=False)
+    colour = colour_of_models(seen, place.colour, picture.by_model)
+    shown: list[Bars] = list(bars(seen))
+    for m, name in enumerate(seen.models):
+        if (seen.jobs["model"] == m).any():
+            for each in shown[:-1]:
+                _bars(picture, place, seen, each, m, colour[name])
+    _bars(picture, place, seen, shown[-1], None, WARNING)
+    _marks(picture, place, seen)
+    place.axes(axis_title(seen, "<br>"), range=[int(seen.lane.max()) + 0.5, -0.5], showticklabels=False)
 
 
-def _bars(
-    picture: Picture,
-    place: Place,
-    lane: NDArray[np.int64],
-    start_ns: NDArray[np.int64],
-    end_ns: NDArray[np.int64],
-    colour: str,
-    model: str,
-    facts: list[str],
-    what: str,
-    legend: bool = False,
-) -> None:
+def _bars(picture: Picture, place: Place, seen: Requests, which: Bars, model: int | None, colour: str) -> None:
+    """The bars of one model, or of all."""
     go = need("plotly.graph_objects", "request lanes")
-    shown = legend and f"model {model}" not in place.legend
-    if shown:
-        place.legend.add(f"model {model}")
+    of = np.ones(len(which.job), bool) if model is None else seen.jobs["model"][which.job] == model
+    if model is None and not of.any():
+        return
+    job, start, end = which.job[of], which.start_ns[of], which.end_ns[of]
+    lane = seen.lane[job] + (0.4 - HEIGHT[LATE] / 2 if which.what == LATE else 0)
+    if which.segment is None:
+        facts = [job_facts(seen, j) for j in job.tolist()]
+    else:
+        pairs = zip(job.tolist(), which.segment[of].tolist(), strict=True)
+        facts = [segment_facts(seen, j, s) for j, s in pairs]
     place.add(
         go.Bar(
             orientation="h",
-            base=picture.axis.of(start_ns),
-            x=(end_ns - start_ns) / picture.axis.ns_per_unit,
+            base=picture.axis.of(start),
+            x=(end - start) / picture.axis.ns_per_unit,
             y=lane,
-            width=0.8,
-            marker={"color": colour, "line": {"width": 0}},
+            width=HEIGHT[which.what],
+            marker={"color": rgba(colour, STRENGTH.get(which.what, 1.0)), "line": {"width": 0}},
             text=facts,
             textposition="none",
-            hovertemplate=f"%{{text}}<br>{what} from %{{base:.6~g}} {picture.axis.unit}<extra></extra>",
-            name=data.short(model).replace("<", "&lt;"),
-            legend="legend2",
-            legendgroup=f"model {model}",
-            showlegend=shown,
-            meta=what,
+            hovertemplate=f"%{{text}}<br>{which.what} from %{{base:.6~g}} {picture.axis.unit}<extra></extra>",
+            meta=which.what,
+            **_legend(picture, place, LATE if model is None else seen.models[model], which.what in (SEGMENTS, LATE)),
         )
     )
 
 
-def _facts(job: Any, model: str) -> str:
-    from scheduler.state import STATUS  # the engine's names: only engine traces come here
+def _marks(picture: Picture, place: Place, seen: Requests) -> None:
+    """Deadlines, and a cross where a request ended without an answer."""
+    go = need("plotly.graph_objects", "request lanes")
+    lost = np.flatnonzero(seen.unanswered)
+    kinds = (
+        ("deadline", seen.due, seen.jobs["deadline_ns"], "line-ns-open", place.look.ink),
+        ("not answered", lost, seen.jobs["end_ns"], "x-thin-open", WARNING),
+    )
+    for name, job, at_ns, symbol, colour in kinds:
+        if len(job):
+            mark = {"symbol": symbol, "size": 9, "color": colour, "line": {"width": 2, "color": colour}}
+            place.add(
+                go.Scatter(
+                    mode="markers",
+                    x=picture.axis.of(at_ns[job]),
+                    y=seen.lane[job],
+                    marker=mark,
+                    text=[job_facts(seen, j) for j in job.tolist()],
+                    hovertemplate=f"%{{text}}<br>{name} at %{{x:.6~g}} {picture.axis.unit}<extra></extra>",
+                    meta=name,
+                    **_legend(picture, place, name, True),
+                )
+            )
 
-    waited = max(int((job["start_ns"] if job["start_ns"] >= 0 else job["end_ns"]) - job["arrival_ns"]), 0)
-    lasted = int(job["end_ns"] - job["arrival_ns"])
+
+def _legend(picture: Picture, place: Place, name: str, wanted: bool) -> dict[str, Any]:
+    """Beside the requests, unless the blocks above have the same names and colours."""
+    group = name if picture.by_model else f"model {name}"
+    shown = wanted and group not in place.legend
+    if shown:
+        place.legend.add(group)
+    legend = "legend" if picture.by_model and len(picture.groups.names) else "legend2"
+    return {"name": data.short(name).replace("<", "&lt;"), "legendgroup": group, "showlegend": shown, "legend": legend}
+
+
+# -- words
+
+
+def job_facts(seen: Requests, j: int) -> str:
+    job = seen.jobs[j]
+    waited, lasted = int(seen.launch_ns[j] - job["arrival_ns"]), int(job["end_ns"] - job["arrival_ns"])
+    due = ""
+    if job["deadline_ns"] >= 0:
+        left = int(job["deadline_ns"] - job["end_ns"])
+        due = f"<br>{readable_time(abs(left))} {'after its deadline' if left < 0 else 'before its deadline'}"
     return (
-        f"{model}, request {job['request']}: {STATUS[job['status']]}<br>{readable_time(lasted)} in all, "
-        f"{readable_time(waited)} queued, batch of {job['batch']}<br>client {job['client']}, priority {job['priority']}"
+        f"{seen.models[job['model']]}, request {job['request']}: {STATUS[job['status']]}<br>{readable_time(lasted)} in "
+        f"all, {readable_time(waited)} queued, batch of {job['batch']}<br>client {job['client']}, priority "
+        f"{job['priority']}{due}"
     )
 
 
-def _segment_facts(job: Any, segment: Any, model: str) -> str:
+def segment_facts(seen: Requests, j: int, s: int) -> str:
+    job, segment = seen.jobs[j], seen.segments[s]
     which = "the whole program" if segment["segment"] < 0 else f"segment {segment['segment']}"
     lasted = readable_time(int(segment["end_ns"] - segment["start_ns"]))
-    return f"{model}, request {job['request']}<br>{which}: {segment['blocks']} blocks, {lasted}"
+    return f"{seen.models[job['model']]}, request {job['request']}<br>{which}: {segment['blocks']} blocks, {lasted}"

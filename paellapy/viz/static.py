@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.trace import Trace
 from paellapy.viz import data
+from paellapy.viz import requests as rq
 from paellapy.viz.data import BINS, By, Picture
 from paellapy.viz.needs import need
-from paellapy.viz.palette import SCALE, WARNING, Theme, colours, look, paler
+from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, paler
 
-ViewName = Literal["all", "heatmap", "gantt", "residency"]
+ViewName = Literal["all", "heatmap", "gantt", "residency", "requests"]
 
 
 def save_figure(
     trace: Trace,
     path: str | os.PathLike[str],
-    view: ViewName = "all",
+    view: ViewName | Sequence[ViewName] = "all",
     *,
-    by: By = "kernel",
+    by: By | None = None,
     kernel: str | int | None = None,
     start_ns: int | None = None,
     end_ns: int | None = None,
@@ -36,58 +38,124 @@ def save_figure(
     """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format.
 
     >>> from paellapy import examples
-    >>> save_figure(examples.load("virtual-h200-gemm-tail"), "/dev/null.txt")
+    >>> save_figure(examples.load(examples.names()[0]), "/dev/null.txt")
     Traceback (most recent call last):
     instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
     """
+    path = _checked(path)
+    picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
+    return _write(draw([picture], view, theme, size_inches), path, dpi)
+
+
+def save_comparison(
+    a: Trace,
+    b: Trace,
+    path: str | os.PathLike[str],
+    view: ViewName | Sequence[ViewName] = "all",
+    *,
+    labels: tuple[str, str] = ("a", "b"),
+    by: By | None = None,
+    bins: int = BINS,
+    theme: Theme = "light",
+    size_inches: tuple[float, float] | None = None,
+    dpi: int = 160,
+) -> Path:
+    """Draws two traces side by side, on axes of one scale: two policies, or virtual against real."""
+    path = _checked(path)
+    pictures = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
+    return _write(draw(pictures, view, theme, size_inches, labels), path, dpi)
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise TraceError(f"{path}: a figure is saved as .png, .svg or .pdf")
-    picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
-    figure = draw(picture, view, theme, size_inches)
-    with need("matplotlib", "save_figure()").rc_context({"svg.fonttype": "none"}):  # text stays text, to be edited
-        figure.savefig(path, dpi=dpi)
     return path
 
 
-def draw(picture: Picture, view: ViewName, theme: Theme, size_inches: tuple[float, float] | None = None) -> Any:
-    """The matplotlib figure."""
+def _write(figure: Any, path: Path, dpi: int) -> Path:
+    # Text stays text, to be edited; and the same trace gives the same bytes.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "paellapy"}
+    with need("matplotlib", "save_figure()").rc_context(settings):
+        figure.savefig(path, dpi=dpi, metadata=None if path.suffix == ".png" else {_DATE[path.suffix]: None})
+    return path
+
+
+_DATE = {".svg": "Date", ".pdf": "CreationDate"}
+
+
+def draw(
+    pictures: Sequence[Picture],
+    view: ViewName | Sequence[ViewName],
+    theme: Theme,
+    size_inches: tuple[float, float] | None = None,
+    labels: Sequence[str] = (),
+) -> Any:
+    """The matplotlib figure: a column for each picture, a row for each view."""
     style = need("matplotlib.style", "save_figure()")
     figures = need("matplotlib.figure", "save_figure()")
-    if view != "all" and view not in _VIEWS:
-        raise TraceError(f"there is no view {view!r}, only all, {', '.join(_VIEWS)}")
-    chosen = [_VIEWS[name] for name in (_VIEWS if view == "all" else [view])]
+    chosen = _chosen(pictures, view)
     with style.context(look(theme).matplotlib):
-        figure = figures.Figure(figsize=size_inches or (8, 2.9 * len(chosen)), layout="constrained")
-        heights = [1 if add is residency_view else 2 for add in chosen]
-        axes = figure.subplots(len(chosen), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        colour = colours(picture.groups.names)
-        for ax, add in zip(axes, chosen, strict=True):
-            add(picture, ax, colour, look(theme).ground)
-            if not len(picture.trace.blocks):
-                ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
-        axes[-1].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))
-        figure.suptitle(picture.title, fontsize=10, x=0.01, ha="left")
-        if picture.warning:
-            figure.supxlabel(f"⚠ {picture.warning}", fontsize=8, color=WARNING, x=0.01, ha="left")
+        size = size_inches or (8 if len(pictures) == 1 else 11, 2.9 * len(chosen))
+        figure = figures.Figure(figsize=size, layout="constrained")
+        heights = [1 if name == "residency" else 2 for name in chosen]
+        axes = figure.subplots(
+            len(chosen), len(pictures), sharex=True, sharey="row", squeeze=False, height_ratios=heights
+        )
+        colour = colours(name for p in pictures for name in p.names)
+        for column, picture in enumerate(pictures):
+            for ax, name in zip(axes[:, column], chosen, strict=True):
+                _VIEWS[name](picture, ax, colour, look(theme))
+                if column:
+                    ax.set_ylabel("")
+                if not len(picture.trace.blocks) and name != "requests":
+                    ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
+            axes[-1, column].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))
+        _title(figure, axes, pictures, labels)
+        _legend(figure, pictures, chosen, colour, look(theme))
+        warning = "; ".join(p.warning for p in pictures if p.warning)
+        if warning:
+            figure.supxlabel(f"⚠ {warning}", fontsize=8, color=WARNING, x=0.01, ha="left")
     return figure
 
 
-def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -> None:
+def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) -> list[str]:
+    wanted: list[str] = [view] if isinstance(view, str) else list(view)
+    if unknown := [name for name in wanted if name != "all" and name not in _VIEWS]:
+        raise TraceError(f"there is no view {unknown[0]!r}, only all, {', '.join(_VIEWS)}")
+    there = [rq.requests(p.whole) is not None for p in pictures]
+    if "requests" in wanted and not all(there):
+        raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
+    if "all" in wanted:
+        return [name for name in _VIEWS if name != "requests" or any(there)]
+    return wanted
+
+
+def _title(figure: Any, axes: Any, pictures: Sequence[Picture], labels: Sequence[str]) -> None:
+    if len(pictures) == 1:
+        figure.suptitle(pictures[0].title, fontsize=10, x=0.01, ha="left")
+        return
+    for ax, picture, label in zip(axes[0], pictures, labels, strict=True):
+        ax.set_title(f"{label}\n", fontsize=11, fontweight="bold", loc="left")
+        ax.text(0, 1.02, picture.title, transform=ax.transAxes, fontsize=8, va="bottom")
+
+
+def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
     seen = data.heat(picture)
     image = ax.imshow(
         seen.resident, cmap=SCALE, vmin=0, vmax=1, aspect="auto", interpolation="none", extent=_extent(picture)
     )
-    ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
+    if ax.get_subplotspec().is_last_col():
+        ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
     ax.set_ylabel("SM")
     ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
 
 
-def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -> None:
+def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
     chart = data.gantt(picture)
     names = picture.groups.names
     if len(chart.blocks) <= data.EXACT_BLOCKS:
-        _bars(picture, ax, colour, chart, ground)
+        _bars(picture, ax, colour, chart, style.ground)
     else:
         cells = data.cells(picture, chart)
         paint = np.zeros((*cells.group.shape, 4))
@@ -95,25 +163,62 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
         paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
         ax.imshow(paint, aspect="auto", interpolation="none", extent=_extent(picture))
-    _legend(ax, colour, names)
     ax.set_ylabel("SM, one lane per block")
     ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
     ax.set_ylim(picture.trace.device.n_sm - 0.5, -0.5)
 
 
 def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
-    collections = need("matplotlib.collections", "a Gantt chart")
-    b, middle, half = chart.blocks, chart.middle(), chart.height() / 2
-    left, right = picture.axis.of(b["start_ns"]), picture.axis.of(b["end_ns"])
-    corners = np.stack([left, middle - half, right, middle - half, right, middle + half, left, middle + half], axis=1)
+    b = chart.blocks
     of_group = np.array([[colour[name], paler(colour[name], ground)] for name in picture.groups.names]).reshape(-1, 2)
     paint = of_group[picture.groups.of_block, chart.second().astype(int)]
-    shapes = collections.PolyCollection(corners.reshape(-1, 4, 2), facecolors=paint.tolist(), linewidths=0)
+    _boxes(picture, ax, b["start_ns"], b["end_ns"], chart.middle(), chart.height(), paint.tolist())
+
+
+def _boxes(
+    picture: Picture,
+    ax: Any,
+    start_ns: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+    middle: NDArray[np.float64],
+    height: float,
+    paint: list[str],
+) -> None:
+    collections = need("matplotlib.collections", "a picture")
+    left, right = picture.axis.of(start_ns), picture.axis.of(end_ns)
+    low, high = middle - height / 2, middle + height / 2
+    corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
+    shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
     shapes.set_snap(False)  # lanes thinner than a pixel become paler instead of a whole pixel or none
     ax.add_collection(shapes)
 
 
-def residency_view(picture: Picture, ax: Any, colour: dict[str, str], ground: str) -> None:
+def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
+    seen = rq.requests(picture.whole, rq.MOST)
+    if seen is None:
+        return
+    of_model = rq.colour_of_models(seen, colour, picture.by_model)
+    paint = np.array([of_model[name] for name in seen.models])
+    for each in rq.bars(seen):
+        lane, height = seen.lane[each.job].astype(float), rq.HEIGHT[each.what]
+        late = each.what == rq.LATE
+        if late:
+            lane = lane + 0.4 - height / 2
+        tones = [WARNING] * len(lane) if late else [
+            paler(tone, style.ground, rq.STRENGTH[each.what]) for tone in paint[seen.jobs["model"][each.job]]
+        ]  # fmt: skip
+        _boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
+    lost = np.flatnonzero(seen.unanswered)
+    size = 30 if seen.lane.max() < rq.ROOM else 12
+    ax.scatter(picture.axis.of(seen.jobs["deadline_ns"][seen.due]), seen.lane[seen.due], s=size, marker="|",
+               color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
+    ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
+    ax.set(ylabel=rq.axis_title(seen, "\n"), yticks=[])
+    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # two columns have one scale
+    ax.set_ylim(below, -0.5)
+
+
+def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
     seen = data.residency(picture)
     edges = picture.axis.of(seen.edges_ns)
     for g, name in enumerate(picture.groups.names):
@@ -122,18 +227,40 @@ def residency_view(picture: Picture, ax: Any, colour: dict[str, str], ground: st
         allowed = picture.groups.theoretical[g]
         if allowed is not None:
             ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
-    ax.set(ylabel="warps of the GPU\n(dashed: theoretical)", ylim=(0, 1.05))
+    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, 1.05))
     ax.yaxis.set_major_formatter(_percent())
-    if ax.get_subplotspec().is_first_row():
-        _legend(ax, colour, picture.groups.names)
 
 
-def _legend(ax: Any, colour: dict[str, str], names: Sequence[str]) -> None:
-    patches = need("matplotlib.patches", "a legend")
-    if names:
-        marks = [patches.Patch(color=colour[name], label=data.short(name)) for name in names]
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "ncols": 4}  # above the axes
-        ax.legend(handles=marks, fontsize=7, frameon=False, **place)
+def _legend(
+    figure: Any, pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[str, str], style: Look
+) -> None:
+    """One for the figure, below it: what has a colour, and the signs in request lanes."""
+    patches, lines = need("matplotlib.patches", "a legend"), need("matplotlib.lines", "a legend")
+    shown: dict[str, str] = {}
+    if set(chosen) != {"heatmap"}:
+        there = {name for p in pictures for name in p.names}
+        shown = {name: tone for name, tone in colour.items() if name in there}
+    marks: list[Any] = []
+    if "requests" in chosen:
+        for p in pictures:
+            seen = rq.requests(p.whole, rq.MOST)
+            if seen is not None and not p.by_model:
+                shown |= rq.colour_of_models(seen, colour, False)
+        found = [each for p in pictures if (each := rq.requests(p.whole, rq.MOST)) is not None]
+        grey = "#808080"
+        marks = [patches.Patch(color=paler(grey, style.ground, rq.STRENGTH[what]), label=label) for what, label in
+                 ((rq.QUEUED, "queued"), (rq.LAUNCHED, "launched"), (rq.SEGMENTS, "on the GPU"))]  # fmt: skip
+        dot: dict[str, Any] = {"linestyle": "none", "markersize": 8}
+        if any(len(each.due) for each in found):
+            marks.append(lines.Line2D([], [], marker="|", color=style.ink, label="deadline", **dot))
+        if any(each.late.any() for each in found):
+            marks.append(patches.Patch(color=WARNING, label="late"))
+        if any(each.unanswered.any() for each in found):
+            marks.append(lines.Line2D([], [], marker="x", color=WARNING, label="not answered", **dot))
+    handles = [*(patches.Patch(color=tone, label=data.short(name)) for name, tone in shown.items()), *marks]
+    if handles:
+        columns = min(len(handles), 8)
+        figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def _extent(picture: Picture) -> tuple[float, float, float, float]:
@@ -144,8 +271,9 @@ def _percent() -> Any:
     return need("matplotlib.ticker", "a picture").PercentFormatter(1, decimals=0)
 
 
-_VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], str], None]] = {
+_VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {
     "heatmap": heatmap_view,
     "gantt": gantt_view,
     "residency": residency_view,
+    "requests": requests_view,
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.records import Records
 from instrument.summary import runs
 from instrument.trace import Trace
 from paellapy.viz.data import lanes
@@ -94,11 +95,13 @@ def request_spans(trace: Trace) -> list[Span]:
     segments_of: dict[int, list[int]] = {}
     for job, segment in zip(seen.job_of.tolist(), seen.segment_of.tolist(), strict=True):
         segments_of.setdefault(job, []).append(segment)
-    spans = []
+    spans, launch_ns = [], seen.launch_ns
     for i, job in enumerate(seen.jobs):
         lane, arrival, end = int(seen.lane[i]), int(job["arrival_ns"]), int(job["end_ns"])
-        start = end if job["start_ns"] < 0 else max(int(job["start_ns"]), arrival)
-        numbers = {name: int(job[name]) for name in ("request", "batch", "priority")}
+        start = int(launch_ns[i])
+        numbers = {name: int(job[name]) for name in ("request", "batch", "priority", "client", "status")}
+        if job["deadline_ns"] >= 0:
+            numbers["late_ns"] = max(0, end - int(job["deadline_ns"]))
         spans.append(Span(lane, seen.models[job["model"]], arrival, end, numbers))
         spans.append(Span(lane, "queued", arrival, start, {}))
         at = start
@@ -112,11 +115,37 @@ def request_spans(trace: Trace) -> list[Span]:
     return spans
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    lane: int
+    name: str
+    time_ns: int
+
+
+def deadline_marks(trace: Trace) -> list[Mark]:
+    """Deadlines of requests, as far as nobody else is in their lane by then; missed ones are called so."""
+    seen = requests(trace)
+    if seen is None:
+        return []
+    late = seen.late
+    names = ("deadline", "deadline missed")
+    return [Mark(int(seen.lane[i]), names[int(late[i])], int(seen.jobs["deadline_ns"][i])) for i in seen.due.tolist()]
+
+
 def queue_depth(trace: Trace) -> Counter | None:
     """Requests that have arrived and are not launched yet."""
     seen = requests(trace)
+    return None if seen is None else _present(seen.jobs["arrival_ns"], seen.launch_ns, _each(seen.jobs))
+
+
+def requests_running(trace: Trace) -> Counter | None:
+    """Requests that are launched and have not ended."""
+    seen = requests(trace)
     if seen is None:
         return None
-    jobs = seen.jobs
-    left = np.where(jobs["start_ns"] < 0, jobs["end_ns"], np.maximum(jobs["start_ns"], jobs["arrival_ns"]))
-    return _present(jobs["arrival_ns"], left, np.ones(len(jobs), np.int64))
+    ran = seen.jobs["start_ns"] >= 0
+    return _present(seen.launch_ns[ran], seen.jobs["end_ns"][ran], _each(seen.jobs[ran]))
+
+
+def _each(rows: Records) -> NDArray[np.int64]:
+    return np.ones(len(rows), np.int64)
