@@ -110,6 +110,10 @@ class Backend(ABC):
 
     # -- common to all
 
+    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        """Every batch size once: scratch memory of a lane, and what other libraries' allocators take beside it."""
+        return max(self.rehearse(model, weights, batch) for batch in model.batch), 0
+
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
         """Compiles and tunes by running the function, then counts the scratch memory of a second run."""
         inputs, outputs = self._temporaries(model, batch)
@@ -126,6 +130,10 @@ class Backend(ABC):
         if not counting.launches and not self.foreign_kernels:
             raise CaptureError(f"model {model.name!r} launches no kernel at batch {batch}")
         return counting.scratch_bytes
+
+    def sm_totals(self) -> tuple[float, Any, Any] | None:
+        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known."""
+        return None
 
     foreign_kernels = False  # whether kernels other than ours can be captured
 

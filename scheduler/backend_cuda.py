@@ -25,6 +25,7 @@ from scheduler.capture import ModelCapture
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
 from scheduler.cuda_loop import BROKEN, serve
+from scheduler.cuda_torch import TorchPool, torch_in_use
 from scheduler.engine_trace import TracedBlocks, TracedPiece
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel, device_lock
@@ -55,6 +56,7 @@ class CudaMemory(Memory):
         self._pinned = int(pinned)
         self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
         self.host[:] = 0
+        self.torch_pool: TorchPool | None = None
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self._ptr + offset, shape, dtype)
@@ -65,6 +67,9 @@ class CudaMemory(Memory):
             self._device.free(self._ptr)
             driver().cuMemFreeHost(self._pinned)
             self._pinned, self.host = 0, np.empty(0, np.uint8)
+            if self.torch_pool is not None:
+                self.torch_pool.free()
+                self.torch_pool = None
 
 
 class CudaBackend(Backend):
@@ -87,6 +92,7 @@ class CudaBackend(Backend):
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._trace: _CudaTrace | None = None
+        self._trial: TorchPool | None = None  # while a model is rehearsed
 
     def default_memory_bytes(self) -> int:
         self.device.activate()
@@ -102,18 +108,38 @@ class CudaBackend(Backend):
 
     def upload(self, model: Model) -> Arrays:
         self.device.activate()
-        return {name: self.device.array(value) for name, value in model.weights.items()}
+        return model.place(self.device)
 
     # -- programs
 
     @contextlib.contextmanager
     def counting(self, capture: ModelCapture) -> Iterator[None]:
-        with cupy_in_arena(self.device, None, capture.empty):
+        torch_memory = self._trial.on(None) if self._trial else contextlib.nullcontext()
+        with cupy_in_arena(self.device, None, capture.empty), torch_memory:
             yield
 
+    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        if not torch_in_use(model.uses_torch):
+            return super().rehearse_all(model, weights)
+        self._trial = TorchPool(self.device.index)
+        try:
+            scratch, _ = super().rehearse_all(model, weights)
+            return scratch, self._trial.nbytes
+        finally:
+            self._trial.free()
+            self._trial = None
+
     def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
+        return self.capture_traced(lane, weights, batch, cuts)[0]
+
+    def capture_traced(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> tuple[Program, list[int]]:
+        """Also under which id each node's blocks appear in a trace that is under way."""
         self.device.activate()
-        return capture_program(self.device, self._capture_stream, lane, weights, batch, cuts)[0]
+        memory = lane.memory
+        assert isinstance(memory, CudaMemory)
+        if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
+            memory.torch_pool = TorchPool(self.device.index)
+        return capture_program(self.device, self._capture_stream, lane, weights, batch, cuts, memory.torch_pool)
 
     def node_times_ns(self, program: Program) -> list[float]:
         return node_times_ns(program.body, self._capture_stream.handle)
@@ -270,10 +296,7 @@ class _CudaTrace:
     def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
         backend = self._backend
         cuts = loaded.profiles[size].cuts
-        backend.device.activate()
-        program, ids = capture_program(
-            backend.device, backend._capture_stream, lane, loaded.weights, loaded.model.batch[size], cuts
-        )
+        program, ids = backend.capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
         try:
             traced = backend.cut(program, plain.bounds, lane)
         finally:

@@ -63,7 +63,7 @@ class Piece:
 
     def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
         self.items, self.steps = items, steps
-        self.kernels = [item for item in items if item.launcher is not None]
+        self.kernels = [item for item in items if item.node.kind == "kernel"]
 
     def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> tuple[int, int]:
         """Puts the piece on a stream; the handles of its first and last command. `first_id` 0 leaves no trace."""
@@ -111,7 +111,7 @@ class VirtualBackend(Backend):
         return VirtualMemory(plan.device_bytes, plan.host_bytes)
 
     def upload(self, model: Model) -> Arrays:
-        return {name: self.device.array(value) for name, value in model.weights.items()}
+        return model.place(self.device)
 
     # -- programs
 
@@ -134,8 +134,7 @@ class VirtualBackend(Backend):
         if key not in self._costs:
             found: list[BlockCost | None] = []
             for item in program.body:
-                cost = item.run()
-                found.append(None if cost is None else item.launcher.block_cost(cost, item.values))
+                found.append(item.block_cost())
             self._costs[key] = found
         return self._costs[key]
 
@@ -305,6 +304,10 @@ class VirtualBackend(Backend):
             return None
         return max(0.0, (soonest - time.monotonic_ns()) * 1e-9)
 
+    def sm_totals(self) -> tuple[float, Any, Any]:
+        with self._lock:
+            return self.sm.use_until(time.monotonic_ns() - self._offset_ns)
+
     # -- traces
 
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
@@ -334,11 +337,11 @@ class _Tracer:
         """Ids for one launch of a piece; the first of them."""
         ids = self.session.reserve(max(1, len(piece.kernels)))
         for launch, item in zip(ids, piece.kernels, strict=False):
-            node, compiled = item.node, item.launcher.compiled
+            node = item.node
             gx, gy, gz = item.grid
             warps = -(-node.threads // 32)
             self.session.note(
-                compiled.name,
+                node.name,
                 (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
                  item.first * node.cluster, node.blocks, submit_ns, stream),
             )  # fmt: skip
@@ -355,4 +358,4 @@ class _Tracer:
 
 
 def _guarded(arrays: Arrays) -> Arrays:
-    return {name: array.view(GuardedArray) for name, array in arrays.items()}
+    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}

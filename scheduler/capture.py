@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from instrument import cache
 from instrument.device.base import Capture, Device
+from instrument.device.sm_model import BlockCost
 from instrument.device.virtual import VirtualArray
 from instrument.errors import PaellaError
 from scheduler.errors import CaptureError
@@ -27,7 +28,9 @@ _OURS = (
     f"{_ROOT / 'scheduler'}{os.sep}",
     str(_ROOT / "paellapy" / "__init__.py"),  # the rest of that package are models like any user's
 )
-_LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda"))
+_LIBRARIES = tuple(
+    f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")
+)
 _REMEDY = (
     "a captured function only launches kernels: make constants part of the weights, read results from the outputs"
 )
@@ -36,6 +39,11 @@ _REMEDY = (
 def users_line() -> str:
     """Where in the user's code we are: the innermost frame that is neither ours nor a library's."""
     return _users_frame(traceback.extract_stack()) or "an unknown line"
+
+
+def users_line_of(error: BaseException) -> str:
+    """The line of the user's code that an error came through."""
+    return _users_frame(traceback.extract_tb(error.__traceback__)) or "an unknown line"
 
 
 def _users_frame(stack: traceback.StackSummary) -> str:
@@ -129,13 +137,23 @@ class Recorded:
     first: int = 0
     target: Any = None
     source: Any = None
+    cost: BlockCost | None = None  # of somebody else's kernel
+    compute: Callable[[], None] | None = None  # what the host does in its place
 
     def run(self) -> Any:
         """Computes the data; a launch's cost per block."""
-        if self.launcher is None:
+        if self.launcher is not None:
+            return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
+        if self.compute is not None:
+            self.compute()
+        elif self.target is not None:
             np.copyto(self.target, self.source)
-            return None
-        return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
+        return None
+
+    def block_cost(self) -> BlockCost | None:
+        """What a kernel's blocks cost, seen by running it; None for a copy."""
+        counted = self.run()
+        return self.cost if self.launcher is None else self.launcher.block_cost(counted, self.values)
 
 
 class Recording(LaneCapture):
@@ -147,6 +165,13 @@ class Recording(LaneCapture):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return super().empty(shape, dtype).view(GuardedArray)
+
+    def compute(self, kernels: Sequence[tuple[Node, BlockCost]], function: Callable[[], None]) -> None:
+        """Kernels of another library: the host computes their data where the first of them starts."""
+        for k, (node, cost) in enumerate(kernels):
+            grid = (node.blocks, 1, 1)
+            self.items.append(Recorded(node, grid=grid, cost=cost, compute=function if k == 0 else None))
+        self.launches += len(kernels)
 
     def copy(self, kind: Any, target: Any, source: Any) -> None:
         self.items.append(Recorded(Node(kind, nbytes=source.nbytes), target=target, source=source))
@@ -255,7 +280,7 @@ def call_model(model: Model, weights: Arrays, inputs: Arrays, outputs: Arrays, b
         named = str(e) if repr(model.name) in str(e) else f"model {model.name!r} {e}"
         raise CaptureError(named) from e.__cause__
     except Exception as e:
-        where = _users_frame(traceback.extract_tb(e.__traceback__)) or "an unknown line"
+        where = users_line_of(e)
         kind = "" if isinstance(e, PaellaError) else f"{type(e).__name__}: "
         raise CaptureError(f"model {model.name!r} failed at {where} {doing} at batch {batch}: {kind}{e}") from e
     if result is not None:

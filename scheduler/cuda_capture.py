@@ -20,6 +20,7 @@ from instrument.errors import InstrumentError, LaunchError
 from instrument.tracing import Session
 from scheduler.capture import LaneCapture, call_model, capturing, code_digest
 from scheduler.cuda_graphs import CapturedGraph, describe, read_graph
+from scheduler.cuda_torch import TorchPool
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane
 from scheduler.model import Arrays
@@ -140,7 +141,13 @@ def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
 
 
 def capture_program(
-    device: CudaDevice, stream: CudaStream, lane: Lane, weights: Arrays, batch: int, cuts: Cuts
+    device: CudaDevice,
+    stream: CudaStream,
+    lane: Lane,
+    weights: Arrays,
+    batch: int,
+    cuts: Cuts,
+    pool: TorchPool | None = None,
 ) -> tuple[Program, list[int]]:
     """The model's function as a CUDA graph between the copies of its inputs and outputs; trace ids of its nodes."""
     cu = driver()
@@ -149,7 +156,8 @@ def capture_program(
     inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
     handle = stream.handle
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    with capturing(device, capture), stream, cupy_in_arena(device, handle, capture.empty):
+    torch_memory = contextlib.nullcontext() if pool is None else pool.on(handle)
+    with capturing(device, capture), stream, cupy_in_arena(device, handle, capture.empty), torch_memory:
         check(cu.cuStreamBeginCapture(handle, mode), "starting a capture")
         try:
             for name, array in inputs.items():

@@ -58,18 +58,18 @@ class Loader:
 
     def _load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
         backend = self.backend
-        weights_bytes = sum(array.nbytes for array in model.weights.values())
+        weights_bytes = model.weights_bytes
         # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         lanes: list[Lane] = []
         try:
             weights = backend.upload(model)
-            scratch = max(backend.rehearse(model, weights, batch) for batch in model.batch)
+            scratch, foreign = backend.rehearse_all(model, weights)
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
             least = model.lanes or 1
             reservation = self.memory.reserve(
-                model.name, weights_bytes, plan.device_bytes, model.lanes or lanes_wanted, least
+                model.name, weights_bytes, plan.device_bytes + foreign, model.lanes or lanes_wanted, least
             )
             lanes += (Lane(k, model, plan, backend.lane_memory(plan)) for k in range(reservation.lanes))
             loaded = LoadedModel(model, weights, reservation, lanes, [], [[] for _ in lanes])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from instrument.device.base import Device
 from scheduler.errors import ModelError
 
 Arrays = dict[str, Any]
@@ -89,6 +90,46 @@ class Model:
         if lanes is not None and (not isinstance(lanes, int) or lanes < 1):
             raise ModelError(f"model {name!r}: lanes={lanes!r}; there is at least one")
         self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: Callable[..., Any],
+        example_inputs: Any,
+        *,
+        name: str | None = None,
+        input_names: Sequence[str] | None = None,
+        dtype: Any = None,
+        autocast: Any = None,
+        channels_last: bool = False,
+        compile: bool = False,
+        batch: Sequence[int] = (1, 2, 4, 8),
+        **about: Any,
+    ) -> Model:
+        """A PyTorch module, or a function of tensors, as a model.
+
+        `example_inputs` is a tensor, a tuple of them, or a dict (passed by name), the batch first. `dtype` converts the
+        module and its floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
+        out images so; `compile` runs it through torch.compile. `target_ms` and the rest are as ever.
+
+            pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
+        """
+        from scheduler.torch_model import from_torch
+
+        return from_torch(
+            module, example_inputs, name=name, input_names=input_names, dtype=dtype, autocast=autocast,
+            channels_last=channels_last, compile=compile, batch=batch, **about,
+        )  # fmt: skip
+
+    uses_torch = False  # whether its function calls PyTorch
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(array.nbytes for array in self.weights.values())
+
+    def place(self, device: Device) -> Arrays:
+        """The weights in the device's memory, shared by all lanes and batch sizes."""
+        return {name: device.array(value) for name, value in self.weights.items()}
 
     @property
     def max_batch(self) -> int:

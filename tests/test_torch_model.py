@@ -1,0 +1,169 @@
+"""PyTorch modules as models, on the virtual GPU, where PyTorch computes on the CPU; `test_gpu_torch` has the rest."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from scheduler.errors import CaptureError, ModelError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
+
+DEVICE = "virtual:h200"
+
+
+class SmallNet(torch.nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.head = torch.nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine(DEVICE) as engine:
+        yield engine
+
+
+def images(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, 3, 16, 16)).astype(np.float32)
+
+
+def test_a_module_gives_what_it_gives_by_itself_at_every_batch_size(engine):
+    net = SmallNet().eval()
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2, 4))
+    assert model.inputs["input"].shape == (3, 16, 16)
+    assert model.outputs["output"].shape == (10,)
+    engine.load(model)
+    x = images(40)
+    with torch.no_grad():
+        expected = net(torch.from_numpy(x)).numpy()
+
+    async def main():
+        return await asyncio.gather(*(engine.infer("net", {"input": each}) for each in x))
+
+    found = asyncio.run(main())
+    np.testing.assert_allclose([each["output"] for each in found], expected, rtol=1e-4, atol=1e-5)
+    assert engine.stats()["models"]["net"]["mean_batch"] > 1
+
+
+def test_operations_become_kernels_with_blocks_and_time(engine):
+    engine.load(pp.Model.from_torch(SmallNet(), torch.zeros(1, 3, 16, 16), name="net", batch=(1, 8)))
+    one, eight = engine.profile("net")
+    assert sum(s.kernels for s in one.segments) >= 4
+    assert 1e3 < one.whole_ns <= eight.whole_ns < 1e6
+    with engine.trace() as t:
+        engine.infer_sync("net", {"input": images(1)[0]})
+    names = set(t.kernels)
+    assert any("conv" in name for name in names)
+    assert any("addmm" in name for name in names)
+
+
+def test_inputs_and_outputs_may_have_names(engine):
+    def blend(a, b):
+        return {"sum": a + b, "difference": a - b}
+
+    model = pp.Model.from_torch(blend, {"a": torch.zeros(1, 5), "b": torch.zeros(1, 5)}, batch=(1,))
+    assert model.name == "blend"
+    engine.load(model)
+    found = engine.infer_sync("blend", {"a": np.full(5, 3, np.float32), "b": np.ones(5, np.float32)})
+    np.testing.assert_array_equal(found["sum"], np.full(5, 4))
+    np.testing.assert_array_equal(found["difference"], np.full(5, 2))
+
+
+def test_several_positional_inputs_are_numbered_or_named_by_the_caller():
+    def product(a, b):
+        return a * b, a
+
+    examples = (torch.zeros(1, 2), torch.zeros(1, 2))
+    model = pp.Model.from_torch(product, examples)
+    assert list(model.inputs) == ["input0", "input1"]
+    assert list(model.outputs) == ["output0", "output1"]
+    assert list(pp.Model.from_torch(product, examples, input_names=("x", "y")).inputs) == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_goes_in_and_comes_out(engine, kind):
+    dtype = getattr(torch, kind)
+    net = torch.nn.Linear(6, 4)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 6), name="half", dtype=dtype, batch=(1,)))
+    spec = engine.models["half"].inputs["input"]
+    assert spec.dtype.name == kind
+    x = np.arange(6).astype(spec.dtype)
+    found = engine.infer_sync("half", {"input": x})["output"]
+    expected = net(torch.arange(6).to(dtype)).float().detach().numpy()
+    np.testing.assert_allclose(found.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_runs_products_in_the_type_it_is_given(engine):
+    net = torch.nn.Linear(6, 4)
+    model = pp.Model.from_torch(net, torch.zeros(1, 6), name="cast", autocast=torch.bfloat16, batch=(1,))
+    assert model.outputs["output"].dtype.name == "bfloat16"
+    engine.load(model)
+    found = engine.infer_sync("cast", {"input": np.ones(6, np.float32)})["output"]
+    np.testing.assert_allclose(found.astype(np.float32), net(torch.ones(6)).detach().numpy(), atol=2e-2)
+
+
+def test_channels_last_changes_the_layout_and_not_the_answer(engine):
+    net = SmallNet().eval()
+    x = images(1)
+    with torch.no_grad():
+        expected = net(torch.from_numpy(x)).numpy()
+    engine.load(
+        pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", channels_last=True, batch=(1,))
+    )
+    np.testing.assert_allclose(engine.infer_sync("net", {"input": x[0]})["output"], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_count_once_whatever_the_number_of_lanes(engine):
+    net = SmallNet()
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2), lanes=3)
+    engine.load(model)
+    parameters = sum(t.numel() * t.element_size() for t in [*net.parameters(), *net.buffers()])
+    assert engine.memory.reservations["net"].weights_bytes == parameters == model.weights_bytes
+
+
+def test_a_model_can_be_unloaded_and_loaded_again(engine):
+    model = pp.Model.from_torch(SmallNet(), torch.zeros(1, 3, 16, 16), name="net", batch=(1,))
+    answers = []
+    for _ in range(2):
+        engine.load(model)
+        answers.append(engine.infer_sync("net", {"input": images(1)[0]})["output"])
+        engine.unload("net")
+    np.testing.assert_array_equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("call", "example", "says"),
+    [
+        (3, torch.zeros(1, 2), "takes a module or a function"),
+        (torch.relu, (), "no example inputs"),
+        (torch.relu, (np.zeros(3),), "is a ndarray: give a tensor"),
+        (torch.relu, torch.tensor(1.0), "its first extent is the batch"),
+        (lambda x: x.sum(), torch.zeros(1, 2), "its first extent must be the batch"),
+        (lambda x: x.reshape(2, 1), torch.zeros(1, 2), "its first extent must be the batch"),
+        (lambda x: "text", torch.zeros(1, 2), "returns tensors"),
+        (lambda x: [x, 3], torch.zeros(1, 2), "is a int, not a tensor"),
+        (lambda x: x @ x, torch.zeros(1, 2), "fails on its example inputs"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused_with_the_reason(call, example, says):
+    with pytest.raises(ModelError, match=says):
+        pp.Model.from_torch(call, example)
+
+
+def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loaded(engine):
+    def twisted(x):
+        return x.repeat(1, x.shape[0])
+
+    with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\) where the example gave \(2, 3\)"):
+        engine.load(pp.Model.from_torch(twisted, torch.zeros(1, 3), batch=(1, 2)))
