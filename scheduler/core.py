@@ -107,7 +107,7 @@ def step(s: State, now: int) -> int:
     s.g[STEPS] += 1
     watch_gain(s, now)
     news = take_submissions(s, now)
-    poll(s)
+    poll(s, now)
     look_at_held(s)
     expire(s, now)
     if s.g[CHANGED] or (s.g[READY_N] > 0 and s.fn[F_ADMIT] != _ZERO):

@@ -105,6 +105,7 @@ def launch(s: State, lane: int, now: int) -> bool:
     if k == 0:
         a.started_ns = now
     a.issued = k + 1
+    s.segment_ns[lane, k, 0] = now
     s.g[LAUNCHES] += 1
     s.g[WHOLE_LAUNCHES] += a.whole
     if s.g[BACKEND] == VIRTUAL:
@@ -268,9 +269,10 @@ def choose(s: State, now: int) -> bool:
 
 
 @inlined
-def segment_done(s: State, lane: int) -> None:
+def segment_done(s: State, lane: int, now: int) -> None:
     a = s.lane[lane]
     m = a.model
+    s.segment_ns[lane, a.done, 1] = now
     account(s, lane, a.done, -1.0, 0.0)
     charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
     a.done += 1
@@ -287,7 +289,7 @@ def segment_done(s: State, lane: int) -> None:
 
 
 @inlined
-def poll(s: State) -> None:
+def poll(s: State, now: int) -> None:
     """Read the completion words of what is in flight: each lane's oldest launch."""
     k = 0
     while k < s.g[FLIGHT_N]:
@@ -298,4 +300,4 @@ def poll(s: State) -> None:
             k += 1
         else:  # look at k again: the lane may have more, or another lane may have moved there
             store_at(word, _ZERO)
-            segment_done(s, lane)
+            segment_done(s, lane, now)

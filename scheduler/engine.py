@@ -233,6 +233,10 @@ class Engine:
     def policy(self) -> str:
         return self._policy.name
 
+    @property
+    def current_policy(self) -> Policy:
+        return self._policy
+
     def set_policy(self, policy: str | Policy) -> None:
         """Changes the policy; what is on the GPU runs on, what waits is ranked anew."""
         self._check_open()
@@ -246,7 +250,8 @@ class Engine:
 
         found = find_policy(policy)
         self._backend.call(change)
-        done.wait()
+        while not done.wait(0.1):
+            self._check_open()  # a loop that has ended changes nothing any more
 
     def _attach(self, policy: str | Policy) -> Policy:
         found = find_policy(policy)
@@ -263,6 +268,13 @@ class Engine:
         """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
         return occupancy(self.state)
 
+    def sm_totals(self) -> tuple[float, Any, Any] | None:
+        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
+
+        A virtual GPU knows; of a real one only kernels that report tell (`instrument.live.counts`).
+        """
+        return self._backend.sm_totals()
+
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it."""
         self._front.watchers.append(watcher)
@@ -272,6 +284,14 @@ class Engine:
     def failure(self) -> BaseException | None:
         """Why the engine takes no more requests; None while it does."""
         return self._failure
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._closed
+
+    @property
+    def uptime_s(self) -> float:
+        return self._stats.uptime_s
 
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
         """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""

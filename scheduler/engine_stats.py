@@ -70,6 +70,10 @@ class Stats:
         if entry["request"] >= 0 and (found := self._models.get(int(entry["model"]))):
             found.note(entry)
 
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._since
+
     def snapshot(self, engine: Engine) -> dict[str, Any]:
         g = engine.state.g
         with self._lock:
@@ -78,7 +82,7 @@ class Stats:
         return {
             "device": engine.device.title,
             "policy": engine.policy,
-            "uptime_s": time.monotonic() - self._since,
+            "uptime_s": self.uptime_s,
             "live": int(g[st.LIVE]),
             "queued": int(g[st.QUEUED_N]),
             "active": int(g[st.ACTIVE_N]),

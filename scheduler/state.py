@@ -312,6 +312,7 @@ class State(NamedTuple):
     input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
     launch: Table  # LAUNCH[L, B, S], by the installer
     whole: Table  # LAUNCH[L, B], by the installer
+    segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
     request: Table  # REQUEST[R]
     client: Table  # CLIENT
@@ -362,6 +363,7 @@ def new_state(limits: Limits | None = None) -> State:
         input_address=np.zeros((n.lanes, n.inputs), np.uint64),
         launch=np.zeros((n.lanes, n.sizes, n.segments), LAUNCH),
         whole=np.zeros((n.lanes, n.sizes), LAUNCH),
+        segment_ns=np.zeros((n.lanes, n.segments, 2), ints),
         word=np.zeros((n.lanes, n.segments + 1), np.uint64),
         request=np.zeros(n.requests, REQUEST),
         client=np.zeros(n.clients, CLIENT),

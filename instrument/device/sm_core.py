@@ -71,6 +71,9 @@ F_THREADS, F_REGISTERS, F_SHARED, F_BLOCKS = range(4)
 B_COMMAND, B_BLOCK, B_PENDING = range(3)
 ENDS_BY_TIMER = -1
 
+# State.use: of one SM, since the model was made
+U_WARPS, U_SINCE, U_WARP_NS, U_BUSY_NS = range(4)
+
 # State.pool: of one SM in one pool
 P_SERVED, P_CLOCK, P_WEIGHT = range(3)
 # State.clock: of one pool
@@ -112,6 +115,7 @@ class State(NamedTuple):
     tree: Floats
     trace: NDArray[Any]  # BLOCK
     lines: NDArray[Any]  # SM_LINE
+    use: Floats  # per SM: resident warps, since when, and their integrals over time
 
 
 # --- pools ---------------------------------------------------------------------------------------------------------
@@ -201,6 +205,19 @@ def set_timer(s: State, at: float, identity: int) -> None:
 
 
 @inlined
+def change_warps(s: State, sm: int, warps: int) -> None:
+    """So many warps more are resident from now on, or less."""
+    now = s.t[NOW]
+    before = s.use[sm, U_WARPS]
+    if before > 0.0:
+        gone = now - s.use[sm, U_SINCE]
+        s.use[sm, U_WARP_NS] += before * gone
+        s.use[sm, U_BUSY_NS] += gone
+    s.use[sm, U_SINCE] = now
+    s.use[sm, U_WARPS] = before + warps
+
+
+@inlined
 def start_block(s: State, handle: int, sm: int) -> None:
     i = handle & (s.ci.shape[0] - 1)
     now = s.t[NOW]
@@ -214,6 +231,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
     s.slot[slot, B_COMMAND] = handle
     s.slot[slot, B_BLOCK] = block
     s.lines[sm].started += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+    change_warps(s, sm, s.ci[i, WARPS])
     if block == 0:
         s.cf[i, START] = now
     if block + 1 == s.ci[i, BLOCKS]:
@@ -275,6 +293,7 @@ def end_block(s: State, slot: int) -> None:
     s.free[sm, F_REGISTERS] += s.ci[i, REGISTERS]
     s.free[sm, F_SHARED] += s.ci[i, SHARED]
     s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+    change_warps(s, sm, -s.ci[i, WARPS])
     if s.dirty[1, sm] == 0:
         s.dirty[1, sm] = 1
         s.dirty[0, s.g[DIRTY_N]] = sm

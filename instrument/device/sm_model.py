@@ -335,6 +335,17 @@ class SmModel:
         """Each SM's live counters (SM_LINE)."""
         return self._s.lines
 
+    def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """Warp-ns of resident warps and ns with any, per SM since the beginning; and until when that is.
+
+        That is `now_ns`, or the next event if it comes first: what happens from there on is not known yet.
+        """
+        until = max(self.now_ns, min(now_ns, self.next_event_ns))
+        use = self._s.use
+        resident = use[:, core.U_WARPS]
+        more = np.where(resident > 0, until - use[:, core.U_SINCE], 0.0)
+        return until, use[:, core.U_WARP_NS] + resident * more, use[:, core.U_BUSY_NS] + more
+
     @property
     def block_events(self) -> int:
         """Blocks that have ended so far."""

@@ -63,6 +63,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         tree=np.stack([new_tree(n)] * (core.POOLS + 1)),
         trace=np.zeros(1024, BLOCK),
         lines=lines,
+        use=np.zeros((n, 4)),
     )
 
 

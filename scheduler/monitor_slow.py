@@ -1,0 +1,95 @@
+"""The slowest requests of the last minute, with when they waited, ran and were done."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler import state as st
+from scheduler.state import State
+
+KEPT = 8
+REMEMBERED_NS = 60 * 1_000_000_000
+_CROWDED = 64  # candidates between two looks
+
+
+class SlowRequest(NamedTuple):
+    """`lateness` is latency ÷ what it should have been at most; times are ns on the host's monotonic clock."""
+
+    lateness: float
+    entry: Any  # state.COMPLETION
+    limit_ns: float
+    segments: NDArray[np.int64]  # start, end
+    whole: bool
+
+    def describe(self, now_ns: int, name: str) -> dict[str, Any]:
+        """Milliseconds since the request arrived, as JSON has them."""
+        e = self.entry
+        arrival, started, deadline = int(e["arrival_ns"]), int(e["started_ns"]), int(e["deadline_ns"])
+
+        def ms(at_ns: int) -> float:
+            return round((at_ns - arrival) * 1e-6, 4)
+
+        return {
+            "request": int(e["serial"]),
+            "model": name,
+            "status": st.STATUS[int(e["status"])],
+            "batch": int(e["batch"]),
+            "age_s": round((now_ns - int(e["finish_ns"])) * 1e-9, 2),
+            "latency_ms": ms(int(e["finish_ns"])),
+            "limit_ms": round(self.limit_ns * 1e-6, 4),
+            "lateness": round(self.lateness, 3),
+            "deadline_ms": None if deadline >= st.NEVER else ms(deadline),
+            "started_ms": None if started >= st.NEVER else ms(started),
+            "segments_ms": [[ms(int(start)), ms(int(end))] for start, end in self.segments],
+            "whole": self.whole,
+        }
+
+
+class SlowRequests:
+    """`note` is called for every completion, in one thread at a time, before the lane may be used again."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._limit_ns = np.full(len(state.model), np.inf)
+        self._found: list[SlowRequest] = []
+        self._floor = 0.0
+
+    def expect(self, model: int, limit_ns: float) -> None:
+        """What a request of the model should take at most, where it has no deadline of its own."""
+        self._limit_ns[model] = limit_ns
+
+    def note(self, entry: Any, latency_ns: int) -> None:
+        limit = float(self._limit_ns[entry["model"]])
+        deadline = int(entry["deadline_ns"])
+        if deadline < st.NEVER:
+            limit = min(limit, max(1, deadline - int(entry["arrival_ns"])))
+        lateness = latency_ns / limit
+        if lateness <= self._floor:
+            return
+        segments, whole = self._segments(entry)
+        self._found = [*self._found, SlowRequest(lateness, entry.copy(), limit, segments, whole)]
+        if len(self._found) > _CROWDED:
+            self._prune(int(entry["finish_ns"]))
+
+    def _segments(self, entry: Any) -> tuple[NDArray[np.int64], bool]:
+        """When each segment of the request's lane ran. A segment launched behind another starts when that one ends."""
+        lane = int(entry["lane"])
+        if entry["status"] != st.OK or lane < 0:
+            return np.zeros((0, 2), np.int64), False
+        row = self._state.lane[lane]
+        times = self._state.segment_ns[lane, : int(row["segments"])].copy()
+        times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
+        return times, bool(row["whole"])
+
+    def _prune(self, now_ns: int) -> list[SlowRequest]:
+        recent = [each for each in self._found if now_ns - int(each.entry["finish_ns"]) < REMEMBERED_NS]
+        recent.sort(key=lambda each: -each.lateness)
+        self._found = kept = recent[:KEPT]
+        self._floor = kept[-1].lateness if len(kept) == KEPT else 0.0
+        return kept
+
+    def slowest(self, now_ns: int) -> list[SlowRequest]:
+        return self._prune(now_ns)
