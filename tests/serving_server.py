@@ -15,6 +15,7 @@ import triton.language as tl
 import paellapy as pp
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
+from scheduler.requests import Slot
 from scheduler.state import Limits
 from serving.config import ServerConfig
 from serving.datatypes import DTYPES
@@ -35,6 +36,14 @@ class Running:
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def hold(self, model: str) -> Slot:
+        """A slot in a lane of the model, which waits for it. Right after an answer the lane is not free yet."""
+        while True:
+            slot = self.engine.reserve(model)
+            if slot._place is not None:
+                return slot
+            slot.cancel()
 
     def wait_until(self, condition: Any) -> None:
         """Polls; the test's own timeout is the end of it."""

@@ -185,7 +185,7 @@ def test_priority_one_goes_first_and_a_large_one_after_those_without():
             return [(await task).as_numpy("y")[0] for task in tasks]
 
     with running([scale_model("one", batch=(1,), lanes=1)], policy="priority") as server:
-        held = server.engine.reserve("one")
+        held = server.hold("one")
         server.engine.watch(lambda entry: finished.append(int(entry["priority"])))
         assert asyncio.run(main(server, held)) == [2.0] * 4
     # After the slot that was given back.
