@@ -5,6 +5,7 @@ It takes the place of the engine's own front end while it runs, so nobody else m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,34 +33,51 @@ def clock(fn: Any, scratch: Any) -> int:
 
 @compiled
 def drive(
-    s: Any, at_ns: Any, model: Any, which: Any, rows: Any, source: Any, out_address: Any, out_bytes: Any,
-    outstanding: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any,
-    status: Any, word: Any, bell: int, scratch: Any,
+    s: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any, source: Any,
+    priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any, free: Any,
+    buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any, bell: int, scratch: Any,
 ) -> int:  # fmt: skip
-    """Sends request i at at_ns[i], at most `outstanding` at a time, and waits for all; the time it took, or -1."""
-    n = at_ns.shape[0]
+    """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
+
+    Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
+    `until_ns` and until the others are done. Their requests are numbered from n on.
+    """
+    room = model.shape[0]
     n_free = free.shape[0]
     start = clock(s.fn, scratch)
     sent = done = 0
-    while done < n:
+    next_loop, in_loops, idle = n, 0, loops.copy()
+    n_idle = idle.shape[0]
+    while done < n or in_loops > 0 or (next_loop < room and n_idle > 0 and scratch[6] < until_ns):
         now = clock(s.fn, scratch) - start
+        scratch[6] = now
         if now > GIVE_UP_NS:
             return -1
         posted = False
-        while sent < n and n_free > 0 and sent - done < outstanding and at_ns[sent] <= now:
-            row = free[n_free - 1]
-            # Latency counts from when the request was due, also when the generator comes late.
-            arrival[sent] = start + (at_ns[sent] if at_ns[sent] > 0 else now)
-            m = model[sent]
-            answer = rings.post(
-                s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, sent + 1, 0, rows[m], 0, 0, arrival[sent],
-                st.NEVER, source[m, which[sent]], False,
-            )  # fmt: skip
-            if answer == rings.RING_FULL:
+        while n_free > 0:
+            if sent < n and sent - done < outstanding and at_ns[sent] <= now:
+                i = sent
+                # Latency counts from when the request was due, also when the generator comes late.
+                arrival[i] = start + (at_ns[i] if at_ns[i] > 0 else now)
+                sent += 1
+            elif n_idle > 0 and next_loop < room and (now < until_ns or done < n):
+                i = next_loop
+                n_idle -= 1
+                model[i], arrival[i] = idle[n_idle], start + now
+                next_loop += 1
+                in_loops += 1
+            else:
                 break
-            owner[row] = sent
+            row = free[n_free - 1]
+            m = model[i]
+            due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
+            while rings.post(
+                s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, i + 1, 0, rows[m], 0, priority[m], arrival[i],
+                due, source[m, which[i]], False,
+            ) == rings.RING_FULL:  # fmt: skip
+                ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
+            owner[row] = i
             n_free -= 1
-            sent += 1
             posted = True
         k = rings.take_done(s.ring, s.done, buffer)
         for j in range(k):
@@ -74,10 +92,16 @@ def drive(
                 rings.release(s.lane_hold, entry.lane)
             free[n_free] = row
             n_free += 1
-            done += 1
+            if i < n:
+                done += 1
+            else:
+                idle[n_idle] = model[i]
+                n_idle += 1
+                in_loops -= 1
         if posted or k > 0:
             ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
-    return clock(s.fn, scratch) - start
+    scratch[7] = clock(s.fn, scratch) - start
+    return next_loop
 
 
 @compiled
@@ -101,22 +125,23 @@ class Run:
 
     model: NDArray[np.int64]
     which: NDArray[np.int64]
+    arrival_ns: NDArray[np.int64]
     latency_ns: NDArray[np.int64]
     batch: NDArray[np.int64]
-    outputs: NDArray[np.float32]
+    status: NDArray[np.int64]
+    outputs: NDArray[np.uint8]  # a row of bytes for each request: its first output
     took_ns: int
 
     @property
     def throughput(self) -> float:
-        return len(self.model) / self.took_ns * 1e9
+        return float((self.status == st.OK).sum() / self.took_ns * 1e9)
 
 
 class Generator:
     """Drives one engine. `inputs[m]` holds the inputs a request of model m may have, one per row."""
 
-    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]], width: int) -> None:
-        """`width` is the number of floats in a model's one output."""
-        self.engine, self.names, self.inputs, self._width = engine, names, inputs, width
+    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]]) -> None:
+        self.engine, self.names, self.inputs = engine, names, inputs
         state = engine.state
         if not state.fn[st.F_CLOCK]:  # loops in Python bring their own clock
             from scheduler.core import attach_libc
@@ -125,32 +150,59 @@ class Generator:
         by_name = {loaded.model.name: loaded for loaded in engine.loaded_rows().values()}
         self.loaded = [by_name[name] for name in names]
         self._rows = np.array([loaded.row for loaded in self.loaded], np.int64)
-        self._source = np.array([[row.ctypes.data for row in each] for each in inputs], np.uint64)
+        self._source = np.zeros((len(inputs), max(len(each) for each in inputs)), np.uint64)
+        for m, each in enumerate(inputs):
+            self._source[m, : len(each)] = [row.ctypes.data for row in each]
         self._out_address = np.zeros(len(state.lane), np.uint64)
         for loaded in self.loaded:
             for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
                 self._out_address[row] = next(iter(lane.outputs.values())).ctypes.data
-        self._out_bytes = np.full(len(names), 4 * self._width, np.int64)
+        specs = [next(iter(loaded.model.outputs.values())) for loaded in self.loaded]
+        self._out_bytes = np.array([spec.nbytes for spec in specs], np.int64)
         self._scratch = np.zeros(8, np.int64)
 
     def run(
-        self, at_ns: NDArray[np.int64], model: NDArray[np.int64], which: NDArray[np.int64], outstanding: int
+        self,
+        at_ns: NDArray[np.int64],
+        model: NDArray[np.int64],
+        which: NDArray[np.int64],
+        outstanding: int = 1 << 30,
+        *,
+        loops: Sequence[int] = (),
+        until_ns: int = 0,
+        loop_room: int = 0,
+        priority: Sequence[int] | None = None,
+        deadline_ns: Sequence[int] | None = None,
+        may_fail: bool = False,
     ) -> Run:
-        """Sends what is due and waits for everything."""
+        """Sends what is due and waits for everything. `priority` and `deadline_ns` (0: none) are by model."""
         n, state = len(at_ns), self.engine.state
-        arrival, finish, size, status = (np.zeros(n, np.int64) for _ in range(4))
-        outputs = np.zeros((n, self._width), np.float32)
+        room = n + (loop_room if loops else 0)
+        arrival, finish, size, status = (np.zeros(room, np.int64) for _ in range(4))
+        models, whichs = np.zeros(room, np.int64), np.arange(room, dtype=np.int64)
+        models[:n], whichs[:n] = model, which
+        whichs[n:] %= min(len(each) for each in self.inputs)
+        outputs = np.zeros((room, int(self._out_bytes.max())), np.uint8)
         rows = len(state.request)
         bell = self.engine._backend._bell  # type: ignore[attr-defined]
-        took = drive(
-            state, at_ns, model, which, self._rows, self._source, self._out_address, self._out_bytes, outstanding,
-            np.zeros(rows, np.int64), np.arange(rows), np.zeros(256, st.COMPLETION), outputs, arrival, finish, size,
-            status, bell.word, bell.fd, self._scratch,
+        none = [0] * len(self.names)
+        self._scratch[6:] = 0
+        sent = drive(
+            state, n, at_ns, models, whichs, np.array(loops, np.int64), until_ns, self._rows, self._source,
+            np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
+            self._out_bytes, outstanding, np.zeros(rows, np.int64), np.arange(rows), np.zeros(256, st.COMPLETION),
+            outputs, arrival, finish, size, status, bell.word, bell.fd, self._scratch,
         )  # fmt: skip
-        if took < 0 or (status != st.OK).any():
+        if sent < 0 or ((status[:sent] != st.OK).any() and not may_fail):
             bad = {st.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}
             raise RuntimeError(f"not every request was answered: {bad}")
-        return Run(model, which, finish - arrival, size, outputs, took)
+        if loops and sent == room:
+            raise RuntimeError(f"the closed loops made {loop_room} requests before their time was over: give more room")
+        cut = slice(0, sent)
+        return Run(
+            models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
+            int(self._scratch[7]),
+        )  # fmt: skip
 
     def alone_ns(self, model: int, size: int, repeats: int) -> NDArray[np.int64]:
         """Times of single whole launches, without the engine."""

@@ -152,7 +152,7 @@ class CudaBackend(Backend):
         self.device.activate()
         stream = self._streams.get(id(lane))
         if stream is None:
-            stream = self._streams[id(lane)] = CudaStream(self.device, 0)
+            stream = self._streams[id(lane)] = CudaStream(self.device, lane.model.priority)
         words = int(lane.words.ctypes.data)
         handles: list[int] = []
         try:

@@ -1,0 +1,288 @@
+"""The papers' experiments on real models: Paella's figures 11 to 13, high priority beside best effort, DISB.
+
+    python benchmarks/paper.py run [--only fig11,light] [--seeds 5] [--seconds 1] [--budget 300] [--out DIR]
+    python benchmarks/paper.py report [--out DIR]        # plots, and docs/results.md
+
+Points that are in DIR/paper.json already are not run again, and `--budget` stops after so many seconds: so it can run
+in pieces. The same arrivals go to every system; every output is compared with that of the module in eager mode.
+`--tiny` takes models a CPU can compute: with `--device virtual:h200` it shows that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
+from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SYSTEMS, Loaded, Setup, lognormal_gaps, poisson
+from rich.progress import Progress
+
+import paellapy as pp
+from scheduler.policies.paella import with_threshold
+
+RATES = (1000, 2000, 3000, 4000, 5000, 6000, 7000)
+BATCHED_RATES = (2000, 4000, 6000, 8000, 10000, 12000, 15000, 18000)
+THRESHOLDS_MS = (0.0, 1.0, 3.0, 10.0, 30.0, 1e6)
+HP_RATE = 250.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: a name to find its result by, what must be loaded for it, and how to do it."""
+
+    key: str
+    kinds: tuple[Kind, ...]
+    setup: Setup
+    priorities: tuple[int, ...]
+    run: Callable[[Loaded], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    seeds: int
+    seconds: float
+    tiny: bool
+
+
+def fig11(o: Options) -> Iterator[Point]:
+    """Load swept to saturation and beyond."""
+    kinds = TINY if o.tiny else FIG11
+    rates = (50, 100) if o.tiny else RATES
+    batched = (100, 200) if o.tiny else BATCHED_RATES
+    for seed, sigma in itertools.product(range(o.seeds), (1.5, 2.0)):
+        for system, (setup, policy) in SYSTEMS.items():
+            if setup == KERNELS and seed > 0:
+                continue
+            for rate in rates if setup in (PLAIN, KERNELS) else batched:
+                if system == "one stream" and rate > 2000:
+                    continue
+
+                def run(loaded: Loaded, p: str = policy, r: float = rate, s: int = seed, g: float = sigma) -> Any:
+                    rng = np.random.default_rng(s)
+                    n = max(20, int(r * o.seconds))
+                    at = lognormal_gaps(rng, r, g, n)
+                    return loaded.summary(loaded.offer(p, at, *loaded.mix(rng, n)))
+
+                yield Point(f"fig11|{system}|{sigma}|{rate}|{seed}", kinds, setup, (0,) * len(kinds), run)
+
+
+def saturation(o: Options) -> Iterator[Point]:
+    """As many requests as the system takes."""
+    kinds = TINY if o.tiny else FIG11
+    for seed in range(o.seeds):
+        for system, (setup, policy) in SYSTEMS.items():
+            many = setup in (BATCHED, BATCHER)
+
+            def run(loaded: Loaded, p: str = policy, s: int = seed, m: bool = many) -> Any:
+                n = 60 if o.tiny else int((12000 if m else 5000) * o.seconds)
+                return loaded.summary(loaded.saturate(p, n, 512 if m else 96, s))
+
+            if setup != KERNELS or seed == 0:
+                yield Point(f"saturation|{system}|{seed}", kinds, setup, (0,) * len(kinds), run)
+
+
+def light(o: Options) -> Iterator[Point]:
+    """One request at a time, against one launch of the same graph."""
+    kinds = TINY if o.tiny else FIG11
+    n = 20 if o.tiny else 200
+
+    def run(loaded: Loaded) -> dict[str, Any]:
+        found = {}
+        for m, kind in enumerate(kinds):
+            which = np.arange(n, dtype=np.int64) % VARIANTS
+            one = loaded.offer("paella", np.zeros(n, np.int64), np.full(n, m, np.int64), which, outstanding=1)
+            engine_us = float(np.median(one.latency_ns[n // 4 :])) / 1e3
+            cuda = loaded.engine.device.name.startswith("cuda")
+            alone = loaded.generator.alone_ns(m, 0, n)[n // 4 :] if cuda else loaded.alone_ns[m]
+            graph_us = float(np.median(alone)) / 1e3
+            found[kind.label] = {"engine_us": engine_us, "graph_us": graph_us, "ratio": engine_us / graph_us}
+        return found
+
+    yield Point("light", kinds, PLAIN, (0,) * len(kinds), run)
+
+
+def fig12(o: Options) -> Iterator[Point]:
+    """Two models, the short one asked for twenty times as often: what the fairness threshold does to each."""
+    kinds = TINY if o.tiny else FIG12
+    rate = 60 if o.tiny else 5000
+    for seed, threshold in itertools.product(range(o.seeds), THRESHOLDS_MS):
+
+        def run(loaded: Loaded, s: int = seed, t: float = threshold) -> dict[str, Any]:
+            rng = np.random.default_rng(s)
+            n = max(20, int(rate * o.seconds))
+            at = lognormal_gaps(rng, rate, 1.5, n)
+            return loaded.summary(loaded.offer(with_threshold(t), at, *loaded.mix(rng, n)))
+
+        yield Point(f"fig12|{threshold:g}|{seed}", kinds, PLAIN, (0, 0), run)
+
+
+def best_effort(o: Options) -> Iterator[Point]:
+    """resnet50 at batch 1, 250 a second, beside a job of large batches that asks again at once."""
+    hp = TINY[0] if o.tiny else Kind("resnet50")
+    beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
+    setup = Setup((1,), 4)
+    fine = Setup((1,), 4, quantum_us=50.0)
+    systems = {
+        "alone": (setup, "streams", (0, 0), 0),
+        "streams": (setup, "streams", (0, 0), 1),
+        "stream priorities": (setup, "streams", (1, 0), 1),
+        "gate": (setup, "priority", (1, 0), 1),
+        "gate, two best-effort jobs": (setup, "priority", (1, 0), 2),
+        "gate, 50 µs": (fine, "priority", (1, 0), 1),
+        "gate, 50 µs, two best-effort jobs": (fine, "priority", (1, 0), 2),
+    }
+    for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
+        range(o.seeds), beside, systems.items()
+    ):
+
+        def run(loaded: Loaded, p: str = policy, s: int = seed, k: int = loops) -> dict[str, Any]:
+            rng = np.random.default_rng(s)
+            rate = 20.0 if o.tiny else HP_RATE
+            n = max(20, int(rate * o.seconds * 2))
+            at = poisson(rng, rate, n)
+            room = 100_000
+            both = loaded.offer(
+                p, at, np.zeros(n, np.int64), rng.integers(0, VARIANTS, n), loops=[1] * k, until_ns=0, loop_room=room
+            )
+            us = both.latency_ns[:n] / 1e3
+            found = {"hp_p50_us": float(np.quantile(us, 0.5)), "hp_p99_us": float(np.quantile(us, 0.99))}
+            be_alone = loaded.offer(
+                p, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), loops=[1] * max(k, 1),
+                until_ns=int(0.5e9 * o.seconds), loop_room=room,
+            )  # fmt: skip
+            found["be_per_s"] = (len(both.model) - n) / both.took_ns * 1e9
+            found["be_alone_per_s"] = len(be_alone.model) / be_alone.took_ns * 1e9
+            found["be_share"] = found["be_per_s"] / found["be_alone_per_s"]
+            return found
+
+        yield Point(f"best_effort|{be.label}|{name}|{seed}", (hp, be), how, priorities, run)
+
+
+def disb(o: Options) -> Iterator[Point]:
+    """DISB A to E: real-time clients beside best-effort ones in closed loops."""
+    real = {k.name: k for k in DISB}
+    s5 = TINY if o.tiny else DISB
+    vgg, res = (TINY[0], TINY[1]) if o.tiny else (real["vgg19"], real["resnet152"])
+    # What is real-time and what best effort, at which rate (None: a closed loop), and with which arrivals.
+    loads: dict[str, tuple[tuple[Kind, ...], tuple[Kind, ...], float | None, str]] = {
+        "A": ((vgg,), (res,), 100.0, "uniform"),
+        "B": ((vgg,), (res,), None, "loop"),
+        "C": ((vgg,), s5, 100.0, "uniform"),
+        "D": (s5, s5, 20.0, "uniform"),
+        "E": (s5, s5, 20.0, "poisson"),
+    }
+    systems = {"streams": ("streams", 0), "stream priorities": ("streams", 1), "priority": ("priority", 1)}
+    for seed, (name, (rt, be, rate, kind)), (system, (policy, high)) in itertools.product(
+        range(min(o.seeds, 3)), loads.items(), systems.items()
+    ):
+        kinds = (*rt, *(Kind(k.name, items=2 if o.tiny else 8) for k in be if "bert" not in k.name))
+        priorities = (*(high for _ in rt), *(0 for _ in kinds[len(rt) :]))
+
+        def run(
+            loaded: Loaded, p: str = policy, s: int = seed, r: float | None = rate, a: str = kind, m: int = len(rt)
+        ) -> dict[str, Any]:
+            rng = np.random.default_rng(s)
+            seconds = 2 * o.seconds
+            be_loops = list(range(m, len(loaded.kinds)))
+            if r is None:
+                at = model = np.zeros(0, np.int64)
+                loops, until = [0, *be_loops], int(seconds * 1e9)
+            else:
+                per = max(4, int(r * seconds))
+                times = [
+                    poisson(rng, r, per) if a == "poisson" else (np.arange(per) * (1e9 / r)).astype(np.int64) + 1
+                    for _ in range(m)
+                ]
+                at, model = np.concatenate(times), np.repeat(np.arange(m), per)
+                order = np.argsort(at, kind="stable")
+                at, model, loops, until = at[order], model[order], be_loops, 0
+            which = rng.integers(0, VARIANTS, len(at))
+            done = loaded.offer(p, at, model, which, loops=loops, until_ns=until, loop_room=200_000)
+            is_rt = done.model < m
+            us = done.latency_ns / 1e3
+            return {
+                "rt_p50_us": float(np.quantile(us[is_rt], 0.5)), "rt_p99_us": float(np.quantile(us[is_rt], 0.99)),
+                "rt_per_s": float(is_rt.sum() / done.took_ns * 1e9),
+                "be_per_s": float((~is_rt).sum() / done.took_ns * 1e9),
+                "rt_p99_slowdown": float(np.quantile((done.latency_ns / loaded.alone_ns[done.model])[is_rt], 0.99)),
+            }  # fmt: skip
+
+        yield Point(f"disb|{name}|{system}|{seed}", kinds, Setup((1,), 4), priorities, run)
+
+
+EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
+    "light": light, "saturation": saturation, "fig11": fig11, "best_effort": best_effort, "fig12": fig12, "disb": disb,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    options = Options(args.seeds, args.seconds, args.tiny)
+    folder = args.out or RESULTS
+    path = folder / "paper.json"
+    done: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    chosen = args.only.split(",") if args.only else list(EXPERIMENTS)
+    points = [p for name in chosen for p in EXPERIMENTS[name](options) if p.key not in done.get("points", {})]
+    device = pp.Device(args.device)
+    began = time.monotonic()
+    results = {"points": {}, "checked": 0, "wrong": 0, "alone_us": {}, **done}
+    # Loading costs more than running: everything that needs the same engine runs in a row.
+    groups: dict[Any, list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.kinds, point.setup, point.priorities), []).append(point)
+    references: dict[str, Any] = {}
+    where = "cuda" if args.device.startswith("cuda") else "cpu"
+    with Progress(transient=True) as progress:
+        task = progress.add_task("points", total=len(points))
+        for (kinds, setup, priorities), group in groups.items():
+            if time.monotonic() - began > args.budget:
+                break
+            for kind in kinds:
+                if kind.label not in references:
+                    references[kind.label] = kind.expected(where)
+            progress.update(task, description=f"loading {len(kinds)} models")
+            loaded = Loaded(args.device, kinds, setup, priorities, references)
+            for kind, ns in zip(kinds, loaded.alone_ns, strict=True):
+                results["alone_us"].setdefault(kind.label, ns / 1e3)
+            for point in group:
+                if time.monotonic() - began > args.budget:
+                    break
+                results["points"][point.key] = point.run(loaded)
+                progress.update(task, advance=1, description=point.key)
+            results["checked"] += loaded.checked
+            results["wrong"] += loaded.wrong
+            loaded.close()
+            save("paper", results, device, folder)
+    left = sum(p.key not in results["points"] for p in points)
+    print(f"{len(points) - left} points in {time.monotonic() - began:.0f} s, {left} left; ", end="")
+    print(f"{results['checked']:,} outputs checked, {results['wrong']} wrong; {save('paper', results, device, folder)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("run", "report"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help=f"of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of offered load per point")
+    parser.add_argument("--budget", type=float, default=3600.0, help="stop after so many seconds")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.step == "run":
+        run(args)
+    else:
+        from paper_report import report
+
+        report((args.out or RESULTS) / "paper.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The models the papers measure with: torchvision's CNNs and a BERT-sized encoder, random weights, fp16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import paellapy as pp
+
+VARIANTS = 4  # different inputs per model
+
+
+class Encoder(torch.nn.Module):
+    """A transformer encoder over word numbers: BERT's shape with `layers`, without its trained weights."""
+
+    def __init__(self, layers: int, width: int = 768, heads: int = 12, words: int = 30522, length: int = 128) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(words, width)
+        self.place = torch.nn.Parameter(torch.randn(length, width) * 0.02)
+        layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, activation="gelu", batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(width, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(words) + self.place)[:, 0])
+
+
+class Tiny(torch.nn.Module):
+    """A CNN small enough for a CPU: shows that everything runs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(3, width, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(width, width, 3, 2), torch.nn.ReLU()
+        )
+        self.head = torch.nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model by name, what its requests look like, and how often it is asked for."""
+
+    name: str
+    share: float = 0.0
+    items: int = 1  # images in one request: a best-effort job is a batch by itself
+
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(sum(self.name.encode()))
+        if self.name.startswith("tiny"):
+            net: torch.nn.Module = Tiny(8 * int(self.name[4:]))
+        elif self.name in ("bert", "distilbert"):
+            net = Encoder(12 if self.name == "bert" else 6)
+        else:
+            import torchvision
+
+            extra = {"init_weights": False, "aux_logits": True} if self.name in ("googlenet", "inception_v3") else {}
+            net = getattr(torchvision.models, self.name)(weights=None, **extra)
+        net = net.eval()
+        return Several(net, self.items) if self.items > 1 else net
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if "bert" in self.name:
+            return (128,)
+        side = 32 if self.name.startswith("tiny") else 299 if self.name == "inception_v3" else 224
+        return (3, side, side) if self.items == 1 else (self.items, 3, side, side)
+
+    @property
+    def words(self) -> bool:
+        return "bert" in self.name
+
+    def inputs(self) -> NDArray[Any]:
+        rng = np.random.default_rng(len(self.name))
+        shape = (VARIANTS, *self.shape)
+        return rng.integers(0, 30522, shape) if self.words else rng.standard_normal(shape).astype(np.float16)
+
+    def model(self, batch: tuple[int, ...], lanes: int, target_ms: float | None = None, priority: int = 0) -> pp.Model:
+        example = torch.zeros((1, *self.shape), dtype=torch.int64 if self.words else torch.float32)
+        half = torch.float16
+        net = self.build()
+        if self.words:
+            return pp.Model.from_torch(
+                net.to(half), example, name=self.name, batch=batch, lanes=lanes, target_ms=target_ms, priority=priority
+            )
+        return pp.Model.from_torch(
+            net, example, name=self.label, dtype=half, channels_last=self.items == 1, batch=batch, lanes=lanes,
+            target_ms=target_ms, priority=priority,
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return self.name if self.items == 1 else f"{self.name} x{self.items}"
+
+    def expected(self, device: str) -> NDArray[Any]:
+        """What the module computes when it is simply called, in eager mode."""
+        net = self.build().to(device, torch.float16)
+        x = torch.from_numpy(self.inputs()).to(device)
+        with torch.no_grad():
+            if self.items == 1 and not self.words:
+                net = net.to(memory_format=torch.channels_last)
+                x = x.contiguous(memory_format=torch.channels_last)
+            rows = [net(each[None])[0].float().cpu().numpy() for each in x]
+        return np.stack(rows)
+
+
+class Several(torch.nn.Module):
+    """A request that is a batch by itself."""
+
+    def __init__(self, net: torch.nn.Module, items: int) -> None:
+        super().__init__()
+        self.net, self.items = net, items
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        return self.net(flat).unflatten(0, (-1, self.items))
+
+
+FIG11 = (
+    Kind("resnet18", 0.272), Kind("mobilenet_v2", 0.257), Kind("resnet34", 0.168), Kind("squeezenet1_1", 0.0895),
+    Kind("resnet50", 0.0745), Kind("densenet121", 0.0706), Kind("googlenet", 0.0546), Kind("inception_v3", 0.0138),
+)  # fmt: skip
+FIG12 = (Kind("resnet18", 0.952), Kind("inception_v3", 0.048))
+DISB = tuple(Kind(name) for name in ("resnet152", "densenet201", "vgg19", "inception_v3", "distilbert"))
+TINY = (Kind("tiny1", 0.7), Kind("tiny4", 0.3))

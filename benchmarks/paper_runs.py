@@ -1,0 +1,152 @@
+"""Systems and runs of the papers' experiments: engines with models loaded, offered loads, what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from engine_load import Generator, Run
+from numpy.typing import NDArray
+from paper_models import VARIANTS, Kind
+
+from scheduler import state as st
+from scheduler.engine import Engine
+from scheduler.policy import Policy
+from scheduler.state import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How an engine is set up; systems that differ in policy only share one."""
+
+    batch: tuple[int, ...]
+    lanes: int
+    active: int = 8
+    quantum_us: float = 100.0
+    segments: int = 256
+
+
+# A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
+PLAIN = Setup((1,), 12)
+BATCHED = Setup((1, 2, 4, 8), 4)
+BATCHER = Setup((1, 2, 4, 8), 1)
+KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
+
+SYSTEMS: dict[str, tuple[Setup, str]] = {
+    "one stream": (PLAIN, "serial"),
+    "streams": (PLAIN, "streams"),
+    "srpt": (PLAIN, "srpt"),
+    "edf": (PLAIN, "edf"),
+    "slack": (PLAIN, "slack"),
+    "paella": (PLAIN, "paella"),
+    "kernel by kernel, srpt": (KERNELS, "srpt"),
+    "dynamic batcher": (BATCHER, "streams"),
+    "srpt, batches": (BATCHED, "srpt"),
+    "edf, batches": (BATCHED, "edf"),
+    "slack, batches": (BATCHED, "slack"),
+    "paella, batches": (BATCHED, "paella"),
+}
+
+
+def lognormal_gaps(rng: np.random.Generator, rate: float, sigma: float, n: int) -> NDArray[np.int64]:
+    """Arrival times with lognormal gaps of the given mean rate, as Paella's clients have them."""
+    gaps = rng.lognormal(np.log(1e9 / rate) - sigma**2 / 2, sigma, n)
+    return np.cumsum(gaps).astype(np.int64) + 1
+
+
+def poisson(rng: np.random.Generator, rate: float, n: int) -> NDArray[np.int64]:
+    return np.cumsum(rng.exponential(1e9 / rate, n)).astype(np.int64) + 1
+
+
+class Loaded:
+    """An engine with models, and the times each takes alone."""
+
+    def __init__(
+        self,
+        device: str,
+        kinds: Sequence[Kind],
+        setup: Setup,
+        priorities: Sequence[int] | None = None,
+        references: dict[str, NDArray[Any]] | None = None,
+    ) -> None:
+        self.kinds, self.setup = kinds, setup
+        limits = Limits(segments=setup.segments)
+        self.engine = Engine(device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits)
+        self.priorities = list(priorities or [0] * len(kinds))
+        for kind, priority in zip(kinds, self.priorities, strict=True):
+            self.engine.load(kind.model(setup.batch, setup.lanes, None, priority))
+        names = [kind.label for kind in kinds]
+        self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
+        self.inputs = [kind.inputs() for kind in kinds]
+        self.generator = Generator(self.engine, names, self.inputs)
+        where = "cuda" if device.startswith("cuda") else "cpu"
+        self.expected = [
+            references[kind.label] if references is not None else kind.expected(where) for kind in kinds
+        ]
+        share = np.array([kind.share for kind in kinds])
+        self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
+        self.checked = self.wrong = 0
+
+    def check(self, run: Run) -> None:
+        """Every output against the module's own, with fp16's tolerance."""
+        for m, kind in enumerate(self.kinds):
+            rows = np.flatnonzero((run.model == m) & (run.status == st.OK))
+            if not len(rows):
+                continue
+            wanted = self.expected[m][run.which[rows]].reshape(len(rows), -1)
+            spec = self.generator.loaded[m].model.outputs
+            dtype = next(iter(spec.values())).dtype
+            found = run.outputs[rows][:, : wanted.shape[1] * dtype.itemsize].copy().view(dtype).astype(np.float32)
+            scale = np.abs(wanted).max() + 1e-6
+            bad = ~(np.abs(found - wanted).max(axis=1) <= 0.02 * scale)
+            self.checked += len(rows)
+            self.wrong += int(bad.sum())
+            if bad.any():
+                worst = float(np.abs(found - wanted).max() / scale)
+                print(f"{kind.label}: {int(bad.sum())} of {len(rows)} outputs are wrong, worst by {worst:.3f} of its scale")
+
+    def mix(self, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return rng.choice(len(self.kinds), n, p=self.share).astype(np.int64), rng.integers(0, VARIANTS, n)
+
+    def offer(
+        self,
+        policy: str | Policy,
+        at_ns: NDArray[np.int64],
+        model: NDArray[np.int64],
+        which: NDArray[np.int64],
+        **more: Any,
+    ) -> Run:
+        self.engine.set_policy(policy)
+        run = self.generator.run(at_ns, model, which, priority=self.priorities, **more)
+        self.check(run)
+        return run
+
+    def saturate(self, policy: str | Policy, n: int, outstanding: int, seed: int) -> Run:
+        model, which = self.mix(np.random.default_rng(seed), n)
+        return self.offer(policy, np.zeros(n, np.int64), model, which, outstanding=outstanding)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """Latencies as slowdown (÷ alone at batch 1), of what was answered."""
+        good = run.status == st.OK
+        slow = run.latency_ns / self.alone_ns[run.model]
+        slow_ok = slow[good] if good.any() else np.array([np.nan])
+        return {
+            "offered": len(run.model),
+            "answered": int(good.sum()),
+            "throughput": run.throughput,
+            "mean_slowdown": float(slow_ok.mean()),
+            "p50_slowdown": float(np.quantile(slow_ok, 0.5)),
+            "p99_slowdown": float(np.quantile(slow_ok, 0.99)),
+            "within_4x": float((good & (slow <= 4)).mean()),
+            "mean_batch": float(run.batch[good].mean()) if good.any() else 0.0,
+            "p99_us": {
+                kind.label: float(np.quantile(run.latency_ns[good & (run.model == m)], 0.99)) / 1e3
+                for m, kind in enumerate(self.kinds)
+                if (good & (run.model == m)).any()
+            },
+        }
+
+    def close(self) -> None:
+        self.engine.close()
