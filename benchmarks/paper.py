@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
-from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SYSTEMS, Loaded, Setup, lognormal_gaps, poisson
+from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, lognormal_gaps, poisson
 from rich.progress import Progress
 
 import paellapy as pp
+from scheduler.core_models import save_profiles
 from scheduler.policies.paella import with_threshold
 
 RATES = (1000, 2000, 3000, 4000, 5000, 6000, 7000)
@@ -66,12 +67,18 @@ def fig11(o: Options) -> Iterator[Point]:
                     continue
 
                 def run(loaded: Loaded, p: str = policy, r: float = rate, s: int = seed, g: float = sigma) -> Any:
-                    rng = np.random.default_rng(s)
-                    n = max(20, int(r * o.seconds))
-                    at = lognormal_gaps(rng, r, g, n)
-                    return loaded.summary(loaded.offer(p, at, *loaded.mix(rng, n)))
+                    at, model, which = fig11_requests(loaded.share, s, g, r, o.seconds)
+                    return {**loaded.summary(loaded.offer(p, at, model, which)), "seconds": o.seconds}
 
                 yield Point(f"fig11|{system}|{sigma}|{rate}|{seed}", kinds, setup, (0,) * len(kinds), run)
+
+
+def fig11_requests(share: Any, seed: int, sigma: float, rate: float, seconds: float) -> tuple[Any, Any, Any]:
+    """When which model is asked for, and with which input: the same for every system."""
+    rng = np.random.default_rng(seed)
+    n = max(20, int(rate * seconds))
+    at = lognormal_gaps(rng, rate, sigma, n)
+    return at, rng.choice(len(share), n, p=share).astype(np.int64), rng.integers(0, VARIANTS, n)
 
 
 def saturation(o: Options) -> Iterator[Point]:
@@ -251,6 +258,9 @@ def run(args: argparse.Namespace) -> None:
             loaded = Loaded(args.device, kinds, setup, priorities, references)
             for kind, ns in zip(kinds, loaded.alone_ns, strict=True):
                 results["alone_us"].setdefault(kind.label, ns / 1e3)
+            for name, each in SETUPS.items():
+                if each == setup and kinds in (FIG11, TINY):
+                    save_profiles(folder / f"paper_profiles_{name}.json", loaded.profiles())
             for point in group:
                 if time.monotonic() - began > args.budget:
                     break

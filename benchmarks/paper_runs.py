@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
 from scheduler import state as st
+from scheduler.core_models import ModelProfile
 from scheduler.engine import Engine
 from scheduler.policy import Policy
+from scheduler.profile import model_profile
 from scheduler.state import Limits
 
 
@@ -33,6 +35,8 @@ PLAIN = Setup((1,), 12)
 BATCHED = Setup((1, 2, 4, 8), 4)
 BATCHER = Setup((1, 2, 4, 8), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
+
+SETUPS = {"plain": PLAIN, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}
 
 SYSTEMS: dict[str, tuple[Setup, str]] = {
     "one stream": (PLAIN, "serial"),
@@ -105,7 +109,7 @@ class Loaded:
             self.wrong += int(bad.sum())
             if bad.any():
                 worst = float(np.abs(found - wanted).max() / scale)
-                print(f"{kind.label}: {int(bad.sum())} of {len(rows)} outputs are wrong, worst by {worst:.3f} of its scale")
+                print(f"{kind.label}: {int(bad.sum())} of {len(rows)} outputs wrong, by up to {worst:.3f} of the scale")
 
     def mix(self, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return rng.choice(len(self.kinds), n, p=self.share).astype(np.int64), rng.integers(0, VARIANTS, n)
@@ -147,6 +151,16 @@ class Loaded:
                 if (good & (run.model == m)).any()
             },
         }
+
+    def profiles(self) -> list[ModelProfile]:
+        """What was measured when the models were loaded: all that the virtual twin knows of them."""
+        found = []
+        for loaded in self.generator.loaded:
+            name = loaded.model.name
+            found.append(
+                model_profile(loaded.model, self.engine.profile(name), len(loaded.lanes), self.engine.limits.requests)
+            )
+        return found
 
     def close(self) -> None:
         self.engine.close()

@@ -1,0 +1,106 @@
+"""The sweep of `paper.py` on the virtual twin: the same requests, the profiles recorded on the GPU, nothing fitted.
+
+    python benchmarks/paper_twin.py [--out DIR]
+
+Reads paper.json and paper_profiles_*.json, simulates every point of figure 11, and reports how far p50, p99 and
+throughput are from what was measured; below 90 % of saturation, and beyond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+from paper import fig11_requests
+from paper_models import FIG11, TINY
+from paper_runs import KERNELS, SETUPS, SYSTEMS
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from scheduler.core_models import load_profiles
+from scheduler.simulate import simulate
+from scheduler.state import OK
+from scheduler.workload import Trace
+
+FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
+
+
+def simulated(profiles: list[Any], policy: str, at: Any, model: Any, active: int | None) -> dict[str, float]:
+    names = [each.name for each in profiles]
+    rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
+    result = simulate(profiles, Trace(rows), policy, active=active)
+    done = result.jobs[result.jobs["status"] == OK]
+    alone = np.array([each.alone_ns() for each in profiles])
+    slow = (done["finish_ns"] - done["arrival_ns"]) / alone[done["model"]]
+    return {
+        "p50_slowdown": float(np.quantile(slow, 0.5)),
+        "p99_slowdown": float(np.quantile(slow, 0.99)),
+        "throughput": len(done) / (float(done["finish_ns"].max()) / 1e9),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    folder = parser.parse_args().out or RESULTS
+    measured = json.loads((folder / "paper.json").read_text())["results"]
+    profiles = {
+        name: load_profiles(folder / f"paper_profiles_{name}.json")
+        for name in SETUPS
+        if (folder / f"paper_profiles_{name}.json").exists()
+    }
+    kinds = {kind.label: kind for kind in (*FIG11, *TINY)}
+    limit = saturation_rates(measured["points"])
+    rows = []
+    keys = [key for key in measured["points"] if key.startswith("fig11|")]
+    for key in track(keys, description="simulating"):
+        _, system, sigma, rate, seed = key.split("|")
+        setup, policy = SYSTEMS[system]
+        name = next(name for name, each in SETUPS.items() if each == setup)
+        if setup == KERNELS or name not in profiles:
+            continue
+        real = measured["points"][key]
+        share = np.array([kinds[p.name].share for p in profiles[name]])
+        at, model, _ = fig11_requests(share / share.sum(), int(seed), float(sigma), float(rate), real["seconds"])
+        active = setup.active if policy not in ("streams", "serial") else None
+        twin = simulated(profiles[name], policy, at, model, active)
+        rows.append(
+            {
+                "point": key, "load": float(rate) / limit.get(system, np.inf),
+                **{f: {"measured": real[f], "twin": twin[f], "error": twin[f] / real[f] - 1} for f in FIGURES},
+            }
+        )  # fmt: skip
+    report = {"points": rows, "summary": {}}
+    table = Table(title="the virtual twin against the GPU: size of the error", box=None)
+    for column in ("load", "figure", "median", "90 % below", "points"):
+        table.add_column(column, justify="right")
+    for title, chosen in (
+        ("below 90 %", [r for r in rows if r["load"] < 0.9]), ("beyond", [r for r in rows if r["load"] >= 0.9])
+    ):  # fmt: skip
+        for figure in FIGURES:
+            errors = np.abs([r[figure]["error"] for r in chosen])
+            if not len(errors):
+                continue
+            found = {"median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "n": len(errors)}
+            report["summary"][f"{title}, {figure}"] = found
+            table.add_row(title, figure, f"{found['median']:.1%}", f"{found['p90']:.1%}", str(found["n"]))
+    Console().print(table)
+    print(save("paper_twin", report, None, folder))
+
+
+def saturation_rates(points: dict[str, Any]) -> dict[str, float]:
+    """Requests a second each system reached when it got as many as it would take."""
+    found: dict[str, list[float]] = {}
+    for key, point in points.items():
+        if key.startswith("saturation|"):
+            found.setdefault(key.split("|")[1], []).append(point["throughput"])
+    return {system: float(np.median(each)) for system, each in found.items()}
+
+
+if __name__ == "__main__":
+    main()
