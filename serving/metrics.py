@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from scheduler.occupancy import RESOURCES
 from serving.counters import Histogram, ModelCounters
+from serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
 from serving.middleware import SERVICE
 from serving.registry import READY, VERSION
 from serving.service import Service
@@ -42,6 +43,9 @@ _TRITON: tuple[tuple[str, str, _Number], ...] = (
     ("nv_inference_request_duration_us", "As Triton: sum of request times", lambda c: c.answered_ns / 1e3),
     ("nv_inference_queue_duration_us", "As Triton: sum of queue times", lambda c: c.queue_ns / 1e3),
     ("nv_inference_compute_infer_duration_us", "As Triton: sum of compute times", lambda c: c.compute_ns / 1e3),
+    # Copies to and from the GPU are part of the model's program, and so of its compute time.
+    ("nv_inference_compute_input_duration_us", "As Triton: part of compute_infer here, so 0", lambda c: 0.0),
+    ("nv_inference_compute_output_duration_us", "As Triton: part of compute_infer here, so 0", lambda c: 0.0),
 )
 
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounters], Histogram]], ...] = (
@@ -56,7 +60,7 @@ _LABELS = ("model", "version")
 
 class ServiceCollector(Collector):
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._cpu = service, CpuMetrics()
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._service.counters.models.items())
@@ -78,6 +82,9 @@ class ServiceCollector(Collector):
             yield family
         yield from self._refusals(models)
         yield from self._gauges()
+        yield from sm_metrics(self._service.engine)
+        yield from triton_metrics(self._service.engine)
+        yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
         refused = CounterMetricFamily("paellapy_refusals", "Requests refused, by reason", labels=(*_LABELS, "reason"))
@@ -88,10 +95,12 @@ class ServiceCollector(Collector):
             known = dict(counters.refused)
             for reason, count in known.items():
                 refused.add_metric((model, VERSION, reason), count)
-            rejected = sum(known.values())
+            lost = known.get("device_failed", 0)
+            rejected = sum(known.values()) - lost
             failed.add_metric((model, VERSION, "REJECTED"), rejected)
-            failed.add_metric((model, VERSION, "OTHER"), counters.failed - rejected)
+            failed.add_metric((model, VERSION, "OTHER"), counters.failed - rejected - lost)
             failed.add_metric((model, VERSION, "CANCELED"), counters.left)
+            failed.add_metric((model, VERSION, "BACKEND"), lost)
         yield refused
         yield failed
 
@@ -138,6 +147,7 @@ def add_metrics(app: web.Application) -> None:
     """`/metrics`, in a registry of the application's own: two of them may live in one process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ServiceCollector(app[SERVICE]))
+    ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

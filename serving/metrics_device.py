@@ -1,0 +1,87 @@
+"""What `/metrics` says of the GPU, SM by SM, and of the machine; Triton's names of the same as aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from instrument.live import counts
+from scheduler.engine import Engine
+
+
+def sm_metrics(engine: Engine) -> Iterator[Metric]:
+    """Sums of time, whose rate is the occupancy, where they are known (a virtual GPU); else the moment's counts.
+
+    rate(paellapy_sm_warp_seconds_total[10s]) / paellapy_sm_warps_max is the occupancy of each SM in the last 10 s.
+    """
+    yield GaugeMetricFamily("paellapy_sm_warps_max", "Warps that one SM can hold", value=engine.device.limits.warps)
+    totals = engine.sm_totals()
+    if totals is not None:
+        _, warp_ns, busy_ns = totals
+        warps = CounterMetricFamily("paellapy_sm_warp_seconds", "Sum of resident warps over time", labels=("sm",))
+        busy = CounterMetricFamily("paellapy_sm_busy_seconds", "Time with any block resident", labels=("sm",))
+        for sm, (w, b) in enumerate(zip(warp_ns.tolist(), busy_ns.tolist(), strict=True)):
+            warps.add_metric((str(sm),), w * 1e-9)
+            busy.add_metric((str(sm),), b * 1e-9)
+        yield warps
+        yield busy
+        return
+    if engine.failure is not None or engine.closed:
+        return
+    found = counts(engine.device)
+    if not found.started.any():  # no kernel that reports has run
+        return
+    started = CounterMetricFamily("paellapy_sm_blocks", "Blocks started, of kernels that report", labels=("sm",))
+    resident = GaugeMetricFamily("paellapy_sm_resident_warps", "Warps on the SM now, likewise", labels=("sm",))
+    for sm, (n, w) in enumerate(zip(found.started.tolist(), found.resident_warps.tolist(), strict=True)):
+        started.add_metric((str(sm),), n)
+        resident.add_metric((str(sm),), w)
+    yield started
+    yield resident
+
+
+def triton_metrics(engine: Engine) -> Iterator[Metric]:
+    """Per GPU: the memory the engine may use and uses, and how much of what runs a GPU can hold is there."""
+    device = str(engine.device.name)
+    for name, text, value in (
+        ("nv_gpu_utilization", "As Triton: the fullest of the GPU's resources, 0 to 1", engine.occupancy().share),
+        ("nv_gpu_memory_total_bytes", "As Triton: GPU memory the engine may use", engine.memory.budget_bytes),
+        ("nv_gpu_memory_used_bytes", "As Triton: GPU memory that models hold", engine.memory.held_bytes),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=("gpu_uuid",))
+        gauge.add_metric((device,), min(value, 1.0) if name == "nv_gpu_utilization" else value)
+        yield gauge
+
+
+class CpuMetrics:
+    """Of the whole machine, as Triton has them; from /proc, and so only where there is one."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def collect(self) -> Iterator[Metric]:
+        now = _cpu_times()
+        if now is None or self._before is None:
+            return
+        busy, total = (a - b for a, b in zip(now, self._before, strict=True))
+        if total > 0:
+            self._before = now
+        yield GaugeMetricFamily(
+            "nv_cpu_utilization", "As Triton: CPU use since the last scrape, 0 to 1", value=busy / max(1, total)
+        )
+        memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        total_bytes, free_bytes = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "As Triton: memory of the machine", value=total_bytes)
+        yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "As Triton: of it, in use", value=total_bytes - free_bytes)
+
+
+def _cpu_times() -> tuple[int, int] | None:
+    """Busy and all, in ticks since the machine started."""
+    try:
+        fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    except (OSError, ValueError):
+        return None
+    total = sum(fields[:8])  # what guests use is part of the first two already
+    return total - fields[3] - fields[4], total

@@ -1,0 +1,84 @@
+"""/metrics: the GPU SM by SM, Triton's names, and the process, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPConnection
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from prometheus_client.parser import text_string_to_metric_families
+from serving_server import infer_body, running
+
+# What Triton documents for every model and, below, per GPU and machine. Left out: power, energy and response caches,
+# which a virtual GPU has not, and summaries and pinned pools, which Triton itself shows only when asked to.
+PER_MODEL = (
+    "nv_inference_request_success", "nv_inference_request_failure", "nv_inference_count", "nv_inference_exec_count",
+    "nv_inference_request_duration_us", "nv_inference_queue_duration_us", "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us", "nv_inference_compute_output_duration_us",
+    "nv_inference_pending_request_count",
+)  # fmt: skip
+PER_MACHINE = (
+    "nv_gpu_utilization", "nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes",
+    "nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running([scale_model(batch=(1, 4))]) as found:
+        yield found
+
+
+def scrape(server):
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+
+def ask(server, x):
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v2/models/scale/infer", json.dumps(infer_body("x", x)))
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_every_sm_tells_how_long_it_held_warps(server):
+    def total(samples, name):
+        return {s.labels["sm"]: s.value for s in samples if s.name == name}
+
+    before = scrape(server)
+    for _ in range(3):
+        ask(server, np.ones((4, 64), np.float32))
+    after = scrape(server)
+    for name in ("paellapy_sm_warp_seconds_total", "paellapy_sm_busy_seconds_total"):
+        earlier, later = total(before, name), total(after, name)
+        assert len(later) == server.engine.device.sm_ids
+        assert sum(later.values()) > sum(earlier.values())
+        assert all(later[sm] >= earlier[sm] for sm in later)
+    most = next(s.value for s in after if s.name == "paellapy_sm_warps_max")
+    busy = total(after, "paellapy_sm_busy_seconds_total")
+    assert all(value <= busy[sm] * most for sm, value in total(after, "paellapy_sm_warp_seconds_total").items())
+
+
+def test_tritons_names_are_there(server):
+    ask(server, np.ones((1, 64), np.float32))
+    samples = scrape(server)
+    of_the_model = {s.name for s in samples if s.labels.get("model") == "scale" and s.labels["version"] == "1"}
+    assert set(PER_MODEL) <= of_the_model
+    found = {s.name: s for s in samples}
+    assert set(PER_MACHINE) <= found.keys()
+    assert 0 <= found["nv_cpu_utilization"].value <= 1
+    assert found["nv_gpu_memory_used_bytes"].value <= found["nv_gpu_memory_total_bytes"].value
+    assert "gpu_uuid" in found["nv_gpu_utilization"].labels
+    reasons = {s.labels["reason"] for s in samples if s.name == "nv_inference_request_failure"}
+    assert reasons == {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
+
+
+def test_the_process_tells_of_itself(server):
+    found = {s.name: s.value for s in scrape(server)}
+    assert found["process_resident_memory_bytes"] > 1 << 20
+    assert found["process_open_fds"] > 3
