@@ -77,7 +77,11 @@ class Server:
         self.url = f"{'https' if self.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def load(self) -> None:
-        """Loads the models that are to be there from the start, one after the other."""
+        """Loads the models that are to be there from the start, one after the other.
+
+        The server goes on without one that cannot be loaded, and is not ready; without any it is of no use.
+        """
+        failure: PaellaError | None = None
         for entry in self.registry.entries.values():
             if entry.wanted and entry.model is None and not self.service.draining:
                 began = time.monotonic()
@@ -86,8 +90,15 @@ class Server:
                 while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
                     so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
                     log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
-                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
-                log.info("loaded", extra={"fields": took})
+                try:
+                    took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
+                except PaellaError as e:
+                    failure = e
+                    log.error("could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
+                else:
+                    log.info("loaded", extra={"fields": took})
+        if failure is not None and not any(entry.model for entry in self.registry.entries.values()):
+            raise failure
 
     async def stop(self) -> None:
         """Not ready, then nothing new, then what is in flight is finished."""

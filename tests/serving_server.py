@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -36,6 +38,10 @@ class Running:
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def connections(self) -> int:
+        """Open ones."""
+        return len(self.server._runner.server.connections)
 
     def hold(self, model: str) -> Slot:
         """A slot in a lane of the model, which waits for it. Right after an answer the lane is not free yet."""
@@ -107,3 +113,27 @@ def echo_model(name: str, dtypes: Iterable[str], shape: tuple[int, ...] = (4,), 
 def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any) -> dict[str, Any]:
     tensor = {"name": name, "shape": list(array.shape), "datatype": datatype, "data": array.reshape(-1).tolist()}
     return {"inputs": [tensor], **more}
+
+
+# -- as a process
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`paellapy serve …` in a process of its own; killed if the test has not stopped it."""
+    command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(stream: Any, text: str) -> str:
+    lines = []
+    while not lines or text not in lines[-1]:
+        line = stream.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    return "".join(lines)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import shlex
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-from serving_server import infer_body, running
+from serving_server import infer_body, read_until, running, serving
 
 from paellapy import demo, serve_demo
 
@@ -34,27 +31,6 @@ log_format = "json"
 factory = "paellapy.demo:load"
 arguments = { name = "mlp", batch = [1, 8] }
 """
-
-
-@contextlib.contextmanager
-def serving(*arguments):
-    """`paellapy serve …` in a process of its own; killed if the test has not stopped it."""
-    command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def read_until(stream, text):
-    lines = []
-    while not lines or text not in lines[-1]:
-        line = stream.readline()
-        assert line, "".join(lines)
-        lines.append(line)
-    return "".join(lines)
 
 
 def test_the_demo_server_prints_a_line_that_classifies_a_digit():

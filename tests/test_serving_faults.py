@@ -1,0 +1,227 @@
+"""Clients that behave badly, connections without end, models that cannot be loaded: the server goes on, and right."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+
+import aiohttp
+import numpy as np
+import pytest
+from engine_models import scale_model
+from serving_server import infer_body, read_until, running, serving
+
+X = np.arange(64, dtype=np.float32)[np.newaxis]
+BODY = json.dumps(infer_body("x", X)).encode()
+RIGHT = (2 * X[0]).tolist()
+CONNECTIONS = 2000
+
+
+def head(model, length):
+    return f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=120)
+
+
+def answer_of(connection):
+    """Status and JSON of one answer on a socket."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(65536)
+        assert piece, data
+        data += piece
+    header, _, body = data.partition(b"\r\n\r\n")
+    length = int(header.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return int(header[9:12]), json.loads(body)
+
+
+def check_serves(server, model="scale"):
+    with connect(server) as connection:
+        connection.sendall(head(model, len(BODY)) + BODY)
+        status, found = answer_of(connection)
+    assert status == 200
+    assert found["outputs"][0]["data"] == RIGHT
+
+
+@pytest.fixture(scope="module")
+def server():
+    models = [scale_model(batch=(1, 4)), scale_model("single", batch=(1,), lanes=1)]
+    with running(models) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """Patient enough for a client that is not slow on purpose, also on a busy machine."""
+    with running([scale_model(batch=(1, 4))], header_timeout_s=2.0, body_timeout_s=2.0) as found:
+        yield found
+
+
+# -- clients that leave
+
+
+def test_clients_that_leave_while_they_wait_free_their_work(server):
+    """Everything behind a held lane waits; those whose clients leave are gone from the engine before it is let go."""
+    held = server.hold("single")
+    connections = [connect(server) for _ in range(30)]
+    for connection in connections:
+        connection.sendall(head("single", len(BODY)) + BODY)
+    server.wait_until(lambda: server.engine.stats()["queued"] == 30)
+    before = server.service.counters.of("single").left
+    for connection in connections[1:]:
+        connection.close()
+    server.wait_until(lambda: server.engine.stats()["live"] == 2)  # the one that stays, and the held one
+    assert server.service.counters.of("single").left - before == 29
+    assert server.service.in_flight == 1
+    held.cancel()
+    with connections[0]:
+        status, found = answer_of(connections[0])
+    assert (status, found["outputs"][0]["data"]) == (200, RIGHT)
+    server.wait_until(lambda: server.engine.stats()["live"] == 0)
+
+
+def test_clients_that_leave_within_their_body_leave_nothing(server):
+    sent = (1, len(BODY) // 2, len(BODY) - 1)
+    for length in sent:
+        with connect(server) as connection:
+            connection.sendall(head("scale", len(BODY)) + BODY[:length])
+            server.wait_until(lambda: server.service.in_flight == 1)
+        server.wait_until(lambda: server.service.in_flight == 0)
+    assert server.engine.stats()["live"] == 0
+    check_serves(server)
+
+
+# -- clients that are slow
+
+
+def test_a_header_that_drips_is_not_waited_for(impatient):
+    with connect(impatient) as connection:
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            for byte in head("scale", 10) * 1000:  # drop by drop until the server has had enough
+                connection.sendall(bytes([byte]))
+                connection.settimeout(0.02)
+                with contextlib.suppress(TimeoutError):
+                    data = connection.recv(1000)
+                    break
+        assert data.startswith(b"HTTP/1.1 408")
+        assert b"header" in data
+    check_serves(impatient)
+
+
+def test_a_connection_that_never_says_anything_is_closed(impatient):
+    with connect(impatient) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_second_header_that_stops_midway_is_not_waited_for(impatient):
+    with connect(impatient) as connection:
+        connection.sendall(head("scale", len(BODY)) + BODY)
+        assert answer_of(connection)[0] == 200
+        connection.sendall(b"POST /v2/models/scale")
+        assert answer_of(connection)[0] == 408
+        assert connection.recv(1) == b""
+
+
+def test_a_body_that_drips_is_not_waited_for(impatient):
+    with connect(impatient) as connection:
+        connection.sendall(head("scale", len(BODY)) + BODY[:10])
+        status, found = answer_of(connection)
+    assert status == 408
+    assert "body" in found["error"]
+    impatient.wait_until(lambda: impatient.service.in_flight == 0)
+    check_serves(impatient)
+
+
+# -- many connections
+
+
+def test_two_thousand_open_connections_and_requests_are_answered():
+    """Idle ones that have been used once, slow ones within their header, and others that work."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * CONNECTIONS + 500  # both ends are in this process
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"this machine allows {hard} open files; {needed} are needed")
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+    async def one(reader, writer):
+        writer.write(head("scale", len(BODY)) + BODY)
+        header = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(int(header.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+        assert header.startswith(b"HTTP/1.1 200"), header
+        assert json.loads(body)["outputs"][0]["data"] == RIGHT
+
+    async def main(server):
+        open_ones = []
+        for start in range(0, CONNECTIONS, 100):
+            made = (asyncio.open_connection("127.0.0.1", server.port) for _ in range(100))
+            open_ones += await asyncio.gather(*made)
+            for _, writer in open_ones[start : start + 50]:
+                writer.write(b"GET /v2/health/live HT")
+        server.wait_until(lambda: server.connections() >= CONNECTIONS)
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/v2/health/ready") as answer:
+            assert answer.status == 200
+        idle = [each for k, each in enumerate(open_ones) if k % 100 >= 50]
+        for start in range(0, len(idle), 100):
+            await asyncio.gather(*(one(*each) for each in idle[start : start + 100]))
+        assert server.connections() >= CONNECTIONS
+        for _, writer in open_ones:
+            writer.close()
+
+    try:
+        with running([scale_model(batch=(1, 8))], header_timeout_s=600.0) as server:
+            asyncio.run(main(server))
+            server.wait_until(lambda: server.connections() == 0)
+            assert server.service.in_flight == 0
+            assert server.engine.stats()["live"] == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- a model that cannot be loaded
+
+CONFIG = """
+device = "virtual:h200"
+[server]
+port = 0
+log_format = "json"
+[[models]]
+name = "good"
+factory = "paellapy.demo:load"
+arguments = { name = "mlp", batch = [1] }
+[[models]]
+name = "bad"
+factory = "broken_factory:load"
+"""
+
+
+def test_a_server_goes_on_without_a_model_that_cannot_be_loaded_and_says_why(tmp_path):
+    (tmp_path / "broken_factory.py").write_text("def load():\n    raise OSError('its weights are gone')\n")
+    (tmp_path / "paella.toml").write_text(CONFIG)
+
+    async def main(url):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/v2/models/good/ready") as answer:
+                assert answer.status == 200
+            async with session.get(f"{url}/v2/health/ready") as answer:
+                assert answer.status == 503
+            async with session.post(f"{url}/v2/repository/index") as answer:
+                return {each["name"]: each for each in await answer.json()}
+
+    with serving(str(tmp_path / "paella.toml")) as process:
+        said = read_until(process.stderr, "could not be loaded")
+        url = next(json.loads(line)["url"] for line in said.splitlines() if '"listening"' in line)
+        index = asyncio.run(main(url))
+        process.terminate()
+        assert process.wait(120) == 0
+    assert index["good"]["state"] == "READY"
+    assert index["bad"]["state"] == "UNAVAILABLE"
+    assert "its weights are gone" in index["bad"]["reason"]
