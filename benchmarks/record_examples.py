@@ -8,16 +8,22 @@ The files are named after the GPU: those of a real H200 are `h200-…`, those of
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import triton
+import triton.language as tl
 from kernels import add, gemm, softmax
 
 import paellapy as pp
 import paellapy.examples
+from instrument.device import VirtualDevice
+from paellapy.demo.rivals import rivals, rush
 
 FOLDER = Path(paellapy.examples.__file__).parent
 
@@ -39,19 +45,27 @@ def traced(run: Callable[[], object]) -> pp.Trace:
     return t
 
 
-def gemm_tail(device: pp.Device) -> pp.Trace:
-    """A little more than a whole number of waves of tiles: most SMs wait for the last tiles."""
-    kernel, options = pp.kernel(gemm), {"BM": 128, "BN": 128, "BK": 64, "G": 8, "num_warps": 8, "num_stages": 3}
-    k = 1024
+@triton.jit
+def row_sums(x, first, out, B: tl.constexpr):
+    """Sums of rows of different lengths: row i is x[first[i]:first[i + 1]]."""
+    row = tl.program_id(0)
+    begin, end = tl.load(first + row), tl.load(first + row + 1)
+    total = tl.zeros((B,), tl.float32)
+    for i in range(begin, end, B):
+        at = i + tl.arange(0, B)
+        total += tl.load(x + at, mask=at < end, other=0.0)
+    tl.store(out + row, tl.sum(total))
 
-    def arguments(tiles: int) -> tuple[Any, ...]:
-        m, n = 128 * tiles, 1024
-        return normal(m, k, dtype=np.float16), normal(k, n, dtype=np.float16), pp.empty((m, n), np.float16), m, n, k
 
-    fits = resident(device, kernel.theoretical_occupancy(*arguments(1), **options))
-    rows = -(-fits * 9 // 8 // 8)  # of 8 tiles: 1⅛ waves
-    args = arguments(rows)
-    return traced(lambda: kernel[(rows * 8,)](*args, **options))
+def tail_effect(device: pp.Device) -> pp.Trace:
+    """Two and a half waves of blocks, some far longer than others: SMs that have run dry wait for the last ones."""
+    kernel, options = pp.kernel(row_sums), {"B": 256, "num_warps": 8}
+    few = pp.array(np.zeros(256, np.float32)), pp.array(np.array([0, 256], np.int32)), pp.empty(1)
+    rows = resident(device, kernel.theoretical_occupancy(*few, **options)) * 5 // 2
+    lengths = np.random.default_rng(0).lognormal(np.log(6000), 0.5, rows).astype(np.int64)
+    first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    args = pp.array(np.ones(first[-1], np.float32)), pp.array(first), pp.empty(rows)
+    return traced(lambda: kernel[(rows,)](*args, **options))
 
 
 def add_two_waves(device: pp.Device) -> pp.Trace:
@@ -83,7 +97,50 @@ def two_streams(device: pp.Device) -> pp.Trace:
     return traced(run)
 
 
-EXAMPLES = {"gemm-tail": gemm_tail, "add-two-waves": add_two_waves, "two-streams": two_streams}
+def mix(policy: str, max_active: int) -> Callable[[pp.Device], pp.Trace]:
+    """Two models that compete for the GPU. On a virtual one in simulated time: in real time, computing the data on the
+    host would take far longer than the GPU would."""
+
+    def record(device: pp.Device) -> pp.Trace:
+        if isinstance(device, VirtualDevice):
+            active = None if policy == "streams" else max_active
+            found = pp.simulate(rivals(), rush(), policy, device.name, trace=True, active=active).trace
+            assert found is not None
+            return found
+        with pp.Engine(device, policy, max_active=max_active) as engine:
+            for model in rivals():
+                engine.load(model)
+            asyncio.run(ask(engine))  # the first time is not recorded: kernels load, clocks rise
+            with engine.trace() as t:
+                asyncio.run(ask(engine))
+        return t
+
+    return record
+
+
+async def ask(engine: pp.Engine) -> None:
+    """Sends the rush on time. It spins: timers of an event loop are a millisecond apart."""
+    names = list(engine.models)
+    inputs = {name: {"x": np.zeros(engine.models[name].inputs["x"].shape, np.float32)} for name in names}
+    arrivals = rush().arrivals(names, seed=0)
+    tasks, start_ns = [], time.perf_counter_ns()
+    for at in arrivals:
+        while time.perf_counter_ns() - start_ns < at["time_ns"]:
+            await asyncio.sleep(0)
+        name = names[at["model"]]
+        tasks.append(asyncio.create_task(engine.infer(name, inputs[name])))
+    await asyncio.gather(*tasks)
+
+
+EXAMPLES = {
+    "tail-effect": tail_effect,
+    "add-two-waves": add_two_waves,
+    "two-streams": two_streams,
+    # `streams` launches everything at once; software scheduling keeps two jobs on the GPU, enough to fill it.
+    "mix-streams": mix("streams", max_active=16),
+    "mix-paella": mix("paella", max_active=2),
+}
+MOST_BYTES = 300_000
 
 
 def gpu_name(device: pp.Device) -> str:
@@ -97,16 +154,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--only", choices=EXAMPLES, action="append", help="may be repeated")
     given = parser.parse_args()
-    device = pp.Device(given.device)
+    device = pp.Device.open(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
-    for name, record in EXAMPLES.items():
+    for name in given.only or EXAMPLES:
         with device:
-            t = record(device)
+            t = EXAMPLES[name](device)
+        if t.dropped or t.unfinished:
+            raise SystemExit(f"{name}: {t.dropped} records dropped, {t.unfinished} unfinished; not written")
         path = given.out / f"{gpu_name(device)}-{name}.pptrace"
         t.save(path)
         print(t.summary())
         print(f"written to {path}: {path.stat().st_size:,} bytes\n")
+        if path.stat().st_size > MOST_BYTES:
+            raise SystemExit(f"{path} is larger than the {MOST_BYTES:,} bytes an example may take")
 
 
 if __name__ == "__main__":

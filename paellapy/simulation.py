@@ -15,6 +15,7 @@ from scheduler.profile import model_profile
 from scheduler.results import Results
 from scheduler.simulate import simulate as simulate_profiles
 from scheduler.simulate_mix import MIX, mix_profiles
+from scheduler.simulate_trace import OwnKernels
 from scheduler.workload import Lognormal, Poisson, Trace, Workload
 
 
@@ -23,22 +24,49 @@ def simulate(
     workload: Workload,
     policy: str | Policy = "paella",
     device: str = "virtual:h200",
+    *,
+    trace: bool = False,
     **options: Any,
 ) -> Results:
     """Runs the workload on the scheduler's own core with a virtual clock; nothing is computed, only timed.
 
-    Models are captured and profiled on the virtual device first. `options` are those of `scheduler.simulate.simulate`:
+    Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
+    gives the result a `trace`, as `engine.trace()` would. `options` are those of `scheduler.simulate.simulate`:
     `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`.
 
     >>> from paellapy import Poisson, simulate
-    >>> from scheduler.simulate_mix import MIX, mix_profiles
+    >>> from scheduler.simulate_trace import OwnKernels
+from scheduler.simulate_mix import MIX, mix_profiles
     >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
     True
     """
+    if trace:
+        return _traced(models, workload, policy, device, **options)
     profiles = [m for m in models if isinstance(m, ModelProfile)]
     if len(profiles) != len(models):
         profiles = profiles_of(models, device)
     return simulate_profiles(profiles, workload, policy, device, **options)
+
+
+def _traced(
+    models: Sequence[Model | ModelProfile], workload: Workload, policy: str | Policy, device: str, **options: Any
+) -> Results:
+    own = [m for m in models if isinstance(m, Model)]
+    if len(own) != len(models):
+        raise ArgumentError("trace=True needs the models themselves, not their profiles: those have no kernels")
+    if options.setdefault("fidelity", "blocks") != "blocks":
+        raise ArgumentError("trace=True places every block: leave fidelity out")
+    with Engine(device) as engine:
+        for model in own:
+            engine.load(model)
+        profiles = [_profile(engine, model) for model in own]
+        kernels = OwnKernels.of(engine, [model.name for model in own])
+        return simulate_profiles(profiles, workload, policy, device, kernels=kernels, **options)
+
+
+def _profile(engine: Engine, model: Model) -> ModelProfile:
+    lanes = model.lanes or engine.max_active
+    return model_profile(model, engine.profile(model.name), lanes, engine.limits.requests)
 
 
 def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h200") -> list[ModelProfile]:
@@ -50,8 +78,7 @@ def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h
                 found.append(model)
                 continue
             engine.load(model)
-            lanes = model.lanes or engine.max_active
-            found.append(model_profile(model, engine.profile(model.name), lanes, engine.limits.requests))
+            found.append(_profile(engine, model))
             engine.unload(model.name)
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.core_models import ModelProfile
+from scheduler.engine_trace import EngineTrace
 from scheduler.state import OK, STATUS, Table
 
 
@@ -43,6 +44,7 @@ class Results:
     occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), jobs running
     bin_ms: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+    trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:

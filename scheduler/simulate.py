@@ -26,6 +26,7 @@ from scheduler.core_models import ModelProfile, ProfileError, install, open_mode
 from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
 from scheduler.simulate_blocks import BlocksGpu
+from scheduler.simulate_trace import OwnKernels, TracedGpu
 from scheduler.workload import Workload
 
 Fidelity = Literal["segments", "blocks"]
@@ -46,11 +47,13 @@ def simulate(
     active: int | None = None,
     look_ahead: int | None = None,
     host_launch_ns: float = HOST_LAUNCH_NS,
+    kernels: OwnKernels | None = None,
 ) -> Results:
     """Run the workload to its end in simulated time.
 
     `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
-    every kernel on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's.
+    every kernel on its SM, about a thousand times slower; with the models' own `kernels` the result has a `trace`.
+    `active` and `look_ahead` override the policy's.
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -87,11 +90,17 @@ def simulate(
     for k in range(len(clients)):  # a nanosecond apart: whoever is served first has come first
         heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]
     f.g[fluid.TIMERS] = len(clients)
+    trace = None
     if fidelity == "segments":
         while fluid.run_fluid(f, state) == fluid.MORE_RECORDS:
             f = _more_records(f)
     elif fidelity == "blocks":
-        f = BlocksGpu(gpu, timing, models, f, state, seed).run()
+        if kernels is None:
+            f = BlocksGpu(gpu, timing, models, f, state, seed).run()
+        else:
+            traced = TracedGpu(gpu, timing, models, f, state, seed, kernels)
+            f = traced.run()
+            trace = traced.trace(chosen.name)
     else:
         raise ValueError(f"fidelity is {fidelity!r}: choose 'segments' or 'blocks'")
     jobs = f.records[: f.g[fluid.RECORDS]].copy()
@@ -108,6 +117,7 @@ def simulate(
         occupancy=f.bins / f.t[fluid.BIN_NS],
         bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
         counters=counters,
+        trace=trace,
     )
 
 

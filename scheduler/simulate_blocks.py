@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -135,21 +136,28 @@ class BlocksGpu:
         s = self.s
         for out in s.out[: s.g[st.OUT_N]]:
             lane = int(out["lane"])
-            program = self.segments[int(s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
-            handle = self.sim.launch_program(self.streams[lane], program, trace=False)
-            self.words[handle] = int(out["word"])
+            self.words[self._start(lane, out)] = int(out["word"])
         s.g[st.OUT_N] = 0
+
+    def _start(self, lane: int, out: Any) -> int:
+        """Puts what the core launches on the lane's stream; the handle whose completion ends it."""
+        program = self.segments[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
+        return self.sim.launch_program(self.streams[lane], program, trace=False)
 
     def _collect(self) -> None:
         f, s = self.f, self.s
         while n := take_done(s.ring, s.done, f.taken):
             for entry in f.taken[:n]:
+                self._ended(entry)
                 record = f.records[int(entry["tag"])]
                 for name in ("batch", "status", "started_ns", "finish_ns"):
                     record[name] = entry[name]
                 f.free[f.g[fluid.FREE_N]] = entry["request"]
                 f.g[fluid.FREE_N] += 1
                 self._back(int(record["source"]), int(entry["finish_ns"]))
+
+    def _ended(self, entry: Any) -> None:
+        """For those who want to know: the completion of a request."""
 
     def _note(self, since: float) -> None:
         """Add the time since then to the occupancy, with the warps that were resident when it began."""

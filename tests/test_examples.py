@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import paellapy as pp
 from instrument.errors import TraceError
+from instrument.trace import Trace
+from scheduler.engine_trace import EngineTrace
 
 
 def test_every_example_loads_and_is_whole() -> None:
     assert len(pp.examples.names()) >= 3
     for name in pp.examples.names():
         t = pp.examples.load(name)
-        assert len(t.blocks) == t.launches["blocks"].sum(), name
+        if not isinstance(t, EngineTrace):  # there launches are replayed
+            assert len(t.blocks) == t.launches["blocks"].sum(), name
         assert (t.dropped, t.unfinished) == (0, 0), name
         assert t.device.name.endswith("(virtual)") == name.startswith("virtual-"), name
 
@@ -22,11 +28,49 @@ def of(example: str) -> list[str]:
     return [name for name in pp.examples.names() if name.endswith(example)]
 
 
-def test_the_gemm_has_a_tail() -> None:
-    for name in of("gemm-tail"):
+def test_the_tail_effect_is_there() -> None:
+    for name in of("tail-effect"):
         (kernel,) = pp.examples.load(name).summary().kernels
-        assert 1 < kernel.waves < 2, name
+        assert 2 < kernel.waves < 3, name
         assert kernel.tail_share > 0.2, name
+
+
+def test_the_mix_has_the_same_requests_under_both_policies() -> None:
+    for name in of("mix-streams"):
+        streams, paella = pp.examples.load(name), pp.examples.load(name.replace("streams", "paella"))
+        assert isinstance(streams, EngineTrace)
+        assert isinstance(paella, EngineTrace)
+        assert (streams.policy, paella.policy) == ("streams", "paella")
+        assert streams.simulated == paella.simulated == name.startswith("virtual-")
+        asked = [np.bincount(t.jobs["model"]).tolist() for t in (streams, paella)]
+        assert asked[0] == asked[1]
+        assert all((t.jobs["status"] == 0).all() and (t.jobs["deadline_ns"] > 0).all() for t in (streams, paella))
+        assert len(streams.blocks) == len(paella.blocks), "both compute the same"
+        late = [int((t.lateness_ns() > 0).sum()) for t in (streams, paella)]
+        assert late[1] < late[0], "software scheduling meets more targets"
+
+
+def test_every_example_is_small() -> None:
+    folder = Path(pp.examples.__file__).parent
+    assert all(path.stat().st_size < 300_000 for path in folder.glob("*.pptrace"))
+
+
+def test_an_example_without_a_gpu_in_its_name_is_the_real_one_where_it_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = pp.examples.load("virtual-h200-tail-effect")
+    monkeypatch.setattr(pp.examples, "files", lambda _: tmp_path)
+    for name, facts in (("virtual-h200-x", shipped.device), ("h200-x", replace(shipped.device, name="NVIDIA H200"))):
+        Trace(shipped.blocks, shipped.launches, shipped.kernels, facts).save(tmp_path / f"{name}.pptrace")
+        assert pp.examples.load("x").device == facts
+    assert pp.examples.origin(pp.examples.load("x")) == "Recorded on a real NVIDIA H200."
+
+
+def test_the_origin_of_a_trace_is_what_it_says_of_itself() -> None:
+    tail, mix = (pp.examples.load(f"virtual-h200-{name}") for name in ("tail-effect", "mix-paella"))
+    assert "virtual NVIDIA H200" in pp.examples.origin(tail)
+    assert "times are modelled: not a measurement" in pp.examples.origin(tail)
+    assert "simulated time: not a measurement" in pp.examples.origin(mix)
 
 
 def test_the_addition_has_two_waves() -> None:
@@ -45,5 +89,5 @@ def test_two_kernels_share_the_gpu_on_two_streams() -> None:
 
 
 def test_an_unknown_example_names_the_known_ones() -> None:
-    with pytest.raises(TraceError, match=r"no example 'mona-lisa', only .*virtual-h200-gemm-tail"):
+    with pytest.raises(TraceError, match=r"no example 'mona-lisa', only .*virtual-h200-tail-effect"):
         pp.examples.load("mona-lisa")

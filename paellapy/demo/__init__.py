@@ -1,7 +1,8 @@
-"""Demo models with real weights: `load("mlp")`, `load("cnn")`, `load("transformer")`."""
+"""Demo models with real weights: `load("mlp")`, `load("cnn")`, `load("transformer")`; and two rivals to schedule."""
 
 from __future__ import annotations
 
 from paellapy.demo.models import held_out, load, load_weights, names
+from paellapy.demo.rivals import rivals, rush
 
-__all__ = ["held_out", "load", "load_weights", "names"]
+__all__ = ["held_out", "load", "load_weights", "names", "rivals", "rush"]

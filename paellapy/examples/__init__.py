@@ -1,6 +1,6 @@
-"""Traces to look at before making one's own: `pp.examples.load("virtual-h200-gemm-tail").plot()`.
+"""Traces to look at before making one's own: `pp.examples.load("tail-effect").plot()`.
 
-They are recorded by benchmarks/record_examples.py.
+They are recorded by benchmarks/record_examples.py, on a real GPU or a virtual one: the trace says which.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from importlib.resources import as_file, files
 
 from instrument.errors import TraceError
 from instrument.trace import Trace
+from scheduler.engine_trace import EngineTrace
 
-__all__ = ["load", "names"]
+__all__ = ["load", "names", "origin"]
 
 _ENDING = ".pptrace"
+_FIRST_CHOICE = ("h200-", "virtual-h200-")
 
 
 def names() -> list[str]:
     """The recorded examples, each named after the GPU and what can be seen on it.
 
-    >>> "virtual-h200-gemm-tail" in names()
+    >>> len(names()) > 0
     True
     """
     found = (each.name for each in files(__name__).iterdir())
@@ -26,12 +28,30 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Trace:
-    """A recorded example.
+    """A recorded example; without a GPU in its name the one of the real H200, where it is shipped, else the virtual's.
 
-    >>> load("virtual-h200-gemm-tail").device.n_sm
+    >>> load("tail-effect").device.n_sm
     132
     """
-    if name not in names():
-        raise TraceError(f"there is no example {name!r}, only {', '.join(names()) or 'none'}")
-    with as_file(files(__name__) / f"{name}{_ENDING}") as path:
-        return Trace.load(path)
+    shipped = names()
+    for full in (name, *(gpu + name for gpu in _FIRST_CHOICE)):
+        if full in shipped:
+            with as_file(files(__name__) / f"{full}{_ENDING}") as path:
+                return Trace.load(path)
+    raise TraceError(f"there is no example {name!r}, only {', '.join(shipped) or 'none'}")
+
+
+def origin(trace: Trace) -> str:
+    """Where a trace comes from, in words: from what it says of itself.
+
+    >>> "virtual" in origin(load("virtual-h200-tail-effect"))
+    True
+    """
+    device = trace.device
+    virtual = device.name.endswith("(virtual)")
+    said = device.name.removesuffix("(virtual)").strip()
+    if not virtual:
+        driver = device.versions.get("driver")
+        return f"Recorded on a real {said}" + (f", driver {driver}." if driver else ".")
+    how = "in simulated time" if isinstance(trace, EngineTrace) and trace.simulated else "whose times are modelled"
+    return f"Recorded on a virtual {said}, {how}: not a measurement."

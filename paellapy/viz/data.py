@@ -87,7 +87,15 @@ class Picture:
         t = self.trace
         blocks, launches = _plural(len(t.blocks), "block"), _plural(len(np.unique(t.blocks["launch"])), "launch")
         first, last = t.span_ns
-        return f"{t.device.name}: {blocks} of {launches} in {readable_time(last - first)}"
+        return f"{t.device.name}{self._how}: {blocks} of {launches} in {readable_time(last - first)}"
+
+    @property
+    def _how(self) -> str:
+        """Under which policy; and that no clock was read, where none was."""
+        if not isinstance(self.whole, EngineTrace):
+            return ""
+        how = [self.whole.policy] * bool(self.whole.policy) + ["simulated time"] * self.whole.simulated
+        return "".join(f", {each}" for each in how)
 
     @property
     def warning(self) -> str:

@@ -1,0 +1,86 @@
+"""Two models that compete for a GPU, `short` and `long`: they show what scheduling does, and compute nothing of use.
+
+A request is one vector, added in the first of several layers of the demo models' `linear` over a table of the model's
+own. One layer of `long` is two blocks for every SM of an H200; one of `short` is an eighth of that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from instrument.device.base import Device
+from paellapy.demo import kernels as _kernels
+from scheduler.model import Arrays, Model, TensorSpec
+from scheduler.workload import Trace
+
+kernels: Any = _kernels  # launched as kernel[grid](…)
+
+BM, BN = 64, 32  # of a block
+WIDTH = 33 * BN  # 8 x 33 blocks are two for each of 132 SMs
+CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    rows: int
+    layers: int
+    target_ms: float
+
+
+KINDS = {"short": _Kind(BM, 3, 1.0), "long": _Kind(8 * BM, 12, 12.0)}
+
+
+def rivals() -> list[Model]:
+    """`short` and `long`, each with a target, one request in a batch and up to sixteen batches at once.
+
+    >>> [model.name for model in rivals()]
+    ['short', 'long']
+    """
+    rng = np.random.default_rng(0)
+    weights = {
+        "weight": rng.standard_normal((WIDTH, WIDTH), np.float32) / math.sqrt(WIDTH),
+        "bias": np.zeros(WIDTH, np.float32),
+        "classes.weight": rng.standard_normal((WIDTH, CLASSES), np.float32) / math.sqrt(WIDTH),
+        "classes.bias": np.zeros(CLASSES, np.float32),
+    }
+    return [_model(name, kind, weights) for name, kind in KINDS.items()]
+
+
+def rush(longs: int = 12, shorts: int = 24) -> Trace:
+    """Requests for both: the long ones come 0.3 ms apart, the short ones every 0.6 ms, and go on after them."""
+    rows = [(k * 0.3e-3, "long") for k in range(longs)] + [(0.1e-3 + k * 0.6e-3, "short") for k in range(shorts)]
+    return Trace(tuple((at, name, None, None, 0) for at, name in sorted(rows)))
+
+
+def _model(name: str, kind: _Kind, weights: Arrays) -> Model:
+    own = {"table": np.random.default_rng(kind.rows).standard_normal((kind.rows, WIDTH), np.float32), **weights}
+
+    def fn(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+        device = Device.current()
+        source, bias = weights["table"], inputs["x"]
+        for _ in range(kind.layers):
+            out = device.empty((kind.rows, WIDTH), np.float32)
+            kernels.linear[kind.rows // BM, WIDTH // BN](
+                source, weights["weight"], bias, None, out, kind.rows,
+                K=WIDTH, N=WIDTH, ACTIVATION="gelu", BM=BM, BN=BN, BK=32,
+            )  # fmt: skip
+            source, bias = out, weights["bias"]
+        kernels.classify[(kind.rows // 16,)](
+            source, weights["classes.weight"], weights["classes.bias"], outputs["scores"], kind.rows,
+            K=WIDTH, N=CLASSES, BM=16, BN=16, BK=64,
+        )  # fmt: skip
+
+    return Model(
+        name,
+        fn,
+        inputs={"x": TensorSpec((WIDTH,), np.float32)},
+        outputs={"scores": TensorSpec((kind.rows, CLASSES), np.float32)},
+        weights=own,
+        batch=(1,),
+        target_ms=kind.target_ms,
+        lanes=16,
+    )
