@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,12 +149,33 @@ class EngineTrace(Trace, kind="engine"):
 _FAR = 1 << 62
 
 
+class HostRun(NamedTuple):
+    """One batch as the host saw it: when each segment was launched, or its forerunner done, and when it ended."""
+
+    lane: int
+    size: int
+    whole: bool
+    times: NDArray[np.int64]  # [segments, 2], ns on the host's monotonic clock
+
+
+def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
+    """Start and end of each segment of the lane's latest run, and whether it was launched whole.
+
+    A segment launched behind another starts when that one ends. Read it before the lane may be used again.
+    """
+    row = state.lane[lane]
+    times = state.segment_ns[lane, : int(row["segments"])].copy()
+    times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
+    return times, bool(row["whole"])
+
+
 class trace_engine:
     """What `engine.trace()` returns: `with engine.trace() as t:` fills `t` when the block is left."""
 
     def __init__(self, engine: Engine, records_per_sm: int) -> None:
         self._engine, self._records_per_sm = engine, records_per_sm
         self._entries: list[Any] = []
+        self._runs: dict[tuple[int, int], HostRun] = {}
 
     def __enter__(self) -> EngineTrace:
         device = self._engine.device
@@ -170,12 +191,19 @@ class trace_engine:
         lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
         whole = bool(self._engine.state.g[st.WHOLE_ALWAYS])
         fill_engine_trace(
-            self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole
-        )
+            self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole,
+            runs=list(self._runs.values()),
+        )  # fmt: skip
 
     def _note(self, entry: Any) -> None:
-        if entry["request"] >= 0:
-            self._entries.append(entry.copy())
+        if entry["request"] < 0:
+            return
+        self._entries.append(entry.copy())
+        if entry["status"] == st.OK:
+            lane, started = int(entry["lane"]), int(entry["started_ns"])
+            if (lane, started) not in self._runs:
+                times, whole = segment_times(self._engine.state, lane)
+                self._runs[lane, started] = HostRun(lane, int(entry["size"]), whole, times)
 
 
 def fill_engine_trace(
@@ -189,6 +217,7 @@ def fill_engine_trace(
     *,
     whole: bool,
     simulated: bool = False,
+    runs: Sequence[HostRun] = (),
 ) -> None:
     """From what a backend recorded and the core's completions. `models` (with `name`, `batch`, `target_ms`) and
     `lanes` are by the core's rows; `whole`: the policy launches programs in one piece always."""
@@ -201,11 +230,25 @@ def fill_engine_trace(
         (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
         for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, whole))
     ]
+    segments += [
+        (number[lanes[run.lane]], run.lane, models[lanes[run.lane]].batch[run.size], k, 0, *map(to_trace_ns, times))
+        for run in runs
+        if run.lane in lanes
+        for k, times in _unseen(run, pieces)
+    ]
     listed = set(trace.launches["launch"].tolist())
     owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
     owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
     names = [model.name for model in models.values()]
     trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, policy, simulated)
+
+
+def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
+    """The run's segments none of whose kernels report blocks: cuDNN's, cuBLAS's."""
+    seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
+    if run.whole:
+        return [] if seen else [(st.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
+    return [(k, (int(start), int(end))) for k, (start, end) in enumerate(run.times) if k not in seen]
 
 
 def _jobs(

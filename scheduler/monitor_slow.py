@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler import state as st
+from scheduler.engine_trace import segment_times
 from scheduler.state import State
 
 KEPT = 8
@@ -23,6 +24,12 @@ class SlowRequest(NamedTuple):
     limit_ns: float
     segments: NDArray[np.int64]  # start, end
     whole: bool
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The same for requests that ran together."""
+        lane, started = int(self.entry["lane"]), int(self.entry["started_ns"])
+        return (lane, started) if self.entry["status"] == st.OK else (st.NONE, int(self.entry["serial"]))
 
     def describe(self, now_ns: int, name: str) -> dict[str, Any]:
         """Milliseconds since the request arrived, as JSON has them."""
@@ -75,19 +82,19 @@ class SlowRequests:
             self._prune(int(entry["finish_ns"]))
 
     def _segments(self, entry: Any) -> tuple[NDArray[np.int64], bool]:
-        """When each segment of the request's lane ran. A segment launched behind another starts when that one ends."""
+        """When each segment of the request's lane ran."""
         lane = int(entry["lane"])
         if entry["status"] != st.OK or lane < 0:
             return np.zeros((0, 2), np.int64), False
-        row = self._state.lane[lane]
-        times = self._state.segment_ns[lane, : int(row["segments"])].copy()
-        times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
-        return times, bool(row["whole"])
+        return segment_times(self._state, lane)
 
     def _prune(self, now_ns: int) -> list[SlowRequest]:
         recent = [each for each in self._found if now_ns - int(each.entry["finish_ns"]) < REMEMBERED_NS]
         recent.sort(key=lambda each: -each.lateness)
-        self._found = kept = recent[:KEPT]
+        # One of each batch: the others ran with it and differ only in when they came.
+        batches = {each.batch: each for each in reversed(recent)}
+        kept = sorted(batches.values(), key=lambda each: -each.lateness)[:KEPT]
+        self._found = kept
         self._floor = kept[-1].lateness if len(kept) == KEPT else 0.0
         return kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,3 +168,33 @@ def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loade
 
     with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\) where the example gave \(2, 3\)"):
         engine.load(pp.Model.from_torch(twisted, torch.zeros(1, 3), batch=(1, 2)))
+
+
+def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypatch):
+    """As cuDNN's are on a real GPU; here the reports are thrown away."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(200)))
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 512), name="deep", batch=(1,)))
+    assert len(engine.profile("deep")[0].segments) > 2
+    ends = engine._backend.end_trace
+
+    def silent(models):
+        found = ends(models)
+        pieces = [replace(p, launches=()) for p in found.pieces]
+        return replace(found, blocks=found.blocks[:0], launches=found.launches[:0], pieces=pieces)
+
+    monkeypatch.setattr(engine._backend, "end_trace", silent)
+    x = np.ones(512, np.float32)
+
+    async def main():
+        await asyncio.gather(*(engine.infer("deep", {"input": x}) for _ in range(6)))
+
+    with engine.trace() as t:
+        engine.infer_sync("deep", {"input": x})
+        asyncio.run(main())
+    assert len(t.jobs) == 7
+    assert len(t.segments[t.segments["segment"] == -1]) >= 1  # the first was alone: one launch
+    for job in t.jobs:
+        of_lane = t.segments[t.segments["lane"] == job["lane"]]
+        mine = of_lane[(of_lane["start_ns"] >= job["start_ns"]) & (of_lane["end_ns"] <= job["end_ns"])]
+        assert len(mine) in (1, len(engine.profile("deep")[0].segments))
+        assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()

@@ -1,0 +1,218 @@
+"""PyTorch modules captured on a real GPU: cuDNN, cuBLAS and Triton kernels in lanes that share nothing but weights."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from scheduler.core_check import check_at_rest
+from scheduler.errors import CaptureError, MemoryPlanError
+from scheduler.policy import policy_names
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.gpu
+F = torch.nn.functional
+
+
+class Net(torch.nn.Module):
+    """Convolutions of cuDNN, products of cuBLAS, a softmax and a residual."""
+
+    def __init__(self, seed: int, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = torch.nn.Conv2d(3, width, 3, 2, 1)
+        self.body = torch.nn.ModuleList(torch.nn.Conv2d(width, width, 3, 1, 1) for _ in range(8))
+        self.norm = torch.nn.BatchNorm2d(width)
+        self.mix = torch.nn.Linear(width, 256)
+        self.head = torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        for layer in self.body:
+            x = x + F.relu(layer(x))
+        return torch.softmax(self.head(F.relu(self.mix(x.mean((2, 3))))), -1)
+
+
+class Branches(torch.nn.Module):
+    """Two streams inside one module: a graph that forks and joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = torch.nn.Linear(64, 512), torch.nn.Linear(64, 512)
+        self.side = None
+
+    def forward(self, x):
+        if not x.is_cuda:
+            return torch.relu(self.left(x)) + torch.tanh(self.right(x))
+        if self.side is None:
+            self.side = torch.cuda.Stream()
+        here = torch.cuda.current_stream()
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            b = torch.tanh(self.right(x))
+        a = torch.relu(self.left(x))
+        here.wait_stream(self.side)
+        return a + b
+
+
+def images(n, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, 3, 64, 64)).astype(np.float32)
+
+
+def reference(net, x):
+    with torch.no_grad():
+        where = next(net.parameters())
+        return net(torch.from_numpy(x).to(where.device, where.dtype)).float().cpu().numpy()
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine("cuda", quantum_us=20) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    nets = {"a": Net(1), "b": Net(2, 48)}
+    with pp.Engine("cuda", quantum_us=20) as engine:
+        for name, net in nets.items():
+            engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name=name, channels_last=True))
+        yield engine, nets
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_answer_is_the_modules_own_under_every_policy_and_batch_size(loaded, policy):
+    engine, nets = loaded
+    engine.set_policy(policy)
+    x = images(400)
+    names = np.random.default_rng(0).choice(list(nets), len(x))
+    expected = {name: reference(net, x) for name, net in nets.items()}
+
+    async def main():
+        return await asyncio.gather(*(engine.infer(n, {"input": each}) for n, each in zip(names, x, strict=True)))
+
+    for name, k, found in zip(names, range(len(x)), asyncio.run(main()), strict=True):
+        np.testing.assert_allclose(found["output"], expected[name][k], rtol=1e-2, atol=1e-4)
+    check_at_rest(engine.state)
+
+
+def test_a_module_is_cut_into_segments_and_keeps_its_chain(loaded):
+    engine, _ = loaded
+    profile = engine.profile("a")[0]
+    assert profile.chain
+    assert len(profile.segments) > 2
+    assert sum(s.kernels for s in profile.segments) > 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(engine, dtype):
+    net = Net(4)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="half", dtype=dtype, channels_last=True))
+    spec = engine.models["half"].inputs["input"]
+    x = images(8).astype(spec.dtype)
+    expected = reference(net, x.astype(np.float32))
+    for each, wanted in zip(x, expected, strict=True):
+        found = engine.infer_sync("half", {"input": each})["output"].astype(np.float32)
+        np.testing.assert_allclose(found, wanted, atol=2e-2)
+
+
+def test_autocast(engine):
+    net = Net(5)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="cast", autocast=torch.float16, batch=(1, 4)))
+    x = images(4)
+    expected = reference(net, x)
+    for each, wanted in zip(x, expected, strict=True):
+        found = engine.infer_sync("cast", {"input": each})["output"].astype(np.float32)
+        np.testing.assert_allclose(found, wanted, atol=1e-2)
+
+
+def test_a_compiled_module_with_triton_kernels(engine):
+    net = Net(6)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="compiled", compile=True, batch=(1, 2)))
+    x = images(6)
+    for each, wanted in zip(x, reference(net, x), strict=True):
+        found = engine.infer_sync("compiled", {"input": each})["output"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-4)
+
+
+def test_a_graph_that_forks_and_joins(engine):
+    net = Branches()
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 64), name="branches", batch=(1, 4)))
+    assert not engine.profile("branches")[0].chain
+    x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    expected = reference(net.cpu(), x)
+    net.cuda()
+
+    async def main():
+        return await asyncio.gather(*(engine.infer("branches", {"input": each}) for each in x))
+
+    for found, wanted in zip(asyncio.run(main()), expected, strict=True):
+        np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-3)
+
+
+def test_weights_are_there_once_and_lanes_memory_is_counted(engine):
+    net = Net(7, 64)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
+    engine.load(model)
+    held = engine.memory.reservations["net"]
+    assert held.lanes == 4
+    assert held.weights_bytes == model.weights_bytes
+    assert held.lane_bytes > 8 * 64 * 32 * 32 * 4  # at least one activation of the largest batch
+
+
+def test_unloading_gives_the_memory_back(engine):
+    def used():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    model = pp.Model.from_torch(Net(8, 64), torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
+    engine.load(model)
+    engine.infer_sync("net", {"input": images(1)[0]})
+    engine.unload("net")
+    first = used()
+    for _ in range(3):
+        engine.load(model)
+        engine.unload("net")
+    assert used() <= first
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_figures():
+    with pp.Engine("cuda", memory_bytes=32 << 20) as engine:
+        model = pp.Model.from_torch(Net(9, 64), torch.zeros(1, 3, 512, 512), name="big", batch=(1, 16))
+        with pytest.raises(MemoryPlanError, match="does not fit"):
+            engine.load(model)
+
+
+def test_waiting_for_the_gpu_is_refused_and_the_line_is_named(engine):
+    def waits(x):
+        if x.sum().item() > 0:
+            return x
+        return -x
+
+    with pytest.raises(CaptureError, match=r"waits for the GPU at .*test_gpu_torch\.py:\d+"):
+        engine.load(pp.Model.from_torch(waits, torch.zeros(1, 8), batch=(1,)))
+    net = Net(10)
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="after", batch=(1,)))
+    x = images(1)
+    np.testing.assert_allclose(
+        engine.infer_sync("after", {"input": x[0]})["output"], reference(net, x)[0], rtol=1e-2, atol=1e-4
+    )
+
+
+def test_kernels_that_do_not_report_are_traced_at_segment_grain(loaded):
+    engine, _ = loaded
+    with engine.trace() as t:
+        for each in images(5):
+            engine.infer_sync("a", {"input": each})
+    assert len(t.jobs) == len(t.segments) == 5  # one at a time: whole programs
+    assert (t.segments["segment"] == -1).all()
+    assert (t.segments["end_ns"] > t.segments["start_ns"]).all()
+    inside = (t.segments["start_ns"] >= t.jobs["arrival_ns"]) & (t.segments["end_ns"] <= t.jobs["end_ns"])
+    assert inside.all()
