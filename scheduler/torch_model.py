@@ -84,6 +84,7 @@ class TorchModel(Model):
         super().__init__(name, self._run, inputs=signature.inputs, outputs=signature.outputs, **about)
         self._call, self._signature, self.options = call, signature, options
         self._compiled: dict[str, Any] = {}
+        self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
 
     uses_torch = True
 

@@ -110,5 +110,7 @@ def record_or_run(torch: Any, model: TorchModel, call: Any, inputs: Arrays, outp
         if isinstance(capture, Counting):
             capture.launches += 1
         return
-    operations = count_operations(torch, compute)
-    capture.compute([(each.node, each.cost) for each in operations], compute)
+    batch = len(next(iter(plain_in.values())))
+    if batch not in model.operations:  # the same for every lane
+        model.operations[batch] = count_operations(torch, compute)
+    capture.compute([(each.node, each.cost) for each in model.operations[batch]], compute)

@@ -31,7 +31,7 @@ class SmallNet(torch.nn.Module):
 
 @pytest.fixture
 def engine():
-    with pp.Engine(DEVICE) as engine:
+    with pp.Engine(DEVICE, quantum_us=30) as engine:
         yield engine
 
 
@@ -172,7 +172,7 @@ def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loade
 
 def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypatch):
     """As cuDNN's are on a real GPU; here the reports are thrown away."""
-    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(200)))
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40)))
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 512), name="deep", batch=(1,)))
     assert len(engine.profile("deep")[0].segments) > 2
     ends = engine._backend.end_trace
