@@ -7,9 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
+import make_pictures  # noqa: E402
 import update_architecture  # noqa: E402
 
 
@@ -30,3 +33,15 @@ def test_readme_quotes_the_measured_costs() -> None:
 
 
 _QUOTED = ("count", "trace", "notify", "one counter")
+
+
+def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    captions = make_pictures.make(tmp_path)
+    for page in make_pictures.PAGES:
+        text = page.read_text()
+        assert text == make_pictures.captioned(text, captions), "run python docs/make_pictures.py"
+        for name in re.findall(r"\(.*?pictures/([\w-]+)\.png\)", text):
+            assert name in captions
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {path.name for path in make_pictures.PICTURES.iterdir()}, "run python docs/make_pictures.py"

@@ -136,8 +136,9 @@ def _title(figure: Any, axes: Any, pictures: Sequence[Picture], labels: Sequence
         figure.suptitle(pictures[0].title, fontsize=10, x=0.01, ha="left")
         return
     for ax, picture, label in zip(axes[0], pictures, labels, strict=True):
-        ax.set_title(f"{label}\n", fontsize=11, fontweight="bold", loc="left")
-        ax.text(0, 1.02, picture.title, transform=ax.transAxes, fontsize=8, va="bottom")
+        device, _, rest = picture.title.rpartition(": ")
+        ax.set_title(f"{label}\n\n", fontsize=11, fontweight="bold", loc="left")
+        ax.text(0, 1.01, f"{device}\n{rest}", transform=ax.transAxes, fontsize=8, va="bottom", in_layout=False)
 
 
 def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
@@ -162,7 +163,8 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
         for g, name in enumerate(names):
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
         paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
-        ax.imshow(paint, aspect="auto", interpolation="none", extent=_extent(picture))
+        # Where lanes are narrower than pixels they blend, instead of some of them vanishing.
+        ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
     ax.set_ylabel("SM, one lane per block")
     ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
     ax.set_ylim(picture.trace.device.n_sm - 0.5, -0.5)
@@ -227,7 +229,10 @@ def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Loo
         allowed = picture.groups.theoretical[g]
         if allowed is not None:
             ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
-    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, 1.05))
+    # Without limits to show, the scale reaches a little further than what was there; columns have one scale.
+    needed = 1.05 if any(each is not None for each in picture.groups.theoretical) else 1.2 * _most(seen.resident)
+    before = ax.get_ylim()[1] if not ax.get_subplotspec().is_first_col() else 0.0
+    ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, min(1.05, max(needed, before))))
     ax.yaxis.set_major_formatter(_percent())
 
 
@@ -261,6 +266,10 @@ def _legend(
     if handles:
         columns = min(len(handles), 8)
         figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
+
+
+def _most(values: NDArray[np.float64]) -> float:
+    return float(values.max()) if values.size else 1.0
 
 
 def _extent(picture: Picture) -> tuple[float, float, float, float]:
