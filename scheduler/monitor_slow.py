@@ -12,6 +12,7 @@ from scheduler.engine_trace import segment_times
 from scheduler.state import State
 
 KEPT = 8
+PER_MODEL = 4  # so that one slow model does not hide the others
 REMEMBERED_NS = 60 * 1_000_000_000
 _CROWDED = 64  # candidates between two looks
 
@@ -62,7 +63,7 @@ class SlowRequests:
         self._state = state
         self._limit_ns = np.full(len(state.model), np.inf)
         self._found: list[SlowRequest] = []
-        self._floor = 0.0
+        self._floor = np.zeros(len(state.model))
 
     def expect(self, model: int, limit_ns: float) -> None:
         """What a request of the model should take at most, where it has no deadline of its own."""
@@ -74,7 +75,7 @@ class SlowRequests:
         if deadline < st.NEVER:
             limit = min(limit, max(1, deadline - int(entry["arrival_ns"])))
         lateness = latency_ns / limit
-        if lateness <= self._floor:
+        if lateness <= self._floor[entry["model"]]:
             return
         segments, whole = self._segments(entry)
         self._found = [*self._found, SlowRequest(lateness, entry.copy(), limit, segments, whole)]
@@ -88,15 +89,20 @@ class SlowRequests:
             return np.zeros((0, 2), np.int64), False
         return segment_times(self._state, lane)
 
-    def _prune(self, now_ns: int) -> list[SlowRequest]:
+    def _prune(self, now_ns: int) -> None:
         recent = [each for each in self._found if now_ns - int(each.entry["finish_ns"]) < REMEMBERED_NS]
         recent.sort(key=lambda each: -each.lateness)
         # One of each batch: the others ran with it and differ only in when they came.
-        batches = {each.batch: each for each in reversed(recent)}
-        kept = sorted(batches.values(), key=lambda each: -each.lateness)[:KEPT]
-        self._found = kept
-        self._floor = kept[-1].lateness if len(kept) == KEPT else 0.0
-        return kept
+        slowest = {each.batch: each for each in reversed(recent)}
+        by_model: dict[int, list[SlowRequest]] = {}
+        for each in sorted(slowest.values(), key=lambda each: -each.lateness):
+            by_model.setdefault(int(each.entry["model"]), []).append(each)
+        self._floor[:] = 0.0
+        for model, found in by_model.items():
+            if len(found) >= PER_MODEL:
+                self._floor[model] = found[PER_MODEL - 1].lateness
+        self._found = [each for found in by_model.values() for each in found[:PER_MODEL]]
 
     def slowest(self, now_ns: int) -> list[SlowRequest]:
-        return self._prune(now_ns)
+        self._prune(now_ns)
+        return sorted(self._found, key=lambda each: -each.lateness)[:KEPT]

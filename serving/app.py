@@ -8,6 +8,7 @@ from aiohttp import web
 
 from scheduler.engine import Engine
 from serving.admission import Mode
+from serving.dashboard_routes import add_dashboard
 from serving.metrics import add_metrics
 from serving.middleware import SERVICE, outermost
 from serving.openapi import add_docs
@@ -46,6 +47,7 @@ def create_app(
     add_routes(app)
     add_metrics(app)
     add_docs(app)
+    add_dashboard(app)
 
     async def close(_: web.Application) -> None:
         service.close()

@@ -27,6 +27,16 @@ OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")  # probes of orchestrators 
 _encode = msgspec.json.Encoder().encode
 
 
+def open_to_all(handler: Handler) -> Handler:
+    """A handler that needs no key."""
+    handler.open_to_all = True  # type: ignore[attr-defined]
+    return handler
+
+
+def _is_open(request: web.Request) -> bool:
+    return request.path.endswith(OPEN_PATHS) or getattr(request.match_info.handler, "open_to_all", False)
+
+
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=_encode(value), status=status, headers=headers, content_type="application/json")
 
@@ -66,7 +76,7 @@ def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> 
         headers = request.headers
         number = request_id(headers.get("X-Request-Id"))
         try:
-            if known and not request.path.endswith(OPEN_PATHS):
+            if known and not _is_open(request):
                 request[CLIENT] = known.name_of(request)
             else:
                 request[CLIENT] = headers.get(client_header, "")

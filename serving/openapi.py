@@ -44,7 +44,11 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models of the configuration.", True),
     ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Its requests are finished first.", True),
     ("/metrics", "get", "Prometheus metrics", "", False),
+    ("/", "get", "The dashboard", "A page for browsers.", False),
+    ("/dashboard/events", "get", "The dashboard's data", "Server-sent events, one snapshot each.", False),
+    ("/dashboard/policy", "post", "Switch the policy", 'Body: {"policy": "…"}; the header X-Paellapy: 1.', True),
 )
+_TEXTS = {"/metrics": "text/plain", "/": "text/html", "/dashboard/events": "text/event-stream"}
 
 
 def document() -> dict[str, Any]:
@@ -94,11 +98,11 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
     elif path.endswith("/index"):
         answer = {"type": "array", "items": {"type": "object"}}
     kind = _JSON
-    if path == "/metrics":
-        kind, answer = "text/plain", {"type": "string"}
+    if path in _TEXTS:
+        kind, answer = _TEXTS[path], {"type": "string"}
     found: dict[str, Any] = {
         "summary": summary,
-        "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", ""),
+        "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "dashboard",
         "responses": {"200": _response("OK", kind, answer), "default": _response("An error", _JSON, _ERROR)},
     }
     if text:

@@ -1,0 +1,125 @@
+"""Snapshots to everybody who looks: one is made per tick, however many look, and none while nobody does.
+
+A viewer that cannot keep up gets the latest snapshot when it is ready for one; nothing is queued for it, and one that
+takes nothing for a while is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from serving.logs import log
+
+Take = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[bytes], Awaitable[None]]
+
+TICK_S = 0.2
+MAX_VIEWERS = 32
+PATIENCE_S = 5.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Round:
+    """From the first viewer to the last: the latest snapshot, and who waits for the next."""
+
+    def __init__(self) -> None:
+        self.latest = b""
+        self.number = 0
+        self.over = False
+        self._news = asyncio.Event()
+        self.ticker: asyncio.Task[None] | None = None
+
+    def publish(self, message: bytes) -> None:
+        self.latest = message
+        self.number += 1
+        self._wake()
+
+    def end(self) -> None:
+        self.over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def after(self, seen: int) -> None:
+        """Until there is a newer one, or there will be none."""
+        while self.number == seen and not self.over:
+            await self._news.wait()
+
+
+class Hub:
+    """`take` makes a snapshot; `begin` and `end` are called with the first viewer and after the last."""
+
+    def __init__(
+        self,
+        take: Take,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        *,
+        tick_s: float = TICK_S,
+        max_viewers: int = MAX_VIEWERS,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._take, self._begin, self._end = take, begin, end
+        self._tick_s, self._max_viewers, self._patience_s = tick_s, max_viewers, patience_s
+        self._round: _Round | None = None
+        self._closed = False
+        self.viewers = 0
+
+    @property
+    def full(self) -> bool:
+        return self.viewers >= self._max_viewers
+
+    async def show(self, send: Send) -> None:
+        """Sends snapshots until there are no more. A viewer that is too slow is a TimeoutError."""
+        if self._closed:
+            return
+        self.viewers += 1
+        try:
+            current = self._round or self._open()
+            seen = 0
+            while True:
+                await current.after(seen)
+                if current.over:
+                    return
+                seen = current.number
+                await asyncio.wait_for(send(current.latest), self._patience_s)
+        finally:
+            self.viewers -= 1
+            if not self.viewers:
+                self._rest()
+
+    def _open(self) -> _Round:
+        self._begin()
+        self._round = opened = _Round()
+        opened.ticker = asyncio.create_task(self._run(opened))
+        return opened
+
+    async def _run(self, current: _Round) -> None:
+        try:
+            while True:
+                current.publish(b"data: " + _encode(await self._take()) + b"\n\n")
+                await asyncio.sleep(self._tick_s)
+        except Exception as e:  # viewers come again, and find it working or not
+            log.error("no snapshot could be made for the dashboard", exc_info=e)
+            current.end()
+            if self._round is current:
+                self._round = None
+
+    def _rest(self) -> None:
+        current, self._round = self._round, None
+        if current is not None and current.ticker is not None:
+            current.ticker.cancel()
+        self._end()
+
+    def close(self) -> None:
+        """Lets every viewer go, for good."""
+        self._closed = True
+        if self._round is not None:
+            self._round.end()

@@ -1,0 +1,122 @@
+"""The dashboard at `/`: a page of our own files, its data as server-sent events, and the switch of the policy.
+
+`snapshot` is all that the page shows and `switch_policy` all that it can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from scheduler.monitor import Monitor
+from scheduler.policy import PolicyError
+from serving.dashboard_events import Hub
+from serving.errors import RequestError
+from serving.infer import read
+from serving.middleware import SERVICE, json_response, open_to_all
+from serving.protocol import NOT_JSON
+from serving.service import Service
+
+HUB = web.AppKey("dashboard_hub", Hub)
+MONITOR = web.AppKey("dashboard_monitor", Monitor)
+
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_HEADERS = {
+    # Nothing from elsewhere, nothing inline, and nobody may put the page into a frame of theirs.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it without being allowed to, and nobody is
+
+
+async def snapshot(monitor: Monitor, service: Service) -> dict[str, Any]:
+    """Everything the page shows: the engine's side, and what the front end has refused."""
+    found = await asyncio.to_thread(monitor.snapshot)
+    counters = service.counters.models
+    for each in found["models"]:
+        known = counters.get(each["name"])
+        each["refused"] = 0 if known is None else sum(known.refused.values())
+    found["state"] = "draining" if service.draining and found["state"] == "running" else found["state"]
+    found["loading"] = [e.name for e in service.registry.entries.values() if e.wanted and e.state != "READY"]
+    return found
+
+
+async def switch_policy(monitor: Monitor, name: str) -> str:
+    """The policy's name once it decides."""
+    await asyncio.to_thread(monitor.set_policy, name)
+    return monitor.engine.policy
+
+
+class _Switch(msgspec.Struct, forbid_unknown_fields=True):
+    policy: str
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    hub = request.app[HUB]
+    if hub.full:
+        raise RequestError("as many look at the dashboard as this server allows; close one of the pages", status=503)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    )
+    await response.prepare(request)
+    # Too slow, or gone: either way its connection ends here. The others have lost nothing.
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        await hub.show(response.write)
+    response.force_close()
+    return response
+
+
+async def policy(request: web.Request) -> web.Response:
+    if request.content_type != "application/json" or SWITCH_HEADER not in request.headers:
+        raise RequestError(f"send JSON as application/json, with the header {SWITCH_HEADER}: 1", status=403)
+    if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        raise RequestError("pages of other sites cannot switch the policy", status=403)
+    try:
+        asked = msgspec.json.decode(await read(request, request.app[SERVICE]), type=_Switch)
+    except NOT_JSON as e:
+        raise RequestError(f'the body is {{"policy": "…"}}: {e}') from None
+    try:
+        return json_response({"policy": await switch_policy(request.app[MONITOR], asked.policy)})
+    except PolicyError as e:
+        raise RequestError(str(e)) from e
+
+
+def add_dashboard(app: web.Application) -> None:
+    service = app[SERVICE]
+    monitor = app[MONITOR] = Monitor(service.engine)
+    hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop)
+    pages = {each.name: each.read_bytes() for each in (files("serving") / "dashboard").iterdir() if each.is_file()}
+
+    def answer(name: str) -> web.Response:
+        return web.Response(
+            body=pages[name], content_type=_TYPES[name.rpartition(".")[2]], charset="utf-8", headers=_HEADERS
+        )
+
+    @open_to_all  # no secrets in it; what it shows, it has to ask for with a key
+    async def page(request: web.Request) -> web.Response:
+        return answer("index.html")
+
+    @open_to_all
+    async def part(request: web.Request) -> web.Response:
+        if request.match_info["file"] not in pages:
+            raise web.HTTPNotFound
+        return answer(request.match_info["file"])
+
+    async def shutdown(_: web.Application) -> None:
+        hub.close()
+
+    app.router.add_get("/", page)
+    app.router.add_get("/dashboard/events", events)
+    app.router.add_post("/dashboard/policy", policy)
+    app.router.add_get("/dashboard/{file}", part)
+    app.on_shutdown.append(shutdown)
