@@ -51,6 +51,7 @@ class Trace:
     plot_requests: ClassVar[Callable[..., Any]]
     explore: ClassVar[Callable[..., Any]]
     save_figure: ClassVar[Callable[..., Any]]
+    picture: ClassVar[Callable[..., Any]]
     to_perfetto: ClassVar[Callable[..., Any]]
     to_chrome: ClassVar[Callable[..., Any]]
     to_html: ClassVar[Callable[..., Any]]

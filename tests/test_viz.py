@@ -455,6 +455,18 @@ def test_two_traces_side_by_side_in_one_file(tmp_path: Path) -> None:
         pp.viz.save_comparison(both[0], make(MIX), tmp_path / "x.png", "requests")
 
 
+def test_a_picture_shows_itself_in_a_notebook_and_can_be_saved(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    still = engine_trace().picture(["requests", "heatmap"], size_inches=(6, 4))
+    assert still._repr_png_().startswith(b"\x89PNG")
+    assert repr(still) == "<picture, 6 x 4 inches>"
+    assert still.save(tmp_path / "x.svg").read_text().startswith("<?xml")
+    both = pp.viz.compare_picture(make(MIX), make(MIX[:3]), "heatmap", labels=("one", "other"))
+    assert [ax.get_title("left").strip() for ax in both.figure.axes[:2]] == ["one", "other"]
+    with pytest.raises(TraceError, match="no requests"):
+        make(MIX).picture("requests")
+
+
 def test_static_figures_refuse_what_they_cannot_write(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(TraceError, match=r"\.png, \.svg or \.pdf"):

@@ -9,15 +9,21 @@ from instrument.trace import Trace
 from paellapy.viz.chrome_file import to_chrome
 from paellapy.viz.explorer import explore
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency
+from paellapy.viz.live_widget import live
 from paellapy.viz.needs import MissingExtraError
 from paellapy.viz.perfetto_file import to_perfetto
 from paellapy.viz.report import to_html
 from paellapy.viz.static import save_comparison, save_figure
+from paellapy.viz.still import Still, compare_picture, picture
 
 __all__ = [
     "MissingExtraError",
+    "Still",
     "compare",
+    "compare_picture",
     "explore",
+    "live",
+    "picture",
     "plot",
     "plot_gantt",
     "plot_heatmap",
@@ -33,5 +39,5 @@ __all__ = [
 # `t.plot()`: instrument, below us, declares these and cannot import us.
 Trace.plot, Trace.plot_heatmap, Trace.plot_gantt, Trace.plot_residency = plot, plot_heatmap, plot_gantt, plot_residency
 Trace.plot_requests, Trace.explore = plot_requests, explore
-Trace.save_figure, Trace.to_html = save_figure, to_html
+Trace.save_figure, Trace.picture, Trace.to_html = save_figure, picture, to_html
 Trace.to_perfetto, Trace.to_chrome = to_perfetto, to_chrome

@@ -42,9 +42,9 @@ def save_figure(
     Traceback (most recent call last):
     instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
     """
-    path = _checked(path)
+    path = checked(path)
     picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
-    return _write(draw([picture], view, theme, size_inches), path, dpi)
+    return write(draw([picture], view, theme, size_inches), path, dpi)
 
 
 def save_comparison(
@@ -61,19 +61,20 @@ def save_comparison(
     dpi: int = 160,
 ) -> Path:
     """Draws two traces side by side, on axes of one scale: two policies, or virtual against real."""
-    path = _checked(path)
+    path = checked(path)
     pictures = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
-    return _write(draw(pictures, view, theme, size_inches, labels), path, dpi)
+    return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
 
 
-def _checked(path: str | os.PathLike[str]) -> Path:
+def checked(path: str | os.PathLike[str]) -> Path:
+    """A path whose ending is one of ours."""
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise TraceError(f"{path}: a figure is saved as .png, .svg or .pdf")
     return path
 
 
-def _write(figure: Any, path: Path, dpi: int) -> Path:
+def write(figure: Any, path: Path, dpi: int) -> Path:
     # Text stays text, to be edited; and the same trace gives the same bytes.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "paellapy"}
     with need("matplotlib", "save_figure()").rc_context(settings):

@@ -1,0 +1,72 @@
+"""`t.picture()`: a picture that stays in a notebook's file, and shows where notebooks are only read.
+
+Plotly's figures need their script to show; GitHub, and mail, run none.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instrument.trace import Trace
+from paellapy.viz import data
+from paellapy.viz.data import BINS, By
+from paellapy.viz.palette import Theme
+from paellapy.viz.static import ViewName, checked, draw, write
+
+DPI = 90
+
+
+class Still:
+    """What Jupyter shows as a PNG; `save` writes PNG, SVG or PDF. `figure` is matplotlib's."""
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.figure.savefig(file, format="png", dpi=DPI)
+        return file.getvalue()
+
+    def save(self, path: str | os.PathLike[str], dpi: int = 160) -> Path:
+        return write(self.figure, checked(path), dpi)
+
+    def __repr__(self) -> str:
+        width, height = self.figure.get_size_inches()
+        return f"<picture, {width:g} x {height:g} inches>"
+
+
+def picture(
+    trace: Trace,
+    view: ViewName | Sequence[ViewName] = "all",
+    *,
+    by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: int | None = None,
+    end_ns: int | None = None,
+    bins: int = BINS,
+    theme: Theme = "light",
+    size_inches: tuple[float, float] | None = None,
+) -> Still:
+    """One or more views of a trace as a picture for a notebook. Options as in `save_figure`."""
+    prepared = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
+    return Still(draw([prepared], view, theme, size_inches))
+
+
+def compare_picture(
+    a: Trace,
+    b: Trace,
+    view: ViewName | Sequence[ViewName] = "all",
+    *,
+    labels: tuple[str, str] = ("a", "b"),
+    by: By | None = None,
+    bins: int = BINS,
+    theme: Theme = "light",
+    size_inches: tuple[float, float] | None = None,
+) -> Still:
+    """Two traces side by side, on axes of one scale, as a picture for a notebook."""
+    prepared = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
+    return Still(draw(prepared, view, theme, size_inches, labels))
