@@ -165,7 +165,7 @@ class Page:
     async def wait_for(self, expression: str, timeout_s: float = WAIT_S) -> Any:
         """The expression's value once it is true."""
         async with asyncio.timeout(timeout_s):
-            asked = f"((found) => found instanceof Node ? true : found)({expression})"
+            asked = f"((found) => found instanceof Node || found instanceof Function || found)({expression})"
             while not (value := await self.evaluate(asked)):
                 await asyncio.sleep(0.05)
         return value

@@ -38,7 +38,7 @@ from instrument.trace import Trace
 from instrument.tracing import trace
 from paellapy import examples, viz
 from paellapy.simulation import simulate
-from paellapy.viz import MissingExtraError, compare
+from paellapy.viz import MissingExtraError, compare, live
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
 from scheduler.policy import Policy, policy, policy_names
@@ -82,6 +82,7 @@ __all__ = [
     "examples",
     "instrument_torch",
     "kernel",
+    "live",
     "policy",
     "policy_names",
     "serve",

@@ -1,0 +1,115 @@
+"""`pp.live(engine)`: the dashboard of an engine in Jupyter, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from importlib.resources import files
+from typing import Any
+
+from instrument.errors import ArgumentError, PaellaError
+from paellapy.viz.needs import need
+from scheduler.engine import Engine
+from scheduler.errors import EngineClosedError
+from scheduler.monitor import Monitor
+
+# Each after those it imports.
+_MODULES = ("format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "slow.js", "view.js")
+_FRAME = ".pp-widget { background: light-dark(#f4f6f8, #0e1116); padding: 0 14px 14px; border-radius: 10px; }\n"
+
+
+def live(engine: Engine, *, hz: float = 6.0) -> Any:
+    """A widget that shows the engine's SMs, queue and latencies, `hz` times a second, with a switch of its policy.
+
+        view = pp.live(engine)
+        view            # at the end of a cell
+        view.close()    # or with the engine
+
+    `view.paused = True` holds the picture and costs nothing; the engine runs on.
+    """
+    if not isinstance(engine, Engine):
+        raise ArgumentError(f"live() takes an Engine, not a {type(engine).__name__}: pp.live(pp.Engine(…))")
+    if not 0.1 <= hz <= 30:
+        raise ArgumentError(f"hz={hz}: between 0.1 and 30 pictures a second")
+    if engine.closed:
+        raise EngineClosedError("the engine is closed: there is nothing to look at")
+    return _widget_class()(engine, 1.0 / hz)
+
+
+def javascript() -> str:
+    """The widget as one ES module: Jupyter loads it from a string, where modules cannot import each other."""
+    texts = [(files("serving") / "dashboard" / name).read_text(encoding="utf-8") for name in _MODULES]
+    texts = [re.sub(r"^export ", "", text, flags=re.M) for text in texts]
+    texts.append((files("paellapy.viz") / "live_widget.js").read_text(encoding="utf-8"))
+    return "\n".join(re.sub(r'^import \{[^}]*\} from "\./[^"]+";\n', "", text, flags=re.M) for text in texts)
+
+
+def css() -> str:
+    return (files("serving") / "dashboard" / "view.css").read_text(encoding="utf-8") + _FRAME
+
+
+@functools.cache
+def _widget_class() -> Any:
+    """Made when the first one is wanted: its base class comes with the extra `viz`."""
+    anywidget = need("anywidget", "live()")
+    traitlets = need("traitlets", "live()")
+
+    class LiveWidget(anywidget.AnyWidget):  # type: ignore[misc, name-defined]
+        """`snapshot` is what `scheduler.monitor` says of the engine; `paused` holds it."""
+
+        _esm = javascript()
+        _css = css()
+        snapshot = traitlets.Dict().tag(sync=True)
+        paused = traitlets.Bool(False).tag(sync=True)
+
+        def __init__(self, engine: Engine, tick_s: float) -> None:
+            self._monitor, self._tick_s = Monitor(engine), tick_s
+            self._wake, self._over = threading.Event(), False
+            self._monitor.start()
+            super().__init__(snapshot=self._monitor.snapshot())
+            self.on_msg(self._asked)
+            self.observe(self._paused, "paused")
+            self._thread = threading.Thread(target=self._run, name="paellapy-live", daemon=True)
+            self._thread.start()
+
+        def _run(self) -> None:
+            engine = self._monitor.engine
+            while not self._over and not engine.closed:
+                if self.paused:
+                    self._wake.wait(0.5)  # the engine may close meanwhile
+                else:
+                    self.snapshot = self._monitor.snapshot()
+                    self._wake.wait(self._tick_s)
+                self._wake.clear()
+            self._monitor.stop()
+            if not self._over:
+                self.snapshot = self._monitor.snapshot()  # says that the engine is closed
+
+        def _paused(self, change: Any) -> None:
+            # Completions are not even looked at while the picture stands still.
+            (self._monitor.stop if change["new"] else self._monitor.start)()
+            self._wake.set()
+
+        def _asked(self, _: Any, message: Any, __: Any) -> None:
+            if message.get("kind") != "policy":
+                return
+            error = None
+            try:
+                self._monitor.set_policy(str(message.get("name")))
+            except PaellaError as e:
+                error = str(e)
+            self.send({"kind": "policy", "number": message.get("number"), "error": error})
+
+        def close(self) -> None:
+            """Ends the thread that looks; the engine runs on."""
+            self._over = True
+            self._wake.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._monitor.stop()
+            with contextlib.suppress(RuntimeError):  # the kernel is gone already
+                super().close()
+
+    return LiveWidget
