@@ -44,10 +44,11 @@ def drive(s: st.State, taken: st.Table, steps: int, now: int) -> int:
             store_at(s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word, np.uint64(1))
         now += 1000
         step(s, now)
-        for i in range(take_done(s.ring, s.done, taken)):
+        for i in range(take_done(s.ring[0], s.done[0], taken)):
             e = taken[i]
             post(
-                s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, e.request, np.int64(e.serial) + 1, 0, e.model,
+                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, e.request,
+                np.int64(e.serial) + 1, 0, e.model,
                 e.client, 0, now, now + 10**12 + 1_000_000 * (np.int64(e.serial) % 977), 0, False,
             )  # fmt: skip
     return int(s.g[st.LAUNCHES] - before)
@@ -83,12 +84,13 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
     for row in range(requests):
         now += 1000
         deadline = now + 10**12 + int(random.integers(10**9))
-        post(s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, 0, 0, row % models, row % 7, 0, now, deadline, 0,
+        post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, 0, 0, row % models,
+             row % 7, 0, now, deadline, 0,
              False)  # fmt: skip
         if row % 512 == 511:
             step(s, now)
             s.g[st.OUT_N] = 0
-    while s.ring[st.SUBMIT_HEAD, 0] != s.ring[st.SUBMIT_TAIL, 0]:
+    while s.ring[0, st.SUBMIT_HEAD, 0] != s.ring[0, st.SUBMIT_TAIL, 0]:
         step(s, now)
         s.g[st.OUT_N] = 0
     return s

@@ -72,14 +72,14 @@ def drive(
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             while rings.post(
-                s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, i + 1, 0, rows[m], 0, priority[m], arrival[i],
-                due, source[m, which[i]], False,
+                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, i + 1, 0, rows[m], 0,
+                priority[m], arrival[i], due, source[m, which[i]], False,
             ) == rings.RING_FULL:  # fmt: skip
                 ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
             owner[row] = i
             n_free -= 1
             posted = True
-        k = rings.take_done(s.ring, s.done, buffer)
+        k = rings.take_done(s.ring[0], s.done[0], buffer)
         for j in range(k):
             entry = buffer[j]
             row = entry.request
@@ -89,7 +89,7 @@ def drive(
                 n_bytes = out_bytes[model[i]]
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
-                rings.release(s.lane_hold, entry.lane)
+                rings.release(s.lane_hold, entry.lane, entry.slot)
             free[n_free] = row
             n_free += 1
             if i < n:

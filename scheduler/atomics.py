@@ -65,6 +65,16 @@ def or_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def and_at(typing: Any, address: Any, value: Any) -> _Generated:
+    """Clear the bits of a u64 that are not in `value`; what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("and", _pointer(builder, args[0]), args[1], "acq_rel")
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Generated:
     """Compare and swap: whether the u64 was `expected` and is `value` now."""
 

@@ -15,6 +15,7 @@ from instrument.errors import LaunchError, PaellaError
 from scheduler.capture import Counting, ModelCapture, call_model, capturing
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane, LanePlan, Memory
+from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Program
 from scheduler.state import State
@@ -82,12 +83,8 @@ class Backend(ABC):
     def release(self, launches: Launches) -> None: ...
 
     @abstractmethod
-    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
-        """Starts the loop in a thread of its own."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """There is something new on the submission ring."""
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        """Starts the loop in a thread of its own. The bell wakes it: there is something new on a submission ring."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
@@ -136,6 +133,8 @@ class Backend(ABC):
         return None
 
     foreign_kernels = False  # whether kernels other than ours can be captured
+    sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
+    shared_slots = False  # lanes' host memory is made for other processes to map
 
     def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:
         """Around a run whose scratch memory is counted: other libraries' allocations count too."""

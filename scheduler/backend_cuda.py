@@ -18,7 +18,6 @@ from instrument.device.cuda_memory import CudaArray, CudaStream
 from instrument.device.driver import check, driver, fail, library
 from instrument.errors import LaunchError, PaellaError
 from instrument.tracing import trace
-from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import ModelCapture
@@ -32,31 +31,53 @@ from scheduler.loader import LoadedModel, device_lock
 from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Program
+from scheduler.shared import SharedBlock
 from scheduler.state import State
 
 _LINGER_NS = 1_000_000  # the loop spins on for this long after its last work: the next request finds it awake
 _WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
 _NOT_READY = 600
 _GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues hold about a thousand
-_PORTABLE_MAPPED = 3
+_PORTABLE_MAPPED = 3  # of cuMemHostAlloc and of cuMemHostRegister alike
 
 
 class CudaMemory(Memory):
-    """A lane's block on the GPU and its pinned block on the host."""
+    """A lane's block on the GPU and its pinned block on the host.
 
-    def __init__(self, device: CudaDevice, plan: LanePlan) -> None:
+    `shared`: the host's block is mapped by other processes too. The driver cannot share what it allocates itself, so
+    shared memory is made first and then pinned.
+    """
+
+    def __init__(self, device: CudaDevice, plan: LanePlan, shared: bool = False) -> None:
         self._device = device
         self._ptr = device.allocate(max(1, plan.device_bytes))
-        cu = driver()
         try:
-            pinned = check(cu.cuMemHostAlloc(plan.host_bytes, _PORTABLE_MAPPED), "allocating pinned memory")
+            self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
         except PaellaError:
             device.free(self._ptr)
             raise
-        self._pinned = int(pinned)
         self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
         self.host[:] = 0
         self.torch_pool: TorchPool | None = None
+
+    def _allocate(self, nbytes: int) -> int:
+        return int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
+
+    def _share(self, nbytes: int) -> int:
+        cu = driver()
+        # Graphs hold host addresses, and kernels and copies use them as they are: the GPU must see the same ones.
+        same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not int(check(cu.cuDeviceGetAttribute(same, self._device.index), "reading the GPU's attributes")):
+            raise LaunchError(
+                "this GPU does not see registered host memory at the host's addresses, so its lanes cannot be shared "
+                "with other processes: serve without workers"
+            )
+        self.block = SharedBlock(nbytes)
+        # Whole pages: the block is made of them.
+        check(
+            cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory"
+        )
+        return self.block.address
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         return CudaArray.over(self._device, self._ptr + offset, shape, dtype)
@@ -65,8 +86,11 @@ class CudaMemory(Memory):
         if self._pinned:
             self._device.activate()
             self._device.free(self._ptr)
-            driver().cuMemFreeHost(self._pinned)
-            self._pinned, self.host = 0, np.empty(0, np.uint8)
+            if self.block is None:
+                driver().cuMemFreeHost(self._pinned)
+            else:
+                driver().cuMemHostUnregister(self._pinned)
+            self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
             if self.torch_pool is not None:
                 self.torch_pool.free()
                 self.torch_pool = None
@@ -75,6 +99,7 @@ class CudaMemory(Memory):
 class CudaBackend(Backend):
     device: CudaDevice
     foreign_kernels = True
+    sleeps_in_read = True
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
@@ -84,7 +109,6 @@ class CudaBackend(Backend):
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
         self._streams: dict[int, CudaStream] = {}
-        self._bell = Bell(blocking=True)
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_word = np.zeros(8, np.uint64)
         self._scratch = np.zeros(8, np.int64)
@@ -104,7 +128,7 @@ class CudaBackend(Backend):
         return f"{self.device.title} cuda {version}"
 
     def lane_memory(self, plan: LanePlan) -> CudaMemory:
-        return CudaMemory(self.device, plan)
+        return CudaMemory(self.device, plan, self.shared_slots)
 
     def upload(self, model: Model) -> Arrays:
         self.device.activate()
@@ -192,9 +216,8 @@ class CudaBackend(Backend):
 
     # -- the loop
 
-    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
-        self._state, self._failed = state, failed
-        core.attach_libc(state)
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._bell, self._failed = state, bell, failed
         state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
         state.g[st.BACKEND] = st.CUDA
         for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
@@ -237,9 +260,6 @@ class CudaBackend(Backend):
         except LaunchError as e:
             return e
         return LaunchError(f"running a model failed with CUDA status {status}")
-
-    def wake(self) -> None:
-        self._bell.ring()
 
     def call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)

@@ -7,7 +7,6 @@ longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from scheduler.loader import LoadedModel
 from scheduler.loop import Bell, store_word
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Program
+from scheduler.shared import SharedBlock
 from scheduler.state import State
 
 _HISTORY = 1 << 16  # finished commands the SM model remembers
@@ -41,8 +41,10 @@ _HISTORY = 1 << 16  # finished commands the SM model remembers
 class VirtualMemory(Memory):
     """NumPy memory, aligned as a GPU's."""
 
-    def __init__(self, device_bytes: int, host_bytes: int) -> None:
-        self._device, self.host = _aligned(device_bytes), _aligned(host_bytes)
+    def __init__(self, device_bytes: int, host_bytes: int, shared: bool = False) -> None:
+        self._device = _aligned(device_bytes)
+        self.block = SharedBlock(host_bytes) if shared else None
+        self.host = _aligned(host_bytes) if self.block is None else self.block.array[:host_bytes]
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -50,6 +52,7 @@ class VirtualMemory(Memory):
 
     def free(self) -> None:
         self._device = self.host = np.empty(0, np.uint8)
+        self.block = None
 
 
 def _aligned(nbytes: int) -> Any:
@@ -95,7 +98,7 @@ class VirtualBackend(Backend):
         self._pieces: dict[int, Piece] = {}
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
-        self._bell = Bell()
+        self._scratch = np.zeros(4, np.int64)
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -108,7 +111,7 @@ class VirtualBackend(Backend):
         return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r}"
 
     def lane_memory(self, plan: LanePlan) -> VirtualMemory:
-        return VirtualMemory(plan.device_bytes, plan.host_bytes)
+        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots)
 
     def upload(self, model: Model) -> Arrays:
         return model.place(self.device)
@@ -215,15 +218,12 @@ class VirtualBackend(Backend):
 
     # -- the loop
 
-    def start(self, state: State, failed: Callable[[BaseException], None]) -> None:
-        self._state, self._failed = state, failed
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._bell, self._failed = state, bell, failed
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._flight: dict[int, int] = {}
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
         self._thread.start()
-
-    def wake(self) -> None:
-        self._bell.ring()
 
     def stop(self) -> None:
         self._stopping = True
@@ -250,11 +250,9 @@ class VirtualBackend(Backend):
         while not self._stopping:
             while self._calls:
                 self._calls.popleft()()
-            now, posted = time.monotonic_ns(), int(state.g[st.POSTED])
+            now = time.monotonic_ns()
             self._advance(now)
-            happened = core.step(state, now)
-            if state.g[st.POSTED] != posted:
-                os.eventfd_write(int(state.g[st.WAKE_FD]), 1)
+            happened = core.step_and_wake(state, now, self._scratch)
             if state.g[st.OUT_N]:
                 self._launch(state)
             elif not happened and not bell.armed:

@@ -14,17 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled, inlined
-from scheduler.atomics import call_clock, call_write, load_at
+from scheduler.atomics import call_clock, call_write, exchange_at, load_at
 from scheduler.core_dispatch import choose, measure, poll
 from scheduler.core_lanes import look_at_held, take_out
 from scheduler.core_predict import predict, predict_finish
+from scheduler.core_reclaim import reclaim
 from scheduler.core_requests import undue
+from scheduler.core_rings import address
 from scheduler.core_submit import fail_all, take_submissions
 from scheduler.policy import Policy
 from scheduler.state import (
     BUSY_NS,
     CANCELLED,
     CHANGED,
+    DONE_TAIL,
     DUE_N,
     EXPIRED,
     F_ADMIT,
@@ -40,22 +43,21 @@ from scheduler.state import (
     LIVE,
     LOOK_AHEAD,
     MAX_ACTIVE,
-    POSTED,
     READY_N,
     RUNNING,
     SEGMENTS_DONE,
     SERVED_NS,
     STEPS,
     TIMELESS,
-    WAKE_FD,
     WHOLE_ALWAYS,
     State,
     Words,
 )
 
-__all__ = ["attach_libc", "attach_policy", "predict_finish", "run", "step"]
+__all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
 
 _ZERO = np.uint64(0)
+_ONE = np.uint64(1)
 CLOCK_MONOTONIC = 1
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
@@ -123,24 +125,44 @@ def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
     return int(scratch[0] * 1_000_000_000 + scratch[1])
 
 
+@inlined
+def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
+    """Write to the eventfd of every front end with new completions that has asked for it: once, until it asks again.
+
+    A front end asks and then looks; here it is posted and then looked whether one asks. So no wake-up is lost.
+    """
+    for front in range(s.wake_fd.shape[0]):
+        tail = np.int64(s.ring[front, DONE_TAIL, 0])
+        if tail != s.wake_fd[front, 1]:
+            s.wake_fd[front, 1] = tail
+            if exchange_at(address(s.wake, front), _ONE, _ZERO) and s.wake_fd[front, 0] >= 0:
+                scratch[2] = 1
+                call_write(s.fn[F_WRITE], np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
+
+
+@compiled
+def step_and_wake(s: State, now: int, scratch: NDArray[np.int64]) -> int:
+    """`step`, for a loop that is not compiled itself."""
+    happened = step(s, now)
+    wake_fronts(s, scratch)
+    return int(happened)
+
+
 @compiled
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
     """Step in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was to do for `linger_ns`; 0 when idle.
 
-    Writes to the eventfd g[WAKE_FD] whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it
-    sleeps on an eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
+    Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it sleeps on an
+    eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
     """
     last = read_clock(s, scratch)
-    scratch[2] = 1
     while load_at(stop.ctypes.data) == _ZERO:
         now = read_clock(s, scratch)
-        posted = s.g[POSTED]
         if step(s, now) > 0 or s.g[LIVE] > 0 or s.g[FLIGHT_N] > 0:
             last = now
         elif now - last >= linger_ns:
             return 0
-        if s.g[POSTED] != posted and s.g[WAKE_FD] >= 0:
-            call_write(s.fn[F_WRITE], np.int32(s.g[WAKE_FD]), scratch[2:].ctypes.data, np.uint64(8))
+        wake_fronts(s, scratch)
     return 1
 
 
@@ -170,7 +192,7 @@ def _notice_edits() -> None:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("core*.py")), folder / "state.py", folder / "atomics.py"]
     stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-    for entry in (step, run, predict):
+    for entry in (step, step_and_wake, run, predict, reclaim):
         cache: Any = getattr(entry, "_cache", None)
         if hasattr(cache, "_cache_file"):
             cache._cache_file._source_stamp = stamp

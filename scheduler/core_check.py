@@ -30,9 +30,9 @@ from scheduler.state import (
     NONE,
     QUEUED,
     QUEUED_N,
-    READY_MASK,
     READY_N,
     READY_WAIT,
+    RESERVED_MASK,
     RESERVED_SHIFT,
     RUNNING,
     SHARES,
@@ -127,7 +127,7 @@ def _check_queues(s: State) -> None:
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
         if rows and s.g[MODE] != FAIL_MODE and s.model["filling"][m] >= 0:
             lane = s.model["filling"][m]
-            reserved = (int(s.lane_word[lane, 0]) >> RESERVED_SHIFT) & READY_MASK
+            reserved = (int(s.lane_word[lane, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
             slots = s.size["batch"][m, s.model["n_sizes"][m] - 1]
             _require(reserved == slots, "requests are queued beside free slots", m)
         elif rows and s.g[MODE] != FAIL_MODE:
@@ -152,15 +152,21 @@ def _check_queues(s: State) -> None:
     _require(np.isclose(shares, s.t[SHARES]), "fair shares do not add up", shares, s.t[SHARES])
 
 
+def _bits(masks: Table) -> int:
+    return sum(int(each).bit_count() for each in masks)
+
+
 def _check_lanes(s: State) -> None:
     for lane in np.flatnonzero(s.lane["model"] >= 0):
         a = s.lane[lane]
         m = a["model"]
         rows = s.slot[lane][s.slot[lane] >= 0]
         word = int(s.lane_word[lane, 0])
-        reserved, ready = (word >> RESERVED_SHIFT) & READY_MASK, word & READY_MASK
+        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, _bits(s.lane_ready[lane])
+        known = _bits(s.lane_known[lane])
         _require(len(rows) == a["live"], "a lane miscounts its requests", lane)
         _require((ready <= reserved and a["taken"] <= reserved) or a["state"] in (FREE, HELD), "a lane overflows", lane)
+        _require(known == a["taken"] or a["state"] == FREE, "a lane knows other slots than it counts", lane)
         _require((s.request["lane"][rows] == lane).all() and (s.request["model"][rows] == m).all(), "a slot lies", lane)
         _require(bool(word & CLOSED) or a["state"] == FILLING, "a lane is open and not filling", lane)
         _require((s.model["filling"][m] == lane) == (a["state"] == FILLING), "two lanes of a model fill", lane)

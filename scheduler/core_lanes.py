@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from instrument.device.heaps import inlined
-from scheduler.atomics import add_at, copy_bytes, load_at, or_at, store_at
+from scheduler.atomics import copy_bytes, load_at, or_at, store_at
 from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from scheduler.core_requests import complete, post_done, rank_lane
-from scheduler.core_rings import ONE, address, reserve
+from scheduler.core_rings import ONE, address, bit_at, bit_of, reserve
 from scheduler.state import (
     ABSENT,
     ACTIVE_N,
@@ -22,6 +22,7 @@ from scheduler.state import (
     CLOSING,
     FAIL_MODE,
     FILLING,
+    FIRST,
     FREE,
     GENERATION_MASK,
     GENERATION_SHIFT,
@@ -34,9 +35,9 @@ from scheduler.state import (
     NONE,
     OK,
     QUEUED_N,
-    READY_MASK,
     READY_N,
     READY_WAIT,
+    RESERVED_MASK,
     RESERVED_SHIFT,
     RUNNING,
     SLOTTED,
@@ -45,10 +46,11 @@ from scheduler.state import (
 )
 
 _CLOSED = np.uint64(CLOSED)
-_MASK = np.uint64(READY_MASK)
+_MASK = np.uint64(RESERVED_MASK)
 _SHIFT = np.uint64(RESERVED_SHIFT)
 _GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
 _ZERO = np.uint64(0)
+_ALL = np.uint64((1 << 64) - 1)
 
 
 @inlined
@@ -123,6 +125,7 @@ def put(s: State, lane: int, slot: int, row: int) -> None:
     """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
     a = s.lane[lane]
     a.taken += 1
+    s.lane_known[lane, slot >> 6] |= bit_of(slot)
     s.slot[lane, slot] = row
     fit(s, lane)
     if row < 0:
@@ -164,7 +167,8 @@ def look_again(s: State, lane: int) -> None:
 def move_in(s: State, lane: int, row: int) -> bool:
     """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
     m = s.lane[lane].model
-    slot = reserve(s.lane_word, lane, s.size[m, s.model[m].n_sizes - 1].batch)
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slot = reserve(s.lane_word, s.slot_front, lane, slots, s.request[row].front)
     if slot < 0:
         return False
     queue_remove(s, m, row)
@@ -176,7 +180,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
             n = s.input_bytes[m, k]
             copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
             source += np.uint64(n)
-    add_at(address(s.lane_word, lane), ONE)
+    or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
     put(s, lane, slot, row)
     return True
 
@@ -202,6 +206,8 @@ def fill_lane(s: State, m: int) -> None:
         a.started_ns = NEVER
         a.generation = (a.generation + 1) & GENERATION_MASK
         s.model[m].filling = lane
+        for k in range(s.lane_ready.shape[1]):
+            s.lane_ready[lane, k] = s.lane_hold[lane, k] = s.lane_known[lane, k] = _ZERO
         store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
     if s.model[m].queued > 0:
         while s.model[m].queued > 0 and move_in(s, lane, queue_first(s, m)):
@@ -217,7 +223,25 @@ def all_in(s: State, lane: int) -> bool:
     """Every reserved slot is known to the core and written."""
     word = load_at(address(s.lane_word, lane))
     reserved = np.int64((word >> _SHIFT) & _MASK)
-    return bool(np.int64(word & _MASK) == reserved and s.lane[lane].taken == reserved)
+    if s.lane[lane].taken != reserved:
+        return False
+    k = 0
+    while reserved > 0:
+        wanted = _ALL if reserved >= 64 else (ONE << np.uint64(reserved)) - ONE
+        if load_at(s.lane_ready[lane, k:].ctypes.data) != wanted:
+            return False
+        reserved -= 64
+        k += 1
+    return True
+
+
+@inlined
+def all_read(s: State, lane: int) -> bool:
+    """Nobody reads the lane's outputs any more."""
+    bits = _ZERO
+    for k in range(s.lane_hold.shape[1]):
+        bits |= load_at(s.lane_hold[lane, k:].ctypes.data)
+    return bool(bits == _ZERO)
 
 
 @inlined
@@ -259,11 +283,14 @@ def end_lane(s: State, lane: int, now: int) -> None:
     a = s.lane[lane]
     deactivate(s, lane)
     if s.g[HOLD] and a.live > 0:
-        # Set before the first completion shows: front ends count it down from then on.
-        store_at(address(s.lane_hold, lane), np.uint64(a.live))
+        # Set before the first completion shows: front ends clear their bits from then on.
+        for k in range(a.taken):
+            if s.slot[lane, k] >= 0:
+                s.lane_hold[lane, k >> 6] |= bit_of(k)
         a.state = HELD
         s.held[s.g[HELD_N]] = lane
         s.g[HELD_N] += 1
+    s.g[FIRST] = 1
     for k in range(a.taken):
         row = s.slot[lane, k]
         s.slot[lane, k] = NONE
@@ -329,7 +356,7 @@ def look_at_held(s: State) -> None:
         lane = s.held[k]
         a = s.lane[lane]
         if a.state == HELD:
-            over = load_at(address(s.lane_hold, lane)) == _ZERO
+            over = all_read(s, lane)
         else:
             over = all_in(s, lane)
         if not over:

@@ -135,6 +135,8 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
     row["queue_limit"], row["n_sizes"], row["n_lanes"] = profile.queue_limit, len(profile.sizes), len(lanes)
     row["n_inputs"] = 0
+    row["generation"] += 1
+    state.outcome[m] = 0
     for k, (batch, program) in enumerate(profile.sizes.items()):
         times = np.array([each.time_ns for each in program])
         state.size[m, k] = (batch, len(program), times.sum())
@@ -162,7 +164,7 @@ def remove(state: State, model: int) -> None:
 def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
     """Post what is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL (its error code as `tag`)."""
     answer = post(
-        state.ring, state.submit, state.filling, state.lane_word,
+        state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front,
         kind, request, serial, tag, model, 0, 0, 0, NEVER, 0, False,
     )  # fmt: skip
     if answer == RING_FULL:

@@ -22,6 +22,7 @@ from scheduler.state import (
     DUE_N,
     ERROR,
     F_RANK,
+    FIRST,
     LIVE,
     NEVER,
     NONE,
@@ -29,6 +30,8 @@ from scheduler.state import (
     POSTED,
     SERVED_NS,
     SHARES,
+    TAP_TAIL,
+    TAPPED,
     UNUSED,
     VIRTUAL_NS,
     State,
@@ -97,6 +100,20 @@ def charge(s: State, lane: int, time_ns: float) -> None:
 
 
 @inlined
+def count(s: State, entry: Any) -> None:
+    """For statistics, whichever front end the request came from."""
+    m = entry.model
+    if m < 0 or m >= s.outcome.shape[0]:
+        return
+    if entry.status == OK:
+        at = s.outcome[m, OK] % s.recent_ns.shape[1]
+        s.recent_ns[m, at, 0] = entry.finish_ns - entry.arrival_ns
+        s.recent_ns[m, at, 1] = entry.started_ns - entry.arrival_ns
+        s.outcome[m, s.outcome.shape[1] - 1] += entry.batch
+    s.outcome[m, entry.status] += 1
+
+
+@inlined
 def undue(s: State, row: int) -> None:
     """The request's deadline no longer matters."""
     if s.request[row].due_at >= 0:
@@ -107,13 +124,16 @@ def undue(s: State, row: int) -> None:
 @inlined
 def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     """One entry for the front end; the row is its own again. NONE: about the model."""
-    tail = s.ring[DONE_TAIL, 0]
-    entry = s.done[np.int64(tail) & (s.done.shape[0] - 1)]
+    front = s.request[row].front if row >= 0 else 0
+    tail = s.ring[front, DONE_TAIL, 0]
+    entry = s.done[front, np.int64(tail) & (s.done.shape[1] - 1)]
     entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
     entry.error = s.g[ERROR]
     entry.lane, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
     entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
     entry.serial = entry.tag = np.uint64(0)
+    entry.first = s.g[FIRST]
+    s.g[FIRST] = 0
     if row >= 0:
         r = s.request[row]
         entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
@@ -125,7 +145,11 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
         r.state = UNUSED
         r.lane = r.slot = NONE
         r.leaving = 0
-    store_at(address(s.ring, DONE_TAIL), tail + np.uint64(1))
+        count(s, entry)
+        if s.g[TAPPED] > 0:
+            s.tap[s.g[TAP_TAIL] & (s.tap.shape[0] - 1)] = entry
+            s.g[TAP_TAIL] += 1
+    store_at(address(s.ring[front], DONE_TAIL), tail + np.uint64(1))
     s.g[POSTED] += 1
     s.g[DONE_OK if status == OK else DONE_OTHER] += 1
 

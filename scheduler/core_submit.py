@@ -50,6 +50,7 @@ from scheduler.state import (
     SLOTTED,
     SUBMIT,
     SUBMIT_HEAD,
+    TURN,
     UNUSED,
     State,
 )
@@ -67,6 +68,8 @@ def verdict(s: State, cell: Any, now: int) -> int:
         return FAILED if s.g[MODE] == FAIL_MODE else DRAINING
     if m < 0 or m >= s.model.shape[0] or s.model[m].state != OPEN:
         return NO_MODEL
+    if cell.generation != _ZERO and cell.generation != s.model[m].generation:
+        return NO_MODEL  # it was meant for the model that had the row before
     if cell.deadline_ns <= now:
         return EXPIRED
     slots = s.size[m, s.model[m].n_sizes - 1].batch
@@ -97,9 +100,10 @@ def enqueue(s: State, row: int, now: int) -> None:
 
 
 @inlined
-def submitted(s: State, cell: Any, now: int) -> None:
+def submitted(s: State, front: int, cell: Any, now: int) -> None:
     row = cell.request
     r = s.request[row]
+    r.front = front
     r.serial, r.tag, r.model, r.source = cell.serial, cell.tag, cell.model, cell.source
     r.client = cell.client % s.client.shape[0]
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
@@ -182,19 +186,35 @@ def fail_all(s: State, now: int) -> None:
 
 
 @inlined
-def take_submissions(s: State, now: int) -> int:
-    """Everything published on the submission ring, in order; how much."""
-    n = 0
-    mask = np.uint64(s.submit.shape[0] - 1)
-    while n < SUBMISSIONS_PER_STEP:
-        head = s.ring[SUBMIT_HEAD, 0]
+def next_front(s: State) -> int:
+    """A front end with something published, the others before the same one again; or NONE."""
+    mask = np.uint64(s.submit.shape[1] - 1)
+    fronts = s.submit.shape[0]
+    for k in range(fronts):
+        front = (s.g[TURN] + k) % fronts
+        head = s.ring[front, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
-        where = s.submit[at : at + 1].ctypes.data
-        if load_at(where) != head + _ONE:
+        if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
+            s.g[TURN] = (front + 1) % fronts
+            return int(front)
+    return NONE
+
+
+@inlined
+def take_submissions(s: State, now: int) -> int:
+    """Everything published on the submission rings, each in order; how much."""
+    n = 0
+    mask = np.uint64(s.submit.shape[1] - 1)
+    while n < SUBMISSIONS_PER_STEP:
+        front = next_front(s)
+        if front < 0:
             break
-        cell = s.submit[at]
+        head = s.ring[front, SUBMIT_HEAD, 0]
+        at = np.int64(head & mask)
+        where = s.submit[front, at : at + 1].ctypes.data
+        cell = s.submit[front, at]
         if cell.kind == SUBMIT:
-            submitted(s, cell, now)
+            submitted(s, front, cell, now)
         elif cell.kind == CANCEL:
             r = s.request[cell.request]
             if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
@@ -211,6 +231,6 @@ def take_submissions(s: State, now: int) -> int:
             s.g[ERROR] = np.int64(cell.tag)
             fail_all(s, now)
         store_at(where, head + mask + _ONE)
-        s.ring[SUBMIT_HEAD, 0] = head + _ONE
+        s.ring[front, SUBMIT_HEAD, 0] = head + _ONE
         n += 1
     return n

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled
 from scheduler.atomics import add_at, call_write, load_at, store_at
-from scheduler.core import read_clock, run, step
+from scheduler.core import read_clock, run, step, wake_fronts
 from scheduler.loop import notice_edits
-from scheduler.state import ERROR, F_WRITE, FAIL_MODE, FLIGHT_N, LIVE, MODE, POSTED, WAKE_FD, State, Words
+from scheduler.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words
 
 _ZERO = np.uint64(0)
 INTERRUPTED, BROKEN = 1, 2
@@ -35,11 +35,8 @@ def serve(
             return BROKEN
         store_at(armed.ctypes.data, np.uint64(1))
         add_at(armed.ctypes.data, _ZERO)  # a full barrier
-        posted = s.g[POSTED]
         happened = step(s, read_clock(s, scratch))
-        if s.g[POSTED] != posted:
-            scratch[2] = 1
-            call_write(s.fn[F_WRITE], np.int32(s.g[WAKE_FD]), scratch[2:].ctypes.data, np.uint64(8))
+        wake_fronts(s, scratch)
         # A live request may expire, so the loop sleeps only where there is none.
         if happened == 0 and s.g[LIVE] == 0 and s.g[FLIGHT_N] == 0 and load_at(stop.ctypes.data) == _ZERO:
             call_write(np.uint64(read), np.int32(bell), scratch[3:].ctypes.data, np.uint64(8))  # read has its shape

@@ -12,8 +12,9 @@ import contextlib
 import math
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -24,28 +25,23 @@ from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend
 from scheduler.core_models import remove
-from scheduler.engine_stats import Stats
+from scheduler.engine_stats import engine_stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
-from scheduler.errors import (
-    DeadlineError,
-    EngineClosedError,
-    EngineFailedError,
-    ModelError,
-    QueueFullError,
-    UnknownModelError,
-)
-from scheduler.frontend import FrontEnd, Pending, Waiter, pack, thread_waiter
+from scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
+from scheduler.frontend import FrontEnd, Waiter
 from scheduler.install import capacity, install
 from scheduler.lanes import MemoryPlan
 from scheduler.loader import LoadedModel, Loader
+from scheduler.loop import Bell
 from scheduler.model import Model
-from scheduler.occupancy import Occupancy, occupancy
 from scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
-from scheduler.requests import AsyncAnswer, Inputs, Outputs, Slot, SyncAnswer, check_inputs, request_times
-from scheduler.state import Limits, new_state
+from scheduler.requests import Requester, Slot
+from scheduler.shared import SharedBlock
+from scheduler.state import Limits, new_state, state_bytes
+from scheduler.tap import Tap
 
 
-class Engine:
+class Engine(Requester):
     """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
 
     def __init__(
@@ -73,24 +69,29 @@ class Engine:
         self._closed = self._closing = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
-        self.state = new_state(self.limits)
+        self._backend.shared_slots = self.limits.fronts > 1
+        self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
+        self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
         capacity(self.state, self.device)
         self.state.g[st.HOLD] = 1
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
-        weakref.finalize(self, os.close, self._wake_fd)
-        self.state.g[st.WAKE_FD] = self._wake_fd
+        weakref.finalize(self, os.close, wake_fd)
+        self.state.wake_fd[0, 0] = wake_fd
         self._policy = self._attach(policy)
         budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
         self.memory = MemoryPlan(budget)
         self._loader = Loader(self._backend, self.memory, self.limits, quantum_us * 1e3)
         self._models: dict[str, LoadedModel] = {}
         self._by_row: dict[int, LoadedModel] = {}
-        self._front = FrontEnd(self.state, self._backend.wake, self._wake_fd)
+        self.bell = Bell(self._backend.sleeps_in_read, self.state.bell)
+        self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
+        self._tap = Tap(self.state) if self.limits.fronts > 1 else None
+        self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._stats = Stats()
-        self._front.watchers.append(self._stats.note)
-        self._backend.start(self.state, self._fail)
+        self._since = time.monotonic()
+        core.attach_libc(self.state)
+        self._backend.start(self.state, self.bell, self._fail)
 
     # -- models
 
@@ -110,7 +111,6 @@ class Engine:
             loaded = self._loader.load(model, wanted, alone=self._front.waiting == 0)
             install(self.state, loaded)
             self._by_row[loaded.row] = loaded
-            self._stats.open(loaded.row, model.name)
             self._front.command(st.OPEN_MODEL, loaded.row)
             self._models[model.name] = loaded
 
@@ -138,94 +138,6 @@ class Engine:
     def profile(self, name: str) -> list[Any]:
         """How the model was cut and what it takes: one `ProgramProfile` per batch size."""
         return list(self._find(name).profiles)
-
-    # -- requests
-
-    async def infer(
-        self,
-        name: str,
-        inputs: Inputs,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        client: Hashable = None,
-    ) -> Outputs:
-        """Runs one request. Cancelling the awaiting task takes the request back."""
-        loop = asyncio.get_running_loop()
-        self._check_open()
-        self._front.attach(loop)
-        future: asyncio.Future[Outputs] = loop.create_future()
-        pending = self._submit(name, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
-        return await self._await(pending, future)
-
-    async def _await(self, pending: Pending, future: asyncio.Future[Outputs]) -> Outputs:
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._front.cancel(pending)
-            raise
-
-    def infer_sync(
-        self,
-        name: str,
-        inputs: Inputs,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        client: Hashable = None,
-    ) -> Outputs:
-        """As `infer`, blocking this thread."""
-        waiter = thread_waiter()
-        answer = SyncAnswer(self, waiter)
-        pending = self._submit(name, inputs, deadline_ms, priority, client, answer)
-        return self._block(pending, answer, waiter)
-
-    def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
-        try:
-            self._front.wait(waiter)
-        except BaseException:  # an interrupt from the keyboard, say
-            self._front.cancel(pending)
-            raise
-        return answer.result()
-
-    def reserve(
-        self,
-        name: str,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        client: Hashable = None,
-    ) -> Slot:
-        """Room for one request's inputs, to be written in place: no copy where the model has a lane open.
-
-        Write at once and submit: the batch the slot belongs to waits for it.
-        """
-        return Slot(self, name, deadline_ms, priority, client)
-
-    def _submit(
-        self,
-        name: str,
-        inputs: Inputs,
-        deadline_ms: float | None,
-        priority: int | None,
-        client: Hashable,
-        finish: Callable[[Any], None],
-    ) -> Pending:
-        arrival_ns, deadline_ns = request_times(deadline_ms)
-        loaded = self._find(name)
-        arrays = check_inputs(loaded.model, inputs)
-        pending = Pending(loaded, finish)
-        self._front.take_row(pending)
-        number = 0 if client is None else self._front.client_number(client)
-        rank = loaded.model.priority if priority is None else int(priority)
-        claimed = self._front.claim(loaded.row)
-        if claimed is None:
-            self._front.post_staged(pending, pack(arrays.values()), number, rank, arrival_ns, deadline_ns)
-            return pending
-        lane, slot = claimed
-        slots = loaded.lane(lane).inputs
-        for key, array in arrays.items():
-            slots[key][slot] = array
-        self._front.post_claimed(pending, lane, slot, number, rank, arrival_ns, deadline_ns)
-        self._front.ready(lane)
-        return pending
 
     # -- state
 
@@ -262,11 +174,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counts and latencies so far, of the engine and of every model."""
-        return self._stats.snapshot(self)
-
-    def occupancy(self) -> Occupancy:
-        """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
-        return occupancy(self.state)
+        return engine_stats(self)
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
@@ -276,7 +184,12 @@ class Engine:
         return self._backend.sm_totals()
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it."""
+        """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it.
+
+        In this process's front end that is before its answer; requests of other processes are seen soon after it.
+        """
+        if self._tap is not None:
+            return self._tap.watch(watcher)
         self._front.watchers.append(watcher)
         return lambda: self._front.watchers.remove(watcher)
 
@@ -291,7 +204,7 @@ class Engine:
 
     @property
     def uptime_s(self) -> float:
-        return self._stats.uptime_s
+        return time.monotonic() - self._since
 
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
         """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""
@@ -301,13 +214,15 @@ class Engine:
     def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None:
         with self._loading:
             self._backend.begin_trace(records_per_sm, list(self._by_row.values()))
-            self._front.watchers.append(note)
+            self._unwatch = self.watch(note)
 
     def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[Any], Any]]:
         with self._loading:
             recorded = self._backend.end_trace(list(self._by_row.values()))
             self._front.drain()
-            self._front.watchers.remove(note)
+            if self._tap is not None:
+                self._tap.look()
+            self._unwatch()
         return recorded, self._backend.to_trace_ns
 
     def loaded_rows(self) -> dict[int, LoadedModel]:
@@ -380,27 +295,17 @@ class Engine:
             self._failure = cause
             self._front.command(st.FAIL)
 
-    def _result(self, entry: Any) -> Outputs | Exception:
-        """What a completion means to its caller."""
-        status = int(entry["status"])
-        if status == st.OK:
-            loaded = self._by_row[int(entry["model"])]
-            lane = loaded.lane(int(entry["lane"]))
-            slot = int(entry["slot"])
-            return {key: array[slot].copy() for key, array in lane.outputs.items()}
-        name = self._by_row[int(entry["model"])].model.name if int(entry["model"]) in self._by_row else "?"
-        if status == st.EXPIRED:
-            late_ms = (int(entry["finish_ns"]) - int(entry["arrival_ns"])) * 1e-6
-            return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
-        if status == st.FAILED:
-            if self._failure is None:  # the core has met it before its loop could say so
-                self._failure = self._backend.failure(int(entry["error"]))
-            return self._failed_error()
-        if status == st.QUEUE_FULL:
-            return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
-        if status == st.NO_MODEL:
-            return UnknownModelError(f"model {name!r} was unloaded before the request could run")
-        return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
+    def _row(self, row: int) -> LoadedModel | None:
+        return self._by_row.get(row)
+
+    def _failed(self, status: int) -> EngineFailedError:
+        if self._failure is None:  # the core has met it before its loop could say so
+            self._failure = self._backend.failure(status)
+        return self._failed_error()
+
+    @property
+    def over(self) -> bool:
+        return self._closed
 
 
 def _backend(device: Device) -> Backend:

@@ -2,109 +2,70 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scheduler import state as st
+from scheduler.state import State
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
 
-_RECENT = 4096  # latencies kept per model
+
+def model_stats(state: State, row: int) -> dict[str, Any]:
+    """One model's counts, by the core: whichever front end its requests came from. Latencies are of the latest ones."""
+    outcomes = state.outcome[row]
+    done = int(outcomes[st.OK])
+    found: dict[str, Any] = {
+        "completed": done,
+        "cancelled": int(outcomes[st.CANCELLED]),
+        "expired": int(outcomes[st.EXPIRED]),
+        "refused": int(outcomes[[st.QUEUE_FULL, st.DRAINING, st.NO_MODEL]].sum()),
+        "failed": int(outcomes[st.FAILED]),
+        "mean_batch": int(outcomes[-1]) / done if done else 0.0,
+    }
+    recent = state.recent_ns[row, : min(done, st.RECENT)]
+    for k, name in enumerate(("latency_ms", "wait_ms")):
+        quantiles = np.quantile(recent[:, k], (0.5, 0.95, 0.99)) * 1e-6 if done else (0.0, 0.0, 0.0)
+        found[name] = dict(zip(("p50", "p95", "p99"), map(float, quantiles), strict=True))
+    return found
 
 
-class ModelStats:
-    """One model's counts. Latencies are those of the latest requests."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.outcomes = np.zeros(len(st.STATUS), np.int64)
-        self.batched = 0  # sum over completed requests of their batch's size
-        self._latency_ns = np.zeros(_RECENT, np.int64)
-        self._wait_ns = np.zeros(_RECENT, np.int64)
-
-    def note(self, entry: Any) -> None:
-        status = int(entry["status"])
-        if status == st.OK:
-            at = int(self.outcomes[st.OK]) % _RECENT
-            arrival = int(entry["arrival_ns"])
-            self._latency_ns[at] = int(entry["finish_ns"]) - arrival
-            self._wait_ns[at] = int(entry["started_ns"]) - arrival
-            self.batched += int(entry["batch"])
-        self.outcomes[status] += 1
-
-    def snapshot(self) -> dict[str, Any]:
-        done = int(self.outcomes[st.OK])
-        found: dict[str, Any] = {
-            "completed": done,
-            "cancelled": int(self.outcomes[st.CANCELLED]),
-            "expired": int(self.outcomes[st.EXPIRED]),
-            "refused": int(self.outcomes[[st.QUEUE_FULL, st.DRAINING, st.NO_MODEL]].sum()),
-            "failed": int(self.outcomes[st.FAILED]),
-            "mean_batch": self.batched / done if done else 0.0,
-        }
-        recent = min(done, _RECENT)
-        for name, values in (("latency_ms", self._latency_ns), ("wait_ms", self._wait_ns)):
-            quantiles = np.quantile(values[:recent], (0.5, 0.95, 0.99)) * 1e-6 if recent else (0.0, 0.0, 0.0)
-            found[name] = dict(zip(("p50", "p95", "p99"), map(float, quantiles), strict=True))
-        return found
+def core_stats(state: State) -> dict[str, Any]:
+    """The core's own counts."""
+    g = state.g
+    return {
+        "live": int(g[st.LIVE]),
+        "queued": int(g[st.QUEUED_N]),
+        "active": int(g[st.ACTIVE_N]),
+        "launches": int(g[st.LAUNCHES]),
+        "whole_launches": int(g[st.WHOLE_LAUNCHES]),
+        "segments": int(g[st.SEGMENTS_DONE]),
+        "decisions": int(g[st.DECISIONS]),
+        "preemptions": int(g[st.PREEMPTIONS]),
+        "bad_ranks": int(g[st.BAD_RANKS]),
+    }
 
 
-class Stats:
-    """Counts of all models, by their row in the core. `note` runs where completions are read."""
+def live_stats(state: State, row: int) -> dict[str, Any]:
+    return {"gpu_ms": float(state.model["used_ns"][row]) * 1e-6, "live": int(state.model["live"][row])}
 
-    def __init__(self) -> None:
-        self._models: dict[int, ModelStats] = {}
-        self._lock = threading.Lock()
-        self._since = time.monotonic()
 
-    def open(self, row: int, name: str) -> None:
-        """A row may have belonged to another model before: it starts anew."""
-        with self._lock:
-            self._models[row] = ModelStats(name)
-
-    def note(self, entry: Any) -> None:
-        if entry["request"] >= 0 and (found := self._models.get(int(entry["model"]))):
-            found.note(entry)
-
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._since
-
-    def snapshot(self, engine: Engine) -> dict[str, Any]:
-        g = engine.state.g
-        with self._lock:
-            rows = list(self._models.items())
-        loaded = engine.loaded_rows()
-        return {
-            "device": engine.device.title,
-            "policy": engine.policy,
-            "uptime_s": self.uptime_s,
-            "live": int(g[st.LIVE]),
-            "queued": int(g[st.QUEUED_N]),
-            "active": int(g[st.ACTIVE_N]),
-            "launches": int(g[st.LAUNCHES]),
-            "whole_launches": int(g[st.WHOLE_LAUNCHES]),
-            "segments": int(g[st.SEGMENTS_DONE]),
-            "decisions": int(g[st.DECISIONS]),
-            "preemptions": int(g[st.PREEMPTIONS]),
-            "bad_ranks": int(g[st.BAD_RANKS]),
-            "memory": {
-                "budget_bytes": engine.memory.budget_bytes,
-                "held_bytes": engine.memory.held_bytes,
-            },
-            "models": {
-                each.name: {
-                    **each.snapshot(),
-                    "lanes": len(loaded[row].lanes),
-                    "memory_bytes": loaded[row].reservation.total_bytes,
-                    "gpu_ms": float(engine.state.model["used_ns"][row]) * 1e-6,
-                    "live": int(engine.state.model["live"][row]),
-                }
-                for row, each in rows
-                if row in loaded
-            },
-        }
+def engine_stats(engine: Engine) -> dict[str, Any]:
+    return {
+        "device": engine.device.title,
+        "policy": engine.policy,
+        "uptime_s": engine.uptime_s,
+        **core_stats(engine.state),
+        "memory": {"budget_bytes": engine.memory.budget_bytes, "held_bytes": engine.memory.held_bytes},
+        "models": {
+            loaded.model.name: {
+                **model_stats(engine.state, row),
+                **live_stats(engine.state, row),
+                "lanes": len(loaded.lanes),
+                "memory_bytes": loaded.reservation.total_bytes,
+            }
+            for row, loaded in engine.loaded_rows().items()
+        },
+    }

@@ -224,8 +224,9 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
         return
     row = f.free[f.g[FREE_N] - 1]
     answer = post(
-        s.ring, s.submit, s.filling, s.lane_word, SUBMIT, row, n, n, m, client, priority, at, deadline, 0, False
-    )
+        s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
+        deadline, 0, False,
+    )  # fmt: skip
     if answer == RING_FULL:
         back(f, source, at)
     else:
@@ -292,7 +293,7 @@ def launch(f: Fluid, s: State) -> None:
 def collect(f: Fluid, s: State) -> None:
     """Completions into the records; rows become free, closed-loop clients come back."""
     while True:
-        n = take_done(s.ring, s.done, f.taken)
+        n = take_done(s.ring[0], s.done[0], f.taken)
         for k in range(n):
             entry = f.taken[k]
             record = f.records[np.int64(entry.tag)]

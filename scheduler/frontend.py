@@ -1,7 +1,8 @@
-"""The front end of the core in this process: requests in through the submission ring, results out of the completions.
+"""A front end of the core: requests in through its submission ring, results out of its completion ring.
 
-Any thread may submit. Completions wake whoever waits: an asyncio loop through its reader on the engine's eventfd, a
-thread through an eventfd of its own. Whoever wakes first empties the ring for all.
+The core is in this process, or in another one that shares its tables. Any thread may submit. Completions wake whoever
+waits: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. Whoever
+wakes first empties the ring for all.
 """
 
 from __future__ import annotations
@@ -14,143 +15,159 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled
-from scheduler import core_rings as rings
+from scheduler import front_calls as calls
 from scheduler import state as st
-from scheduler.atomics import exchange_at, load_at, store_at
+from scheduler.core_rings import SLOTS
 from scheduler.errors import QueueFullError
-from scheduler.loader import LoadedModel
-from scheduler.loop import notice_edits
-from scheduler.state import State, Table, Words
+from scheduler.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from scheduler.lanes import Lane
+from scheduler.loop import Bell
+from scheduler.model import Model
+from scheduler.state import COMPLETION, Limits, State, front_rows
 
 _DRAIN = 256  # completions read at once
+_REMEMBERED_CLIENTS = 4096
+
+Entry = list[int]  # a completion: see front_calls.E_…
+Finish = Callable[[Entry], None]
 
 
-@compiled
-def claim_slot(filling: Words, lane_word: Words, model: int) -> int:
-    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Post it, whatever comes."""
-    opened = load_at(rings.address(filling, model))
-    if opened == 0:
-        return rings.STAGED
-    lane = int(opened & np.uint64(0xFFFF_FFFF)) - 1
-    slot = rings.reserve(lane_word, lane, int(opened >> np.uint64(32)))
-    return rings.STAGED if slot < 0 else lane * rings.SLOTS + slot
+class Loaded(Protocol):
+    """A model that is loaded, as a front end knows it."""
 
-
-@compiled
-def post_slot(
-    ring: Words, submit: Table, request: int, serial: int, model: int, lane: int, slot: int, client: int, priority: int,
-    arrival_ns: int, deadline_ns: int,
-) -> bool:  # fmt: skip
-    """Hand a request with a claimed slot to the core; False when the ring is full."""
-    tail = rings.address(ring, st.SUBMIT_TAIL)
-    mask = np.uint64(submit.shape[0] - 1)
-    while True:
-        position = load_at(tail)
-        cell = np.int64(position & mask)
-        turn = load_at(submit[cell : cell + 1].ctypes.data)
-        if turn == position:
-            if exchange_at(tail, position, position + np.uint64(1)):
-                break
-        elif turn < position:
-            return False
-    row = submit[cell]
-    row.kind, row.request, row.serial, row.tag = st.SUBMIT, request, np.uint64(serial), np.uint64(0)
-    row.model, row.lane, row.slot, row.client, row.priority = model, lane, slot, client, priority
-    row.arrival_ns, row.deadline_ns, row.source = arrival_ns, deadline_ns, np.uint64(0)
-    store_at(submit[cell : cell + 1].ctypes.data, position + np.uint64(1))
-    return True
-
-
-notice_edits(claim_slot, post_slot)
+    @property
+    def model(self) -> Model: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def lane_of(self) -> dict[int, Lane]: ...
 
 
 class Pending:
-    """One request on its way. `finish(status, row)` is called once, in the thread that reads the completions."""
+    """One request on its way. `finish(entry)` is called once, in the thread that reads the completions."""
 
     __slots__ = ("finish", "keep", "loaded", "row", "serial")
 
-    def __init__(self, loaded: LoadedModel | None, finish: Callable[[Any], None]) -> None:
+    def __init__(self, loaded: Loaded, finish: Finish) -> None:
         self.loaded, self.finish = loaded, finish
         self.row = self.serial = -1
         self.keep: Any = None  # staged inputs
 
 
-class FrontEnd:
-    """Owns the request rows and the completion ring's consumer side."""
+class Stage:
+    """Where inputs wait that have no slot yet: in memory the core can read. This one is for the core's own process."""
 
-    def __init__(self, state: State, ring_bell: Callable[[], None], wake_fd: int) -> None:
-        self.state, self._bell, self.wake_fd = state, ring_bell, wake_fd
-        self._rows = deque(range(len(state.request)))
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        """Memory to write to, its address for the core, and what `give` takes back."""
+        memory = np.empty(nbytes, np.uint8)
+        return memory, int(memory.ctypes.data), memory
+
+    def give(self, taken: Any) -> None:
+        """The core has read it, or never will."""
+
+
+class FrontEnd:
+    """Owns request rows and the consumer side of a completion ring."""
+
+    def __init__(
+        self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
+    ) -> None:
+        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
+        self._scratch = np.zeros(1, np.int64)
+        self._view = calls.make_view(state, front, bell.fd, self._scratch)
+        self._rows = deque(front_rows(limits, front))
+        self._all_rows = len(self._rows)
         self._pending: dict[int, Pending] = {}
         self._serial = 0
-        self._clients: dict[Hashable, int] = {None: 0}
+        self._clients: dict[Hashable, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._draining = threading.Lock()
-        self._buffer = np.zeros(_DRAIN, st.COMPLETION)
+        self._numbers = np.zeros((_DRAIN, calls.COMPLETION_WORDS), np.int64)
+        self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
         self._closed_models: dict[int, Callable[[], None]] = {}
         self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        self.watchers: list[Callable[[Any], None]] = []  # see every completion: statistics, traces
+        self.watchers: list[Callable[[Any], None]] = []  # see every completion of this front end: traces
+        self.counters: list[Callable[[Any], None]] = []  # the same, many at a time (COMPLETION)
+        self.closed = False  # the core is gone: nothing is posted any more
 
     # -- in
 
     def client_number(self, client: Hashable) -> int:
-        """The core keeps shares for a limited number of clients: later ones share numbers with earlier ones."""
-        with self._lock:
-            return self._clients.setdefault(client, len(self._clients) % len(self.state.client))
+        """The core keeps shares for a limited number of clients: later ones may share numbers with earlier ones."""
+        known = self._clients.get(client)
+        if known is not None and self.state.client_key[known[0]] == known[1]:
+            return known[0]
+        text = client if isinstance(client, str) else repr(client)
+        key = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
+        number = calls.find_client(self.state.client_key, self.state.client, key)
+        if len(self._clients) >= _REMEMBERED_CLIENTS:
+            self._clients.clear()
+        self._clients[client] = (number, key)
+        return number
 
     def take_row(self, pending: Pending) -> None:
         try:
             pending.row = self._rows.popleft()
         except IndexError:
-            limit = len(self.state.request)
-            raise QueueFullError(f"{limit} requests are waiting or running already; try again later") from None
+            raise QueueFullError(
+                f"{self._all_rows} requests are waiting or running already; try again later"
+            ) from None
         with self._lock:
             self._serial += 1
             pending.serial = self._serial
         self._pending[pending.row] = pending
 
-    def claim(self, model_row: int) -> tuple[int, int] | None:
+    def claim(self, loaded: Loaded) -> tuple[int, int] | None:
         """A slot to write inputs into at once, or None: stage them."""
-        found = claim_slot(self.state.filling, self.state.lane_word, model_row)
-        return None if found < 0 else divmod(found, rings.SLOTS)
+        found = calls.claim(self._view, loaded.row)
+        return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """The request enters the queue; its lane waits for `ready`."""
-        s = self.state
-        assert pending.loaded is not None
-        while not post_slot(s.ring, s.submit, pending.row, pending.serial, pending.loaded.row, lane, slot, client,
-                            priority, arrival_ns, deadline_ns):  # fmt: skip
-            self._bell()  # the ring holds twice as many entries as there are requests: the core is about to read it
+        """The request enters the queue, and may expire there; its lane waits for `ready`."""
+        loaded = pending.loaded
+        # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
+        while not calls.post(self._view, st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, lane,
+                             slot, client, priority, arrival_ns, deadline_ns, 0):  # fmt: skip
+            self._yield()
 
-    def wake(self) -> None:
-        """The core has something to look at."""
-        self._bell()
+    def post_written(
+        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """`post_claimed` and `ready` at once."""
+        loaded = pending.loaded
+        while not calls.post_written(self._view, pending.row, pending.serial, loaded.row, loaded.generation, lane,
+                                     slot, client, priority, arrival_ns, deadline_ns):  # fmt: skip
+            self._yield()
 
-    def ready(self, lane: int) -> None:
+    def ready(self, lane: int, slot: int) -> None:
         """The inputs of a claimed slot are written."""
-        rings.mark_ready(self.state.lane_word, lane)
-        self._bell()
+        if not self.closed:
+            calls.ready(self._view, lane, slot)
 
     def post_staged(
-        self, pending: Pending, packed: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
+        self, pending: Pending, source: int, keep: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """The core copies the inputs once the model has a free slot."""
-        assert pending.loaded is not None
-        pending.keep = packed
-        self._post(st.SUBMIT, pending.row, pending.serial, pending.loaded.row, client, priority, arrival_ns,
-                   deadline_ns, int(packed.ctypes.data))  # fmt: skip
+        pending.keep = keep
+        loaded = pending.loaded
+        self._post(st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, client, priority, arrival_ns,
+                   deadline_ns, source)  # fmt: skip
 
     def cancel(self, pending: Pending) -> None:
         """Asks the core to drop a request; its completion still comes."""
-        self._post(st.CANCEL, pending.row, pending.serial)
+        if not self.closed:
+            self._post(st.CANCEL, pending.row, pending.serial)
 
     def command(self, kind: int, model: int = st.NONE) -> None:
         """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""
@@ -160,14 +177,17 @@ class FrontEnd:
         self._closed_models[model] = then
 
     def _post(
-        self, kind: int, row: int, serial: int, model: int = st.NONE, client: int = 0, priority: int = 0,
-        arrival_ns: int = 0, deadline_ns: int = st.NEVER, source: int = 0,
+        self, kind: int, row: int, serial: int, model: int = st.NONE, generation: int = 0, client: int = 0,
+        priority: int = 0, arrival_ns: int = 0, deadline_ns: int = st.NEVER, source: int = 0,
     ) -> None:  # fmt: skip
-        s = self.state
-        while rings.post(s.ring, s.submit, s.filling, s.lane_word, kind, row, serial, 0, model, client, priority,
-                         arrival_ns, deadline_ns, source, False) == rings.RING_FULL:  # fmt: skip
-            self._bell()
-        self._bell()
+        while not calls.post(self._view, kind, row, serial, model, generation, st.NONE, st.NONE, client, priority,
+                             arrival_ns, deadline_ns, source):  # fmt: skip
+            self._yield()
+
+    def _yield(self) -> None:
+        if self.closed:
+            raise QueueFullError("the engine's process has ended; try again later")
+        os.sched_yield()
 
     # -- out
 
@@ -177,26 +197,40 @@ class FrontEnd:
         with self._draining:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.wake_fd)
-            while n := rings.take_done(self.state.ring, self.state.done, self._buffer):
+            while not self.closed and (n := calls.take(self._view, self._numbers)):
                 total += n
-                self._answer(self._buffer[:n])
+                self._answer(n)
         return total
 
-    def _answer(self, entries: Table) -> None:
-        for entry in entries:
-            for watcher in self.watchers:
-                watcher(entry)
-            row = int(entry["request"])
+    def _answer(self, n: int) -> None:
+        entries = self._entries[:n]
+        for counter in self.counters:
+            counter(entries)
+        for watcher in self.watchers:
+            for each in entries:
+                watcher(each)
+        for entry in self._numbers[:n].tolist():
+            row = entry[E_REQUEST]
             if row < 0:
-                self._closed_models.pop(int(entry["model"]))()
+                self._closed_models.pop(entry[E_MODEL])()
                 continue
             pending = self._pending.pop(row)
             pending.finish(entry)
-            if entry["status"] == st.OK:
-                rings.release(self.state.lane_hold, int(entry["lane"]))
-            pending.keep = None
+            if entry[E_STATUS] == st.OK:
+                calls.release(self._view, entry[E_LANE], entry[E_SLOT])
+            if pending.keep is not None:
+                self.stage.give(pending.keep)
+                pending.keep = None
             self._rows.append(row)
-        self._bell()  # lanes whose outputs are read may be used again
+        calls.ring(self._view)  # lanes whose outputs are read may be used again
+
+    def abandon(self) -> list[Pending]:
+        """The core's process is gone: those who wait for an answer that will not come."""
+        with self._draining:
+            self.closed = True
+            left = list(self._pending.values())
+            self._pending.clear()
+        return left
 
     @property
     def answering(self) -> threading.Lock:
@@ -205,8 +239,8 @@ class FrontEnd:
 
     def give_back(self, pending: Pending) -> None:
         """Frees a row that was never posted."""
-        del self._pending[pending.row]
-        self._rows.append(pending.row)
+        if self._pending.pop(pending.row, None) is not None:
+            self._rows.append(pending.row)
 
     @property
     def waiting(self) -> int:
@@ -283,9 +317,3 @@ def _running_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def pack(arrays: Iterable[Any]) -> Any:
-    """Inputs of one request, item after item, in memory of their own."""
-    parts = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-    return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)

@@ -24,7 +24,9 @@ def install(state: State, loaded: LoadedModel) -> None:
     """Fills the model's rows: from here on it only waits to be opened."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
-    loaded.row, loaded.lane_rows = core_models.install(state, profile)
+    loaded.row, rows = core_models.install(state, profile)
+    loaded.generation = int(state.model["generation"][loaded.row])
+    loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
     state.model["n_inputs"][loaded.row] = len(model.inputs)
     for k, spec in enumerate(model.inputs.values()):
         state.input_bytes[loaded.row, k] = spec.nbytes

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from scheduler.errors import CaptureError, MemoryPlanError
 from scheduler.model import Model, TensorSpec
+from scheduler.shared import SharedBlock
 
 ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
 
@@ -52,6 +53,7 @@ class Memory(ABC):
     """A block of device memory, and pinned host memory beside it."""
 
     host: NDArray[np.uint8]
+    block: SharedBlock | None = None  # where the host memory is, if other processes may map it
 
     @abstractmethod
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

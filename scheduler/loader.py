@@ -37,11 +37,12 @@ class LoadedModel:
     profiles: list[ProgramProfile]  # one per batch size
     launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
     row: int = -1
-    lane_rows: list[int] = field(default_factory=list)  # the lanes' numbers in the core
+    generation: int = 0  # of the row
+    lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
 
-    def lane(self, row: int) -> Lane:
-        """The lane that the core knows under this number."""
-        return self.lanes[self.lane_rows.index(row)]
+    @property
+    def lane_rows(self) -> list[int]:
+        return list(self.lane_of)
 
 
 class Loader:

@@ -11,6 +11,7 @@ import numpy as np
 
 from instrument.device.heaps import compiled
 from scheduler.atomics import add_at, call_write, exchange_at, load_at, store_at
+from scheduler.state import Words
 
 
 @compiled
@@ -66,10 +67,13 @@ class Bell:
     Looking after arming is what makes it safe: whoever posts work either did so before, and it is seen, or rings.
     """
 
-    def __init__(self, blocking: bool = False) -> None:
-        """`blocking`: for a loop that sleeps in compiled code, by reading the descriptor."""
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | (0 if blocking else os.EFD_NONBLOCK))
-        self.word = np.zeros(8, np.uint64)
+    def __init__(self, blocking: bool = False, word: Words | None = None, fd: int = -1) -> None:
+        """`blocking`: for a loop that sleeps in compiled code, by reading the descriptor.
+
+        `word` and `fd` are those of a loop in another process.
+        """
+        self.fd = fd if fd >= 0 else os.eventfd(0, os.EFD_CLOEXEC | (0 if blocking else os.EFD_NONBLOCK))
+        self.word = np.zeros(8, np.uint64) if word is None else word
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
 

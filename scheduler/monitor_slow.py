@@ -87,7 +87,10 @@ class SlowRequests:
         lane = int(entry["lane"])
         if entry["status"] != st.OK or lane < 0:
             return np.zeros((0, 2), np.int64), False
-        return segment_times(self._state, lane)
+        times, whole = segment_times(self._state, lane)
+        if not len(times) or times[0, 0] != entry["started_ns"]:  # the lane runs for others by now
+            return np.zeros((0, 2), np.int64), False
+        return times, whole
 
     def _prune(self, now_ns: int) -> None:
         recent = [each for each in self._found if now_ns - int(each.entry["finish_ns"]) < REMEMBERED_NS]

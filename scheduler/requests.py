@@ -1,22 +1,28 @@
-"""One request on its way through an engine: checked inputs, a slot to write them into, an answer to wait for."""
+"""Requests on their way through an engine: checked inputs, a slot to write them into, an answer to wait for.
+
+`Requester` is the part of an engine that its callers use for every request. The engine is in this process
+(`scheduler.engine`) or in another one (`scheduler.remote`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler import state as st
-from scheduler.errors import DeadlineError, InputError
-from scheduler.frontend import Pending, Waiter, thread_waiter
+from scheduler.errors import DeadlineError, EngineClosedError, InputError, QueueFullError, UnknownModelError
+from scheduler.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
+from scheduler.frontend import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
 from scheduler.model import Model
-
-if TYPE_CHECKING:
-    from scheduler.engine import Engine
+from scheduler.occupancy import Occupancy, occupancy
+from scheduler.state import State
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, NDArray[Any]]
@@ -51,15 +57,172 @@ def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
     return arrays
 
 
+class Requester(ABC):
+    """Requests in, results out."""
+
+    _front: FrontEnd
+    _slots: weakref.WeakSet[Slot]
+    state: State
+
+    @abstractmethod
+    def _find(self, name: str) -> Loaded:
+        """The loaded model, or why there is none."""
+
+    @abstractmethod
+    def _row(self, row: int) -> Loaded | None:
+        """The model in this row of the core."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises where the engine takes no requests."""
+
+    @abstractmethod
+    def _failed(self, status: int) -> Exception:
+        """The GPU failed: what those are told who wait for it."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Nothing can be given back to it any more."""
+
+    async def infer(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """Runs one request. Cancelling the awaiting task takes the request back."""
+        loop = asyncio.get_running_loop()
+        self._check_open()
+        loaded = self._find(name)
+        return await self.run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client, loop)
+
+    async def run(
+        self,
+        loaded: Loaded,
+        inputs: Mapping[str, NDArray[Any]],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Outputs:
+        """As `infer`, for inputs that are known to fit the model, in its order."""
+        front = self._front
+        front.attach(loop)
+        future: asyncio.Future[Outputs] = loop.create_future()
+        pending = self._submit(loaded, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            front.cancel(pending)
+            raise
+
+    def infer_sync(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """As `infer`, blocking this thread."""
+        loaded = self._find(name)
+        arrays = check_inputs(loaded.model, inputs)
+        waiter = thread_waiter()
+        answer = SyncAnswer(self, waiter)
+        pending = self._submit(loaded, arrays, deadline_ms, priority, client, answer)
+        return self._block(pending, answer, waiter)
+
+    def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
+        try:
+            self._front.wait(waiter)
+        except BaseException:  # an interrupt from the keyboard, say
+            self._front.cancel(pending)
+            raise
+        return answer.result()
+
+    def reserve(
+        self,
+        name: str,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Slot:
+        """Room for one request's inputs, to be written in place: no copy where the model has a lane open.
+
+        Write at once and submit: the batch the slot belongs to waits for it.
+        """
+        return Slot(self, name, deadline_ms, priority, client)
+
+    def _submit(
+        self,
+        loaded: Loaded,
+        inputs: Mapping[str, NDArray[Any]],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        finish: Callable[[Entry], None],
+    ) -> Pending:
+        arrival_ns, deadline_ns = request_times(deadline_ms)
+        front = self._front
+        pending = Pending(loaded, finish)
+        front.take_row(pending)
+        number = 0 if client is None else front.client_number(client)
+        rank = loaded.model.priority if priority is None else int(priority)
+        claimed = front.claim(loaded)
+        lane = None if claimed is None else loaded.lane_of.get(claimed[0])
+        if claimed is None:
+            staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
+            at = 0
+            for array in inputs.values():
+                staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                at += array.nbytes
+            front.post_staged(pending, source, keep, number, rank, arrival_ns, deadline_ns)
+            return pending
+        if lane is not None:
+            # Without a lane of ours the row holds another model by now, and the core refuses the request.
+            slots = lane.inputs
+            for key, array in inputs.items():
+                slots[key][claimed[1]] = array
+        front.post_written(pending, claimed[0], claimed[1], number, rank, arrival_ns, deadline_ns)
+        return pending
+
+    def occupancy(self) -> Occupancy:
+        """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
+        return occupancy(self.state)
+
+    def _result(self, entry: Entry) -> Outputs | Exception:
+        """What a completion means to its caller."""
+        status = entry[E_STATUS]
+        loaded = self._row(entry[E_MODEL])
+        if status == st.OK:
+            assert loaded is not None
+            slot = entry[E_SLOT]
+            return {key: array[slot].copy() for key, array in loaded.lane_of[entry[E_LANE]].outputs.items()}
+        name = "?" if loaded is None else loaded.model.name
+        if status == st.EXPIRED:
+            late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
+            return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
+        if status == st.FAILED:
+            return self._failed(entry[E_ERROR])
+        if status == st.QUEUE_FULL:
+            return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
+        if status == st.NO_MODEL:
+            return UnknownModelError(f"model {name!r} was unloaded before the request could run")
+        return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
+
+
 class Slot:
     """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
 
     def __init__(
-        self, engine: Engine, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
+        self, engine: Requester, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
     ) -> None:
         self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
-        self._engine, self._front = engine, engine._front
         self._loaded = engine._find(name)
+        self._engine, self._front = engine, engine._front
         model = self._loaded.model
         self._client = 0 if client is None else self._front.client_number(client)
         self._priority = model.priority if priority is None else int(priority)
@@ -69,20 +232,23 @@ class Slot:
         self._front.take_row(self._pending)
         self._open = True
         engine._slots.add(self)
-        self._place = self._front.claim(self._loaded.row)
+        self._place = self._front.claim(self._loaded)
         if self._place is not None:
             lane, slot = self._place
             self._front.post_claimed(
                 self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
             )
-            self._front.wake()  # it may expire before it is ready
-            arrays = self._loaded.lane(lane).inputs
-            self.inputs = {key: arrays[key][slot, ...] for key in model.inputs}
+            ours = self._loaded.lane_of.get(lane)
+            if ours is not None:
+                self.inputs = {key: ours.inputs[key][slot, ...] for key in model.inputs}
+            else:  # the row holds another model by now, and the core refuses the request
+                self.inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in model.inputs.items()}
         else:
-            self._staged = np.zeros(sum(spec.nbytes for spec in model.inputs.values()), np.uint8)
+            nbytes = sum(spec.nbytes for spec in model.inputs.values())
+            staged, self._source, self._keep = self._front.stage.take(nbytes)
             self.inputs, at = {}, 0
             for key, spec in model.inputs.items():
-                self.inputs[key] = self._staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+                self.inputs[key] = staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
                 at += spec.nbytes
 
     async def submit(self) -> Outputs:
@@ -92,7 +258,11 @@ class Slot:
             self._front.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
         self._go(AsyncAnswer(self._engine, future, loop))
-        return await self._engine._await(self._pending, future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._front.cancel(self._pending)
+            raise
 
     def submit_sync(self) -> Outputs:
         """As `submit`, blocking this thread."""
@@ -107,23 +277,28 @@ class Slot:
             self._open = False
             if self._place is not None:
                 self._front.cancel(self._pending)
-                self._front.ready(self._place[0])
+                self._front.ready(*self._place)
             else:
                 self._front.give_back(self._pending)
+                self._front.stage.give(self._keep)
 
-    def _go(self, finish: Callable[[Any], None]) -> None:
+    def _go(self, finish: Callable[[Entry], None]) -> None:
         if not self._open:
             raise InputError("this slot has been submitted or cancelled already; reserve another")
         self._open = False
         with self._front.answering:
             early, self._pending.finish = self._early.entry, finish
+            gone = self._front.closed
+        if gone and early is None:
+            raise EngineClosedError("the engine's process ended while the request was written; try again")
         if self._place is not None:
-            self._front.ready(self._place[0])
+            self._front.ready(*self._place)
         elif early is None:
             self._engine._check_open()
             self._front.post_staged(
-                self._pending, self._staged, self._client, self._priority, self._arrival_ns, self._deadline_ns
-            )
+                self._pending, self._source, self._keep, self._client, self._priority, self._arrival_ns,
+                self._deadline_ns,
+            )  # fmt: skip
         if early is not None:
             finish(early)
 
@@ -134,7 +309,7 @@ class Slot:
         self.cancel()
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False) and not self._engine._closed:
+        if getattr(self, "_open", False) and not self._engine.over:
             self.cancel()
 
 
@@ -144,10 +319,10 @@ class _Early:
     __slots__ = ("entry",)
 
     def __init__(self) -> None:
-        self.entry: Any = None
+        self.entry: Entry | None = None
 
-    def __call__(self, entry: Any) -> None:
-        self.entry = entry.copy()
+    def __call__(self, entry: Entry) -> None:
+        self.entry = entry
 
 
 class AsyncAnswer:
@@ -155,11 +330,13 @@ class AsyncAnswer:
 
     __slots__ = ("engine", "future", "loop")
 
-    def __init__(self, engine: Engine, future: asyncio.Future[Outputs], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Requester, future: asyncio.Future[Outputs], loop: asyncio.AbstractEventLoop) -> None:
         self.engine, self.future, self.loop = engine, future, loop
 
-    def __call__(self, entry: Any) -> None:
-        result = self.engine._result(entry)  # now: the lane is released after this call
+    def __call__(self, entry: Entry) -> None:
+        self.answer(self.engine._result(entry))  # now: the lane is released after this call
+
+    def answer(self, result: Outputs | Exception) -> None:
         if _this_loop() is self.loop:
             _set(self.future, result)
         elif not self.loop.is_closed():
@@ -169,12 +346,15 @@ class AsyncAnswer:
 class SyncAnswer:
     __slots__ = ("_result", "engine", "waiter")
 
-    def __init__(self, engine: Engine, waiter: Waiter) -> None:
+    def __init__(self, engine: Requester, waiter: Waiter) -> None:
         self.engine, self.waiter = engine, waiter
         self._result: Outputs | Exception = {}
 
-    def __call__(self, entry: Any) -> None:
-        self._result = self.engine._result(entry)
+    def __call__(self, entry: Entry) -> None:
+        self.answer(self.engine._result(entry))
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self._result = result
         self.waiter.set()
 
     def result(self) -> Outputs:

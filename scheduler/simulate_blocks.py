@@ -120,7 +120,7 @@ class BlocksGpu:
         f.g[fluid.FREE_N] -= 1
         row = int(f.free[f.g[fluid.FREE_N]])
         post(
-            s.ring, s.submit, s.filling, s.lane_word,
+            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front,
             st.SUBMIT, row, n, n, model, client, priority, at, deadline, 0, False,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ class BlocksGpu:
 
     def _collect(self) -> None:
         f, s = self.f, self.s
-        while n := take_done(s.ring, s.done, f.taken):
+        while n := take_done(s.ring[0], s.done[0], f.taken):
             for entry in f.taken[:n]:
                 self._ended(entry)
                 record = f.records[int(entry["tag"])]

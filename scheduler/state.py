@@ -1,25 +1,30 @@
 """The dispatcher's whole state: flat NumPy tables that front ends, the compiled core and the loops share.
 
-Nothing here is a Python object, so the tables can live in shared memory. Three parties touch them:
+Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find
+them (`over`). Three parties touch them:
 
 * **the installer** (the engine, or `core_models.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes them;
-* **front ends** own request rows: they take a free row, post SUBMIT or CANCEL, and get the row back with its one entry
-  in the completion ring. They may also reserve a slot of the model's filling lane and write inputs straight into it;
+* **front ends** own request rows (`front_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
+  ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
+  model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
 * **the core** (`core.step`) owns everything else.
 
-Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_hold`, `filling`, the rings'
-heads, tails and sequence numbers, and the completion words that launches write.
+Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_ready`, `lane_hold`,
+`slot_front`, `filling`, `wake`, the rings' heads, tails and sequence numbers, and the completion words that launches
+write. A front end may die between any two of its instructions: whose a reserved slot is follows from one word, what it
+has written and read are bits that can be set for it, and `core_reclaim.reclaim` takes back all it had.
 
 A request's way, the direct one: claim a cell of `submit` → `reserve` a slot → publish the cell → write the inputs →
 `mark_ready`. The staged one, when no lane is open: publish with lane −1 and the address of the inputs (items of all
 inputs one after the other); the core copies them into a slot once there is one. Then, both: the lane gets its turn,
 closes, is launched in segments, and one DONE entry per request appears in `done`. Where `HOLD` is on, the lane's output
-slots stay untouched until its `lane_hold` has been counted down to zero with `release`.
+slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +36,9 @@ Words = NDArray[np.uint64]
 
 NEVER = 1 << 62  # a time that does not come: no deadline, no target
 NONE = -1  # no row
+OWN_ROWS = 64  # of the engine's own process, where front ends are processes beside it
+RECENT = 4096  # latencies kept per model
+TAP_SIZE = 1 << 14  # completions kept for those who watch the requests of other processes
 
 # --- what the numbers mean -----------------------------------------------------------------------------------------
 
@@ -55,10 +63,11 @@ SUBMIT, CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL = range(6)
 VIRTUAL, CUDA = range(2)  # g[BACKEND]
 
 # State.g, the core's own numbers
-(BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH, WAKE_FD,
+(BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH,
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
- CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS) = range(35)  # fmt: skip
+ CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
+ TAPPED, TAP_TAIL) = range(38)  # fmt: skip
 G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
@@ -73,13 +82,18 @@ FN_SIZE = 8
 # State.ring: heads and tails, each on its own cache line (row, column 0)
 SUBMIT_TAIL, SUBMIT_HEAD, DONE_TAIL, DONE_HEAD = range(4)
 
-# State.lane_word: closed | generation | reserved | ready
-READY_MASK = 0xFFFF
+# State.lane_word: closed | generation | reserved | the front end that reserved the last of them
+FRONT_MASK = 0xFFFF
+RESERVED_MASK = 0xFFFF
 RESERVED_SHIFT = 16
 RESERVED_ONE = 1 << RESERVED_SHIFT
 GENERATION_SHIFT = 32
 GENERATION_MASK = 0x7FFF_FFFF
 CLOSED = 1 << 63
+# State.slot_front: generation << GENERATION_SHIFT | front end
+
+MASK_WORDS = 8  # of a lane's bit masks: one cache line
+MOST_SLOTS = 64 * MASK_WORDS
 
 # --- tables --------------------------------------------------------------------------------------------------------
 
@@ -91,6 +105,7 @@ MODEL = np.dtype(
         ("share", "f8"),  # of GPU time, relative to other models'
         ("target_ns", "i8"),  # latency aimed at: ranks, never expires; NEVER: none
         ("queue_limit", "i8"),  # requests without a slot beyond this are refused
+        ("generation", "u8"),  # of the row: what was meant for the model it held before is refused
         ("n_sizes", "i8"),
         ("n_lanes", "i8"),
         ("n_inputs", "i8"),
@@ -179,6 +194,7 @@ REQUEST = np.dtype(
         ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("leaving", "i8"),  # 1: listed in State.leaving
+        ("front", "i8"),  # whose it is
     ],
     align=True,
 )
@@ -203,6 +219,7 @@ SUBMISSION = np.dtype(
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("source", "u8"),
+        ("generation", "u8"),  # of the model's row as the front end knows it; 0: whichever it is
     ],
     align=True,
 )
@@ -225,6 +242,7 @@ COMPLETION = np.dtype(
         ("deadline_ns", "i8"),
         ("started_ns", "i8"),  # first launch; NEVER: it was not launched
         ("finish_ns", "i8"),
+        ("first", "i8"),  # 1: the first entry of its batch, so that each batch is counted once
     ],
     align=True,
 )
@@ -288,6 +306,7 @@ class Limits:
     requests: int = 8192  # accepted or waiting for their completion to be read
     clients: int = 256  # fair shares are kept per client number, modulo this
     inputs: int = 8  # per model
+    fronts: int = 1  # front ends: this process, and processes beside it that share the tables' memory
 
 
 class State(NamedTuple):
@@ -305,9 +324,12 @@ class State(NamedTuple):
     input_bytes: NDArray[np.int64]  # [M, inputs] of one item, by the installer
     filling: Words  # [M, 8] column 0: the lane open to front ends + 1, with its slots << 32; 0: none. Atomic
     lane: Table  # LANE[L]
-    lane_word: Words  # [L, 8] column 0: see CLOSED … READY_MASK. Atomic
-    lane_hold: Words  # [L, 8] column 0: outputs still to be read. Atomic
+    lane_word: Words  # [L, 8] column 0: see CLOSED … FRONT_MASK. Atomic
+    lane_ready: Words  # [L, 8] a bit for every slot whose inputs are written. Atomic
+    lane_hold: Words  # [L, 8] a bit for every slot whose outputs are still to be read. Atomic
+    lane_known: Words  # [L, 8] a bit for every slot the core has heard of
     slot: NDArray[np.int64]  # [L, P] request row, or NONE: empty or its request is completed
+    slot_front: Words  # [L, P] who reserved it; of the last one, the lane's word says it. Atomic
     slot_client: NDArray[np.int64]  # [L, P] who pays for it
     input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
     launch: Table  # LAUNCH[L, B, S], by the installer
@@ -324,9 +346,16 @@ class State(NamedTuple):
     asking: NDArray[np.int64]  # [M] models that may want a lane opened, or closed for good, within this step
     leaving: NDArray[np.int64]  # [R] requests cancelled within this step
     due: NDArray[np.int64]  # [R] heap of requests with a deadline, earliest first
-    submit: Table  # SUBMISSION ring, capacity a power of two
-    done: Table  # COMPLETION ring, capacity a power of two, at least R + M: it never overflows
-    ring: Words  # [4, 8] heads and tails. Atomic
+    submit: Table  # [F, …] SUBMISSION rings, capacity a power of two
+    done: Table  # [F, …] COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
+    ring: Words  # [F, 4, 8] heads and tails. Atomic
+    wake: Words  # [F, 8] column 0: 1: the front end wants to be woken by the next completion. Atomic
+    wake_fd: NDArray[np.int64]  # [F, 2] eventfd of each front end, or -1; and the tail it was last woken for
+    bell: Words  # [8] column 0: the core's loop sleeps, or is about to. Atomic
+    client_key: Words  # [C] whose client number it is: a hash of the name; 0: nobody's. Atomic
+    outcome: NDArray[np.int64]  # [M, STATUS + 1] requests by how they ended; last, the sum of OK ones' batch sizes
+    recent_ns: NDArray[np.int64]  # [M, RECENT, 2] latency and wait of the latest OK requests
+    tap: Table  # COMPLETION: the latest of all front ends, while g[TAPPED]
     out: Table  # OUT
     job: Table  # JOB[2]: the core's scratch; readers bring their own
 
@@ -335,53 +364,112 @@ def _power_of_two(n: int) -> int:
     return 1 << max(1, n - 1).bit_length()
 
 
-def new_state(limits: Limits | None = None) -> State:
-    """Empty tables; `core_models.install` adds models, `core.attach_policy` the policy.
+def front_rows(limits: Limits, front: int) -> range:
+    """The request rows that belong to a front end. Beside others, the engine's own process needs but a few.
+
+    >>> [len(front_rows(Limits(requests=1000, fronts=3), k)) for k in range(3)]
+    [64, 468, 468]
+    """
+    if limits.fronts == 1:
+        return range(limits.requests)
+    own = min(OWN_ROWS, limits.requests // limits.fronts)
+    each = (limits.requests - own) // (limits.fronts - 1)
+    return range(own) if front == 0 else range(own + (front - 1) * each, own + front * each)
+
+
+def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of every table."""
+    ints, words = np.int64, np.uint64
+    rows = max(len(front_rows(n, front)) for front in range(n.fronts))
+    return {
+        "g": ((G_SIZE,), ints),
+        "t": ((T_SIZE,), np.float64),
+        "fn": ((FN_SIZE,), words),
+        "gpu": ((1,), GPU),
+        "model": ((n.models,), MODEL),
+        "size": ((n.models, n.sizes), SIZE),
+        "segment": ((n.models, n.sizes, n.segments), SEGMENT),
+        "model_lane": ((n.models, n.lanes_per_model), ints),
+        "free_lane": ((n.models, n.lanes_per_model), ints),
+        "input_bytes": ((n.models, n.inputs), ints),
+        "filling": ((n.models, 8), words),
+        "lane": ((n.lanes,), LANE),
+        "lane_word": ((n.lanes, 8), words),
+        "lane_ready": ((n.lanes, MASK_WORDS), words),
+        "lane_hold": ((n.lanes, MASK_WORDS), words),
+        "lane_known": ((n.lanes, MASK_WORDS), words),
+        "slot": ((n.lanes, n.batch), ints),
+        "slot_front": ((n.lanes, n.batch), words),
+        "slot_client": ((n.lanes, n.batch), ints),
+        "input_address": ((n.lanes, n.inputs), words),
+        "launch": ((n.lanes, n.sizes, n.segments), LAUNCH),
+        "whole": ((n.lanes, n.sizes), LAUNCH),
+        "segment_ns": ((n.lanes, n.segments, 2), ints),
+        "word": ((n.lanes, n.segments + 1), words),
+        "request": ((n.requests,), REQUEST),
+        "client": ((n.clients,), CLIENT),
+        "ready": ((n.lanes,), ints),
+        "active": ((n.lanes,), ints),
+        "flight": ((n.lanes,), ints),
+        "held": ((n.lanes,), ints),
+        "touched": ((n.lanes,), ints),
+        "asking": ((n.models,), ints),
+        "leaving": ((n.requests,), ints),
+        "due": ((n.requests,), ints),
+        "submit": ((n.fronts, _power_of_two(2 * rows)), SUBMISSION),
+        "done": ((n.fronts, _power_of_two(rows + n.models)), COMPLETION),
+        "ring": ((n.fronts, 4, 8), words),
+        "wake": ((n.fronts, 8), words),
+        "wake_fd": ((n.fronts, 2), ints),
+        "bell": ((8,), words),
+        "client_key": ((n.clients,), words),
+        "outcome": ((n.models, len(STATUS) + 1), ints),
+        "recent_ns": ((n.models, RECENT, 2), ints),
+        "tap": ((TAP_SIZE if n.fronts > 1 else 1,), COMPLETION),
+        "out": ((n.lanes * (n.segments + 1),), OUT),
+        "job": ((2,), JOB),
+    }
+
+
+def state_bytes(limits: Limits) -> int:
+    """How much memory the tables take."""
+    return sum(_aligned(math.prod(shape) * np.dtype(kind).itemsize) for shape, kind in _layout(limits).values())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64  # no two tables on one cache line
+
+
+def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
+    """The tables in memory that is there already: another process's, or fresh and zero (then `new_state` fills it)."""
+    tables, at = {}, 0
+    for name, (shape, kind) in _layout(limits).items():
+        nbytes = math.prod(shape) * np.dtype(kind).itemsize
+        tables[name] = memory[at : at + nbytes].view(kind).reshape(shape)
+        at += _aligned(nbytes)
+    return State(**tables)
+
+
+def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
+    """Empty tables; `core_models.install` adds models, `core.attach_policy` the policy. `memory` is zero.
 
     >>> new_state(Limits(models=2, lanes=4)).lane.shape
     (4,)
     """
     n = limits or Limits()
-    ints = np.int64
-    state = State(
-        g=np.zeros(G_SIZE, ints),
-        t=np.zeros(T_SIZE),
-        fn=np.zeros(FN_SIZE, np.uint64),
-        gpu=np.zeros(1, GPU),
-        model=np.zeros(n.models, MODEL),
-        size=np.zeros((n.models, n.sizes), SIZE),
-        segment=np.zeros((n.models, n.sizes, n.segments), SEGMENT),
-        model_lane=np.full((n.models, n.lanes_per_model), NONE, ints),
-        free_lane=np.full((n.models, n.lanes_per_model), NONE, ints),
-        input_bytes=np.zeros((n.models, n.inputs), ints),
-        filling=np.zeros((n.models, 8), np.uint64),
-        lane=np.zeros(n.lanes, LANE),
-        lane_word=np.full((n.lanes, 8), CLOSED, np.uint64),
-        lane_hold=np.zeros((n.lanes, 8), np.uint64),
-        slot=np.full((n.lanes, n.batch), NONE, ints),
-        slot_client=np.zeros((n.lanes, n.batch), ints),
-        input_address=np.zeros((n.lanes, n.inputs), np.uint64),
-        launch=np.zeros((n.lanes, n.sizes, n.segments), LAUNCH),
-        whole=np.zeros((n.lanes, n.sizes), LAUNCH),
-        segment_ns=np.zeros((n.lanes, n.segments, 2), ints),
-        word=np.zeros((n.lanes, n.segments + 1), np.uint64),
-        request=np.zeros(n.requests, REQUEST),
-        client=np.zeros(n.clients, CLIENT),
-        ready=np.full(n.lanes, NONE, ints),
-        active=np.full(n.lanes, NONE, ints),
-        flight=np.full(n.lanes, NONE, ints),
-        held=np.full(n.lanes, NONE, ints),
-        touched=np.full(n.lanes, NONE, ints),
-        asking=np.full(n.models, NONE, ints),
-        leaving=np.full(n.requests, NONE, ints),
-        due=np.full(n.requests, NONE, ints),
-        submit=np.zeros(_power_of_two(2 * n.requests), SUBMISSION),
-        done=np.zeros(_power_of_two(n.requests + n.models), COMPLETION),
-        ring=np.zeros((4, 8), np.uint64),
-        out=np.zeros(n.lanes * (n.segments + 1), OUT),
-        job=np.zeros(2, JOB),
-    )
-    state.submit["sequence"] = np.arange(len(state.submit), dtype=np.uint64)
+    if n.batch > MOST_SLOTS or n.fronts > FRONT_MASK:
+        raise ValueError(f"batches of up to {MOST_SLOTS} and {FRONT_MASK} front ends, not {n.batch} and {n.fronts}")
+    if memory is None:
+        raw = np.zeros(state_bytes(n) + 64, np.uint8)  # touched only where used
+        memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
+    state = over(n, memory)
+    for name in ("model_lane", "free_lane", "slot", "ready", "active", "flight", "held", "touched", "asking", "leaving",
+                 "due"):  # fmt: skip
+        getattr(state, name)[...] = NONE
+    state.lane_word[...] = CLOSED
+    state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
+    state.wake[:, 0] = 1
+    state.wake_fd[:, 0] = -1
     for column in ("model", "ready_at", "active_at", "flight_at"):
         state.lane[column] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
@@ -394,6 +482,5 @@ def new_state(limits: Limits | None = None) -> State:
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
     state.g[REFRESH] = 3
-    state.g[WAKE_FD] = -1
     state.t[GAIN] = 1.0
     return state

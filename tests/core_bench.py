@@ -42,8 +42,8 @@ class Bench:
     done: dict[int, Any] = field(default_factory=dict)  # serial → completion
     closed: list[int] = field(default_factory=list)
     rows: dict[int, int] = field(default_factory=dict)  # serial → row, while in use
-    unready: list[int] = field(default_factory=list)  # lanes with a slot still to be written
-    unread: list[int] = field(default_factory=list)  # lanes with an output still to be read
+    unready: list[tuple[int, int]] = field(default_factory=list)  # lanes and slots still to be written
+    unread: list[tuple[int, int]] = field(default_factory=list)  # lanes and slots whose output is still to be read
 
     def __post_init__(self) -> None:
         self.state = st.new_state(self.limits)
@@ -64,13 +64,14 @@ class Bench:
         row = self.free.pop()
         s = self.state
         answer = core_rings.post(
-            s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, row, self.serial, 1000 + self.serial,
+            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, self.serial,
+            1000 + self.serial,
             model, client, priority, self.now, deadline, source, direct,
         )  # fmt: skip
         assert answer != core_rings.RING_FULL
         self.rows[self.serial] = row
         if answer >= 0:
-            self.unready.append(answer // core_rings.SLOTS)
+            self.unready.append(divmod(answer, core_rings.SLOTS))
             if ready:
                 self.write()
         return self.serial
@@ -78,12 +79,12 @@ class Bench:
     def write(self) -> None:
         """A front end finishes writing one slot."""
         if self.unready:
-            core_rings.mark_ready(self.state.lane_word, self.unready.pop(0))
+            core_rings.mark_ready(self.state.lane_ready, *self.unready.pop(0))
 
     def read(self) -> None:
         """A front end has read one output."""
         if self.unread:
-            core_rings.release(self.state.lane_hold, self.unread.pop(0))
+            core_rings.release(self.state.lane_hold, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
         tell(self.state, st.CANCEL, request=self.rows.get(serial, 0), serial=serial)
@@ -114,7 +115,7 @@ class Bench:
     def take(self) -> list[int]:
         into = np.zeros(64, st.COMPLETION)
         finished = []
-        while n := core_rings.take_done(self.state.ring, self.state.done, into):
+        while n := core_rings.take_done(self.state.ring[0], self.state.done[0], into):
             for entry in into[:n].copy():
                 if entry["request"] < 0:
                     self.closed.append(int(entry["model"]))
@@ -126,7 +127,7 @@ class Bench:
                 self.done[serial] = entry
                 self.free.append(int(entry["request"]))
                 if self.hold and entry["status"] == st.OK:
-                    self.unread.append(int(entry["lane"]))
+                    self.unread.append((int(entry["lane"]), int(entry["slot"])))
                 finished.append(serial)
         return finished
 

@@ -274,11 +274,12 @@ def test_models_come_and_go_while_others_run() -> None:
 
 def test_the_ring_says_when_it_is_full() -> None:
     state = st.new_state(LIMITS)
-    args = (state.ring, state.submit, state.filling, state.lane_word)
+    args = (state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front)
     answers = [
-        core_rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False) for _ in range(len(state.submit) + 1)
+        core_rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False)
+        for _ in range(state.submit.shape[1] + 1)
     ]
-    assert answers[:-1] == [core_rings.STAGED] * len(state.submit)
+    assert answers[:-1] == [core_rings.STAGED] * state.submit.shape[1]
     assert answers[-1] == core_rings.RING_FULL
 
 
@@ -307,7 +308,7 @@ class RealTime:
         s.launch["stream"], s.whole["stream"] = np.arange(len(s.lane))[:, None, None], np.arange(len(s.lane))[:, None]
         self.stop = np.zeros(1, np.uint64)
         self.eventfd = os.eventfd(0)
-        s.g[st.WAKE_FD] = self.eventfd
+        s.wake_fd[0, 0] = self.eventfd
 
     def run(self, linger_ns: int) -> int:
         return core.run(self.state, self.stop, linger_ns, np.zeros(4, np.int64))
@@ -334,10 +335,10 @@ def test_many_threads_submit_while_the_core_runs() -> None:
         for i in range(each):
             row = serial = k * each + i
             args = (row, serial, serial, i % 2, k, 0, i, st.NEVER, 0, i % 3 > 0)
-            answer = core_rings.post(s.ring, s.submit, s.filling, s.lane_word, st.SUBMIT, *args)
+            answer = core_rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, *args)
             assert answer != core_rings.RING_FULL
             if answer >= 0:
-                core_rings.mark_ready(s.lane_word, answer // core_rings.SLOTS)
+                core_rings.mark_ready(s.lane_ready, *divmod(answer, core_rings.SLOTS))
 
     core.step(s, 0)
     loop = threading.Thread(target=real.run, args=(10**15,))
@@ -347,12 +348,16 @@ def test_many_threads_submit_while_the_core_runs() -> None:
         thread.start()
     into = np.zeros(64, st.COMPLETION)
     serials: list[int] = []
+    asked = False
     while len(serials) < each * threads:
-        n = core_rings.take_done(s.ring, s.done, into)
+        n = core_rings.take_done(s.ring[0], s.done[0], into)
         assert (into["status"][:n] == st.OK).all()
         serials += into["serial"][:n].tolist()
-        if not n:
+        if not n and asked:
             os.eventfd_read(real.eventfd)
+        asked = not n
+        if asked:
+            core_rings.ask_to_be_woken(s.wake, 0)
     for thread in front_ends:
         thread.join()
     real.stop[0] = 1

@@ -1,0 +1,200 @@
+"""A front end may die between any two of its instructions: the core takes back what it had, and others never notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_bench import LIMITS, Bench, profile
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from scheduler import core, front_calls
+from scheduler import state as st
+from scheduler.core_check import check_integrity
+from scheduler.core_rings import SLOTS, STAGED
+
+FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
+STEPS = ("claim", "post", "write", "run", "read")  # what a front end does, in order
+
+
+class Front:
+    """A front end of another process, one instruction at a time."""
+
+    def __init__(self, bench: Bench, front: int) -> None:
+        self.bench, self.front = bench, front
+        self._scratch = np.zeros(1, np.int64)
+        self.view = front_calls.make_view(bench.state, front, 0, self._scratch)  # nobody arms the bell
+        self.rows = list(st.front_rows(FRONTS, front))
+        self.serial = 0
+        self.taken = np.zeros((64, front_calls.COMPLETION_WORDS), np.int64)
+        self.done: list[list[int]] = []
+
+    def claim(self, model: int = 0) -> tuple[int, int] | None:
+        found = front_calls.claim(self.view, model)
+        return None if found == STAGED else divmod(found, SLOTS)
+
+    def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0) -> int:
+        self.serial += 1
+        lane, slot = place or (st.NONE, st.NONE)
+        assert front_calls.post(self.view, st.SUBMIT, self.rows.pop(), self.serial, model, generation, lane, slot, 0, 0,
+                                self.bench.now, st.NEVER, 0)  # fmt: skip
+        return self.serial
+
+    def take(self) -> list[list[int]]:
+        n = front_calls.take(self.view, self.taken)
+        found = self.taken[:n].tolist()
+        for entry in found:
+            self.rows.append(entry[front_calls.E_REQUEST])
+        self.done += found
+        return found
+
+    def read(self, entry: list[int]) -> None:
+        front_calls.release(self.view, entry[front_calls.E_LANE], entry[front_calls.E_SLOT])
+
+    def submit(self, upto: str = "write", model: int = 0) -> None:
+        """One request, as far as a step."""
+        place = self.claim(model)
+        if upto == "claim":
+            return
+        self.post(place, model)
+        if place is not None and upto != "post":
+            front_calls.ready(self.view, *place)
+
+
+def finish_all(bench: Bench, *fronts: Front) -> None:
+    """Everybody who lives does all that is theirs."""
+    for _ in range(100):
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step(1000)
+        for front in fronts:
+            for entry in front.take():
+                if entry[front_calls.E_STATUS] == st.OK:
+                    front.read(entry)
+    bench.step()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
+
+
+@pytest.mark.parametrize("upto", STEPS)
+def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
+    dying, other = Front(bench, 1), Front(bench, 2)
+    dying.submit(upto)
+    other.submit()
+    if upto in ("run", "read"):
+        bench.step()
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step()
+    if upto == "read":
+        dying.take()  # and never reads the outputs
+    elif upto != "run":
+        bench.step()
+    core.reclaim(bench.state, 1, bench.now)
+    finish_all(bench, other)
+    assert [entry[front_calls.E_STATUS] for entry in other.done] == [st.OK]
+    assert bench.state.g[st.LIVE] == 0
+    assert bench.state.model["free_n"][0] + (bench.state.model["filling"][0] >= 0) == 2
+    check_integrity(bench.state)
+    again = Front(bench, 1)  # the process that takes its place starts with all rows
+    for _ in range(6):
+        again.submit()
+    finish_all(bench, again, other)
+    assert [entry[front_calls.E_STATUS] for entry in again.done] == [st.OK] * 6
+
+
+def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
+    dying, other = Front(bench, 1), Front(bench, 2)
+    for _ in range(5):
+        dying.submit()
+    core.reclaim(bench.state, 1, bench.now)
+    other.submit()
+    finish_all(bench, other)
+    assert len(other.done) == 1
+    assert bench.state.g[st.LIVE] == 0
+    check_integrity(bench.state)
+
+
+def test_completions_come_to_the_front_end_that_asked(bench):
+    first, second = Front(bench, 1), Front(bench, 2)
+    for front, n in ((first, 3), (second, 2)):
+        for _ in range(n):
+            front.submit()
+    finish_all(bench, first, second)
+    assert (len(first.done), len(second.done)) == (3, 2)
+    assert not bench.done
+
+
+def test_each_batch_has_one_first_entry(bench):
+    first, second = Front(bench, 1), Front(bench, 2)
+    for front in (first, second, first):
+        front.submit()
+    finish_all(bench, first, second)
+    column = (st.COMPLETION.names or ()).index("first")
+    assert sum(entry[column] for front in (first, second) for entry in front.done) == 1
+
+
+def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
+    front = Front(bench, 1)
+    place = front.claim()
+    assert place is not None
+    front.post(place, generation=99)
+    front_calls.ready(front.view, *place)
+    finish_all(bench, front)
+    assert [entry[front_calls.E_STATUS] for entry in front.done] == [st.NO_MODEL]
+    assert bench.state.g[st.LIVE] == 0
+
+
+def test_a_client_has_one_number_for_all_front_ends(bench):
+    s = bench.state  # four clients: nobody, and three numbers
+    found = [front_calls.find_client(s.client_key, s.client, key) for key in (11, 22, 33, 22, 11)]
+    assert sorted(set(found)) == [1, 2, 3]
+    assert found[:2] == [found[4], found[3]]
+    assert front_calls.find_client(s.client_key, s.client, 44) in (1, 2, 3)
+
+
+actions = some.lists(
+    some.tuples(some.sampled_from((1, 2)), some.sampled_from((*STEPS, "step", "finish", "die", "take"))), max_size=60
+)
+
+
+@given(actions)
+@settings(max_examples=150)
+def test_whenever_a_front_end_dies_the_core_stays_whole(script):
+    bench = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
+    fronts = {k: Front(bench, k) for k in (1, 2)}
+    unread: dict[int, list[list[int]]] = {1: [], 2: []}
+    unwritten: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
+    for who, action in script:
+        front = fronts[who]
+        if action == "die":
+            core.reclaim(bench.state, who, bench.now)
+            fronts[who], unread[who], unwritten[who] = Front(bench, who), [], []
+            bench.step()
+        elif action in ("claim", "post", "write", "run", "read") and front.rows:
+            place = front.claim()
+            front.post(place)
+            if place is not None and action in ("claim", "post"):
+                unwritten[who].append(place)
+            elif place is not None:
+                front_calls.ready(front.view, *place)
+        elif action == "step":
+            bench.step(1000)
+        elif action == "finish":
+            for lane in bench.running:
+                bench.finish_segment(lane)
+            bench.step(1000)
+        elif action == "take":
+            unread[who] += [entry for entry in front.take() if entry[front_calls.E_STATUS] == st.OK]
+    for who, front in fronts.items():
+        for place in unwritten[who]:
+            front_calls.ready(front.view, *place)
+        for entry in unread[who]:
+            front.read(entry)
+    finish_all(bench, *fronts.values())
+    assert bench.state.g[st.LIVE] == 0
+    for who, front in fronts.items():
+        assert sorted(front.rows) == list(st.front_rows(FRONTS, who))
