@@ -80,6 +80,10 @@ class Backend(ABC):
         """Time of each segment and of the whole program. `alone`: nothing else runs meanwhile."""
 
     @abstractmethod
+    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+        """Time per run when every lane launches its whole program again and again, all at once."""
+
+    @abstractmethod
     def release(self, launches: Launches) -> None: ...
 
     @abstractmethod

@@ -211,6 +211,17 @@ class VirtualBackend(Backend):
             times.append(model.finish_ns(last) - model.finish_ns(before))
         return times[:-1], times[-1]
 
+    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        program = lanes[0].program
+        piece = Piece(program.body, self._steps(program, 0, len(program.nodes)))
+        streams = [model.stream() for _ in lanes]
+        for _ in range(rounds):
+            for stream in streams:
+                piece.place(model, stream, 0.0)
+        model.run()
+        return float(model.now_ns) / (rounds * len(lanes))
+
     def release(self, launches: Launches) -> None:
         with self._lock:
             for handle in {*launches.handles, launches.whole}:

@@ -27,6 +27,7 @@ from scheduler.state import (
     BUSY_NS,
     CANCELLED,
     CHANGED,
+    DEMAND_LIMIT,
     DONE_TAIL,
     DUE_N,
     EXPIRED,
@@ -59,6 +60,7 @@ __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 CLOCK_MONOTONIC = 1
+CROWDED = 2.0  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
@@ -174,6 +176,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
     state.fn[F_RANK], state.fn[F_ADMIT], state.fn[F_ORDER] = policy.addresses
     state.g[MAX_ACTIVE] = min(policy.active, len(state.lane))
+    state.t[DEMAND_LIMIT] = np.inf
     state.g[LOOK_AHEAD] = policy.look_ahead
     state.g[WHOLE_ALWAYS] = policy.whole
     state.g[TIMELESS] = policy.timeless

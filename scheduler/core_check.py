@@ -14,6 +14,7 @@ from scheduler.state import (
     ACTIVE_N,
     ASKING_N,
     CLOSED,
+    DEMAND,
     DUE_N,
     FAIL_MODE,
     FILLING,
@@ -217,6 +218,8 @@ def _check_sets(s: State) -> None:
     waiting = np.flatnonzero((s.lane["state"] == HELD) | (s.lane["state"] == READY_WAIT))
     _require(sorted(held.tolist()) == waiting.tolist(), "a held lane is lost or doubled")
     _require(s.g[ACTIVE_N] <= s.g[MAX_ACTIVE], "too many lanes are active")
+    demand = s.lane["demand"][s.active[: s.g[ACTIVE_N]]].sum()
+    _require(abs(demand - s.t[DEMAND]) <= 1e-6 * (1 + demand), "what active lanes demand is counted wrong", demand)
     flight = np.flatnonzero((s.lane["state"] == RUNNING) & (s.lane["issued"] > s.lane["done"]))
     _require(sorted(s.flight[: s.g[FLIGHT_N]].tolist()) == flight.tolist(), "what is in flight is not watched")
     both = (s.lane["ready_at"] >= 0) & (s.lane["active_at"] >= 0)

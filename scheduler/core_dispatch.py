@@ -18,6 +18,8 @@ from scheduler.state import (
     BACKEND,
     CHANGED,
     DECISIONS,
+    DEMAND,
+    DEMAND_LIMIT,
     ERROR,
     F_ADMIT,
     F_GRAPH_LAUNCH,
@@ -170,6 +172,8 @@ def activate(s: State, lane: int) -> bool:
     s.active[s.g[ACTIVE_N]] = lane
     s.lane[lane].active_at = s.g[ACTIVE_N]
     s.g[ACTIVE_N] += 1
+    s.lane[lane].demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
+    s.t[DEMAND] += s.lane[lane].demand
     return True
 
 
@@ -214,6 +218,10 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
         return NONE
     refresh(s, n, now)
     lane = int(s.ready[0])
+    if not full and s.g[ACTIVE_N] > 0:
+        full = s.t[DEMAND] + s.size[s.lane[lane].model, s.lane[lane].size].demand > s.t[DEMAND_LIMIT]
+        if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
+            return NONE
     other = NONE
     if full:
         other = worst(s, now)

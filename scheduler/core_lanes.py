@@ -20,6 +20,7 @@ from scheduler.state import (
     CHANGED,
     CLOSED,
     CLOSING,
+    DEMAND,
     FAIL_MODE,
     FILLING,
     FIRST,
@@ -105,6 +106,7 @@ def deactivate(s: State, lane: int) -> None:
         s.active[i] = last
         s.lane[last].active_at = i
         s.lane[lane].active_at = NONE
+        s.t[DEMAND] = s.t[DEMAND] - s.lane[lane].demand if s.g[ACTIVE_N] > 0 else 0.0
 
 
 # --- slots ---------------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class ModelProfile:
     share: float = 1.0
     lanes: int = 4
     queue_limit: int = 1 << 20
+    # Part of the GPU that a batch of each size keeps busy, where it was measured; else estimated from the segments.
+    demand: Mapping[int, float] = field(default_factory=dict)
     about: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ def load_profiles(path: Path) -> list[ModelProfile]:
                 **{
                     **model,
                     "sizes": {int(b): [SegmentProfile(**each) for each in s] for b, s in model["sizes"].items()},
+                    "demand": {int(b): float(part) for b, part in model.get("demand", {}).items()},
                 }
             )
             for model in json.loads(path.read_text())["models"]
@@ -112,6 +115,18 @@ def set_capacity(state: State, part: Part, timing: Timing | None = None) -> None
     gpu["capacity_registers"] = part.sms * part.sm.registers
     gpu["capacity_shared_bytes"] = part.sms * part.sm.shared_bytes
     gpu["capacity_issue"] = 1e9 / max(t.grid_issue_ns, 1.0)
+
+
+def estimate(state: State, program: Sequence[SegmentProfile]) -> float:
+    """Part of the GPU that one run keeps busy: its fullest resource, segment by segment."""
+    gpu = state.gpu[0]
+    capacity = [gpu[f"capacity_{each}"] or np.inf for each in ("warps", "registers", "shared_bytes", "issue")]
+    total = used = 0.0
+    for each in program:
+        needs = (each.warps, each.registers, each.shared_bytes, each.kernels / each.time_ns * 1e9)
+        total += each.time_ns
+        used += each.time_ns * max(need / most for need, most in zip(needs, capacity, strict=True))
+    return min(max(used / total, 0.01), 1.0)
 
 
 def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
@@ -139,7 +154,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     state.outcome[m] = 0
     for k, (batch, program) in enumerate(profile.sizes.items()):
         times = np.array([each.time_ns for each in program])
-        state.size[m, k] = (batch, len(program), times.sum())
+        state.size[m, k] = (batch, len(program), times.sum(), profile.demand.get(batch) or estimate(state, program))
         tails = times[::-1].cumsum()[::-1]
         for i, each in enumerate(program):
             state.segment[m, k, i] = (each.time_ns, tails[i], each.blocks, each.warps, each.registers,

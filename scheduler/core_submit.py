@@ -18,6 +18,7 @@ from scheduler.state import (
     CLIENT_VIRTUAL_NS,
     CLOSE_MODEL,
     CLOSING,
+    DEMAND,
     DRAIN,
     DRAIN_MODE,
     DRAINING,
@@ -172,6 +173,7 @@ def fail_all(s: State, now: int) -> None:
         s.model[m].queued = 0
         ask(s, m)
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
+    s.t[DEMAND] = 0.0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]
         if a.model >= 0:

@@ -50,17 +50,19 @@ class Engine(Requester):
         policy: str | Policy = "paella",
         memory_bytes: int | None = None,
         quantum_us: float = 100.0,
-        max_active: int = 8,
+        max_active: int | None = 8,
         *,
         limits: Limits | None = None,
     ) -> None:
         """`quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
 
+        None: as many as would keep two GPUs busy, by what each was seen to take when it was loaded.
+
         A launch costs the loop 6 to 8 µs, so eight active jobs in pieces of 50 µs would take more than one core.
         """
         if not 1 <= quantum_us < math.inf:
             raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
-        if max_active < 1:
+        if max_active is not None and max_active < 1:
             raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
         self.device = Device.open(device) if isinstance(device, str) else device
         self.limits = limits or Limits()
@@ -102,7 +104,7 @@ class Engine(Requester):
             if model.name in self._models:
                 raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))
-            wanted = min(self.max_active, self.limits.lanes_per_model, free)
+            wanted = min(self.max_active or DEFAULT_ACTIVE, self.limits.lanes_per_model, free)
             if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
                 raise ModelError(
                     f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
@@ -169,7 +171,9 @@ class Engine(Requester):
         found = find_policy(policy)
         core.attach_policy(self.state, found)
         if found.active == DEFAULT_ACTIVE:  # a policy that does not ask for a number of its own gets the engine's
-            self.state.g[st.MAX_ACTIVE] = min(self.max_active, len(self.state.lane))
+            most = len(self.state.lane)
+            self.state.g[st.MAX_ACTIVE] = most if self.max_active is None else min(self.max_active, most)
+            self.state.t[st.DEMAND_LIMIT] = core.CROWDED if self.max_active is None else math.inf
         return found
 
     def stats(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from instrument.device.base import Device
 from scheduler import profile as profiles
@@ -17,6 +17,7 @@ from scheduler.segments import cut, plan_slices
 from scheduler.state import Limits
 
 _REPEATS = 15
+_CROWD, _ROUNDS = 8, 3  # lanes that run at once, and how often, to see what the GPU gives when it is full
 
 # One capture at a time on a device: other threads' launches go on, other loads wait.
 _locks: dict[int, threading.RLock] = {}
@@ -106,14 +107,21 @@ class Loader:
             known = self._plan(loaded, first, alone)
             if alone:  # what was measured beside other work serves this time, and is not kept
                 profiles.store(where, known)
-        loaded.profiles.append(known)
         for k, lane in enumerate(loaded.lanes):
             if k == 0 and not known.cuts:
                 program = first
             else:
                 program = backend.capture(lane, loaded.weights, batch, known.cuts)
             loaded.launches[k].append(backend.cut(program, known.bounds, lane))
-            backend.discard(program)
+            if k:
+                backend.discard(program)
+        if alone and not known.demand and len(loaded.lanes) > 1:
+            crowd = [launches[-1] for launches in loaded.launches[:_CROWD]]
+            demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
+            known = replace(known, demand=min(max(demand, 0.01), 1.0))
+            profiles.store(where, known)
+        loaded.profiles.append(known)
+        backend.discard(loaded.launches[0][-1].program)
         if known.cuts:
             backend.discard(first)
 

@@ -14,7 +14,7 @@ from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.model import Model
 from scheduler.program import Cuts, Node
 
-_FORMAT = "1"
+_FORMAT = "2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class ProgramProfile:
     whole_ns: float  # all of it as one launch
     cuts: Cuts  # kernels that are launched in slices
     chain: bool
+    demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
 
     @property
     def segmented_ns(self) -> float:
@@ -61,6 +62,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
         share=model.share,
         lanes=lanes,
         queue_limit=queue_limit,
+        demand={each.batch: each.demand for each in programs if each.demand},
     )
 
 
@@ -89,6 +91,7 @@ def load(where: str) -> ProgramProfile | None:
             whole_ns=found["whole_ns"],
             cuts={int(k): tuple((int(a), int(b)) for a, b in parts) for k, parts in found["cuts"].items()},
             chain=found["chain"],
+            demand=found["demand"],
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -46,6 +46,7 @@ def simulate(
     seed: int = 0,
     active: int | None = None,
     look_ahead: int | None = None,
+    demand: float | None = None,
     host_launch_ns: float = HOST_LAUNCH_NS,
     kernels: OwnKernels | None = None,
 ) -> Results:
@@ -53,7 +54,8 @@ def simulate(
 
     `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
     every kernel on its SM, about a thousand times slower; with the models' own `kernels` the result has a `trace`.
-    `active` and `look_ahead` override the policy's.
+    `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
+    busy, however many they are.
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -77,6 +79,8 @@ def simulate(
     state = _state(models, len(arrivals) + len(clients))
     set_capacity(state, gpu)
     attach_policy(state, chosen)
+    if demand is not None:
+        state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), demand
     for each in models:
         open_model(state, install(state, each)[0])
     timing = Timing.for_part(gpu)

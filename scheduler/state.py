@@ -72,8 +72,9 @@ G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, and what the GPU gives when several jobs share it
-VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN = range(8)
-T_SIZE = 8
+(VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
+ DEMAND, DEMAND_LIMIT) = range(10)  # fmt: skip
+T_SIZE = 10
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -125,7 +126,15 @@ MODEL = np.dtype(
     align=True,
 )
 
-SIZE = np.dtype([("batch", "i8"), ("segments", "i8"), ("total_ns", "f8")], align=True)  # [model, size], batch ascending
+SIZE = np.dtype(  # [model, size], batch ascending
+    [
+        ("batch", "i8"),
+        ("segments", "i8"),
+        ("total_ns", "f8"),
+        ("demand", "f8"),  # part of the GPU that one such batch keeps busy: 1 / demand of them fill it
+    ],
+    align=True,
+)
 
 SEGMENT = np.dtype(  # [model, size, segment]
     [
@@ -152,6 +161,7 @@ LANE = np.dtype(
         ("done", "i8"),
         ("whole", "i8"),
         ("rank", "f8"),
+        ("demand", "f8"),  # as counted in t[DEMAND] while it is active
         ("ready_at", "i8"),  # index in State.ready, or NONE
         ("active_at", "i8"),  # in State.active
         ("flight_at", "i8"),  # in State.flight
@@ -483,4 +493,5 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[WHOLE_IDLE] = 1
     state.g[REFRESH] = 3
     state.t[GAIN] = 1.0
+    state.t[DEMAND_LIMIT] = np.inf
     return state

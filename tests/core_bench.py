@@ -35,6 +35,7 @@ class Bench:
     policy: str | Policy = "srpt"
     hold: bool = False
     limits: st.Limits = LIMITS
+    demand: float = np.inf
     now: int = 0
     serial: int = 0
     launched: dict[int, deque[Any]] = field(default_factory=lambda: defaultdict(deque))  # lane → not yet completed
@@ -52,6 +53,7 @@ class Bench:
         core.attach_policy(self.state, self._policy)
         set_capacity(self.state, part("h200"))
         self.state.g[st.HOLD] = self.hold
+        self.state.t[st.DEMAND_LIMIT] = self.demand
         for each in self.models:
             open_model(self.state, install(self.state, each)[0])
         self.step()

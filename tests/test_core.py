@@ -20,6 +20,7 @@ from scheduler.core_models import (
     ModelProfile,
     ProfileError,
     SegmentProfile,
+    estimate,
     install,
     load_profiles,
     remove,
@@ -432,12 +433,46 @@ def test_predictions_grow_with_the_work_ahead() -> None:
     bench.run_dry()
 
 
+@pytest.mark.parametrize(("limit", "together"), [(0.0, 1), (1.0, 2), (1.3, 3), (np.inf, 4)])
+def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: int) -> None:
+    bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=limit)
+    for _ in range(4):
+        bench.submit()
+        bench.step()
+    assert len(bench.running) == together
+    bench.run_dry()
+
+
+def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit() -> None:
+    long, short = profile(segments=8, lanes=1, ns=1e6, demand={1: 0.9}), profile("s", lanes=1, ns=1e3, demand={1: 0.9})
+    bench = Bench([long, short], policy="srpt", demand=1.0)
+    bench.submit(0)
+    bench.submit(0)
+    bench.step()
+    quick = bench.submit(1)
+    bench.step()
+    while quick not in bench.done:
+        bench.finish_segment(bench.running[-1])
+        bench.step()
+    assert bench.state.g[st.PREEMPTIONS] >= 1
+    bench.run_dry()
+
+
+def test_a_demand_that_was_not_measured_is_estimated_from_the_fullest_resource() -> None:
+    state = Bench([]).state
+    half = int(state.gpu["capacity_warps"][0] / 2)
+    assert estimate(state, [SegmentProfile(1e6, warps=half, registers=0)]) == pytest.approx(0.5)
+    busy = SegmentProfile(1e6, registers=0, kernels=round(state.gpu["capacity_issue"][0] * 1e-3 / 4))
+    assert estimate(state, [busy]) == pytest.approx(0.25, rel=0.01)
+    assert estimate(state, [busy, SegmentProfile(1e6, warps=10 * half, registers=0)]) == 1.0
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def test_profiles_survive_a_file(tmp_path: object) -> None:
     path = tmp_path / "models.json"  # type: ignore[operator]
-    models = [profile(batch=(1, 4), target_ms=2.5, priority=3), profile("b", share=0.5)]
+    models = [profile(batch=(1, 4), target_ms=2.5, priority=3), profile("b", share=0.5, demand={1: 0.3})]
     save_profiles(path, models)
     assert load_profiles(path) == models
     path.write_text('{"models": [{"name": "x"}]}')
@@ -478,8 +513,9 @@ def test_the_integrity_check_sees_a_lost_request() -> None:
 # --- at random ------------------------------------------------------------------------------------------------------
 
 profiles = st_.builds(
-    lambda segments, batch, lanes, ns, target, priority, limit: profile(
-        segments=segments, batch=batch, lanes=lanes, ns=ns, target_ms=target, priority=priority, queue_limit=limit
+    lambda segments, batch, lanes, ns, target, priority, limit, demand: profile(
+        segments=segments, batch=batch, lanes=lanes, ns=ns, target_ms=target, priority=priority, queue_limit=limit,
+        demand=demand,
     ),
     segments=st_.integers(1, 6),
     batch=st_.sampled_from([(1,), (1, 2), (2, 8), (1, 4, 8)]),
@@ -488,6 +524,7 @@ profiles = st_.builds(
     target=st_.sampled_from([None, 0.5, 10.0]),
     priority=st_.integers(0, 2),
     limit=st_.sampled_from([0, 3, 100]),
+    demand=st_.sampled_from([{}, {1: 0.2, 2: 0.5, 4: 0.9, 8: 1.0}]),
 )
 actions = st_.lists(
     st_.one_of(
@@ -545,13 +582,14 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     models=st_.lists(profiles, min_size=1, max_size=4),
     name=st_.sampled_from(policy_names()),
     hold=st_.booleans(),
+    demand=st_.sampled_from([0.0, 1.0, 2.0, np.inf]),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
 def test_whatever_happens_each_request_completes_exactly_once(
-    models: list[ModelProfile], name: str, hold: bool, script: list[tuple[object, ...]], end: str
+    models: list[ModelProfile], name: str, hold: bool, demand: float, script: list[tuple[object, ...]], end: str
 ) -> None:
-    bench = Bench(models, policy=name, hold=hold)
+    bench = Bench(models, policy=name, hold=hold, demand=demand)
     submitted = play(bench, script)
     if end == "drain":
         bench.tell(st.DRAIN)
@@ -572,11 +610,16 @@ def test_whatever_happens_each_request_completes_exactly_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(models=st_.lists(profiles, min_size=1, max_size=4), name=st_.sampled_from(policy_names()), script=actions)
+@given(
+    models=st_.lists(profiles, min_size=1, max_size=4),
+    name=st_.sampled_from(policy_names()),
+    demand=st_.sampled_from([0.0, 1.0, np.inf]),
+    script=actions,
+)
 def test_the_gpu_is_never_idle_while_somebody_waits(
-    models: list[ModelProfile], name: str, script: list[tuple[object, ...]]
+    models: list[ModelProfile], name: str, demand: float, script: list[tuple[object, ...]]
 ) -> None:
-    bench = Bench(models, policy=name)
+    bench = Bench(models, policy=name, demand=demand)
     for k in range(len(script)):
         play(bench, [(*entry[:6], True) if entry[0] == "submit" else entry for entry in script[k : k + 1]])
         bench.step()
