@@ -10,6 +10,10 @@ import asyncio
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from serving.logs import log
+from serving.middleware import json_response
 
 _BODY = b'{"error":"the header did not arrive in time"}'
 _LATE = (
@@ -42,10 +46,40 @@ class Connection(web.RequestHandler):
         if self._request_count != before:  # a whole header
             if self._timer is not None:
                 self._disarm()
+            if self._current_request is not None:
+                self._spoil(self._current_request)
         elif self._waiter is not None and not self._waiter.done():  # none, and no body is being read
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
+
+    def _spoil(self, request: web.BaseRequest) -> None:
+        """Where the body being read turns out to be none, its reader is told.
+
+        aiohttp puts the error behind it, as if another request had been wrong, and the reader would wait for the rest.
+        """
+        if self._messages and not hasattr(self._messages[-1][0], "method") and not request.content.is_eof():
+            self._messages.pop()
+            self.close()  # after the answer
+            request.content.set_exception(web.RequestPayloadError("the body is not what its headers say"))
+
+    def log_exception(self, *what: Any, **more: Any) -> None:
+        """Of aiohttp itself: a body that cannot be read on after the answer is the client's mistake."""
+        if not isinstance(more.get("exc_info"), web.RequestPayloadError | HttpProcessingError | ConnectionError):
+            log.error(what[0] % what[1:], exc_info=more.get("exc_info"))
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """What is no HTTP at all: an answer like every other error's, without the bytes that were sent."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        said = "this is not HTTP/1.1 as this server takes it"
+        if isinstance(exc, LineTooLong):
+            said = f"the first line, or a header, is longer than the {self.max_field_size:,} bytes this server takes"
+        response = json_response({"error": said}, status)
+        response.force_close()
+        return response
 
     def _disarm(self) -> None:
         if self._timer is not None:

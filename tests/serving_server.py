@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,11 @@ def echo_model(name: str, dtypes: Iterable[str], shape: tuple[int, ...] = (4,), 
     return Model(name, fn, inputs=specs, outputs=specs, **options)
 
 
+def mixed_model() -> Model:
+    """For a server's configuration: one input of each kind of datatype."""
+    return echo_model("mixed", ["FP32", "FP16", "BF16", "INT8", "UINT64", "BOOL"], batch=(1, 4))
+
+
 def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any) -> dict[str, Any]:
     tensor = {"name": name, "shape": list(array.shape), "datatype": datatype, "data": array.reshape(-1).tolist()}
     return {"inputs": [tensor], **more}
@@ -120,9 +127,12 @@ def infer_body(name: str, array: np.ndarray, datatype: str = "FP32", **more: Any
 
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`paellapy serve …` in a process of its own; killed if the test has not stopped it."""
+    """`paellapy serve …` in a process of its own, which finds the tests' models; killed if the test has not stopped it.
+    """
     command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+import zlib
 
 import aiohttp
 import numpy as np
@@ -95,6 +96,30 @@ def test_clients_that_leave_within_their_body_leave_nothing(server):
         server.wait_until(lambda: server.service.in_flight == 0)
     assert server.engine.stats()["live"] == 0
     check_serves(server)
+
+
+def test_a_compressed_body_that_ends_early_is_told_at_once(server):
+    """Also when it comes after its header: the one who reads it is told, not left to wait for the rest."""
+    packed = zlib.compress(BODY)
+    header = head("scale", len(packed) - 9).replace(b"\r\n\r\n", b"\r\nContent-Encoding: deflate\r\n\r\n")
+    with connect(server) as connection:
+        connection.sendall(header)
+        server.wait_until(lambda: server.service.in_flight == 1)
+        connection.sendall(packed[:-9])
+        status, found = answer_of(connection)
+        assert connection.recv(1) == b""  # one answer, and the end
+    assert status == 400
+    assert "decompressed" in found["error"]
+    check_serves(server)
+
+
+def test_what_is_not_http_gets_a_json_answer(server):
+    for data, said in ((b"nonsense\r\n\r\n", "not HTTP"), (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", "longer")):
+        with connect(server) as connection:
+            connection.sendall(data)
+            status, found = answer_of(connection)
+        assert status == 400
+        assert said in found["error"]
 
 
 # -- clients that are slow
