@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
-from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, lognormal_gaps, poisson
+from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System, lognormal_gaps, poisson
 from rich.progress import Progress
 
 import paellapy as pp
@@ -59,18 +59,36 @@ def fig11(o: Options) -> Iterator[Point]:
     rates = (50, 100) if o.tiny else RATES
     batched = (100, 200) if o.tiny else BATCHED_RATES
     for seed, sigma in itertools.product(range(o.seeds), (1.5, 2.0)):
-        for system, (setup, policy) in SYSTEMS.items():
-            if setup == KERNELS and seed > 0:
+        for name, system in SYSTEMS.items():
+            if system.setup == KERNELS and seed > 0:
                 continue
-            for rate in rates if setup in (PLAIN, KERNELS) else batched:
-                if system == "one stream" and rate > 2000:
+            for rate in rates if system.setup in (PLAIN, KERNELS) else batched:
+                if name == "one stream" and rate > 2000:
                     continue
+                run = fig11_run(system, sigma, rate, seed, o.seconds)
+                yield Point(f"fig11|{name}|{sigma}|{rate}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
 
-                def run(loaded: Loaded, p: str = policy, r: float = rate, s: int = seed, g: float = sigma) -> Any:
-                    at, model, which = fig11_requests(loaded.share, s, g, r, o.seconds)
-                    return {**loaded.summary(loaded.offer(p, at, model, which)), "seconds": o.seconds}
 
-                yield Point(f"fig11|{system}|{sigma}|{rate}|{seed}", kinds, setup, (0,) * len(kinds), run)
+def fig11_run(system: System, sigma: float, rate: float, seed: int, seconds: float) -> Callable[[Loaded], Any]:
+    def run(loaded: Loaded) -> dict[str, Any]:
+        at, model, which = fig11_requests(loaded.share, seed, sigma, rate, seconds)
+        return {**loaded.summary(loaded.offer(system.policy, at, model, which, system.active)), "seconds": seconds}
+
+    return run
+
+
+def active(o: Options) -> Iterator[Point]:
+    """How many jobs at once: fixed numbers against what they demand together."""
+    kinds = TINY if o.tiny else FIG11
+    settings: tuple[int | float, ...] = (4, 6, 8, 12, 16, 1.0, 1.5, 2.0, 2.5, 3.0)
+    for seed, (setup, rates) in itertools.product(
+        range(o.seeds), ((PLAIN, (100,) if o.tiny else (4000, 5000)), (BATCHED, (100,) if o.tiny else (6000, 10000)))
+    ):
+        for policy, rate, setting in itertools.product(("srpt", "edf"), rates, settings):
+            run = fig11_run(System(setup, policy, setting), 1.5, rate, seed, o.seconds)
+            batches = "batches" if setup == BATCHED else "plain"
+            kind = f"{setting} jobs" if isinstance(setting, int) else f"demand {setting}"
+            yield Point(f"active|{batches}|{policy}|{rate}|{kind}|{seed}", kinds, setup, (0,) * len(kinds), run)
 
 
 def fig11_requests(share: Any, seed: int, sigma: float, rate: float, seconds: float) -> tuple[Any, Any, Any]:
@@ -85,15 +103,15 @@ def saturation(o: Options) -> Iterator[Point]:
     """As many requests as the system takes."""
     kinds = TINY if o.tiny else FIG11
     for seed in range(o.seeds):
-        for system, (setup, policy) in SYSTEMS.items():
-            many = setup in (BATCHED, BATCHER)
+        for name, system in SYSTEMS.items():
+            many = system.setup in (BATCHED, BATCHER)
 
-            def run(loaded: Loaded, p: str = policy, s: int = seed, m: bool = many) -> Any:
+            def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
                 n = 60 if o.tiny else int((12000 if m else 5000) * o.seconds)
-                return loaded.summary(loaded.saturate(p, n, 512 if m else 96, s))
+                return loaded.summary(loaded.saturate(which, n, 512 if m else 96, s))
 
-            if setup != KERNELS or seed == 0:
-                yield Point(f"saturation|{system}|{seed}", kinds, setup, (0,) * len(kinds), run)
+            if system.setup != KERNELS or seed == 0:
+                yield Point(f"saturation|{name}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
 
 
 def light(o: Options) -> Iterator[Point]:
@@ -226,7 +244,8 @@ def disb(o: Options) -> Iterator[Point]:
 
 
 EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
-    "light": light, "saturation": saturation, "fig11": fig11, "best_effort": best_effort, "fig12": fig12, "disb": disb,
+    "light": light, "saturation": saturation, "active": active, "fig11": fig11, "best_effort": best_effort,
+    "fig12": fig12, "disb": disb,
 }  # fmt: skip
 
 

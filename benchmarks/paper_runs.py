@@ -38,19 +38,31 @@ KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
 
 SETUPS = {"plain": PLAIN, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}
 
-SYSTEMS: dict[str, tuple[Setup, str]] = {
-    "one stream": (PLAIN, "serial"),
-    "streams": (PLAIN, "streams"),
-    "srpt": (PLAIN, "srpt"),
-    "edf": (PLAIN, "edf"),
-    "slack": (PLAIN, "slack"),
-    "paella": (PLAIN, "paella"),
-    "kernel by kernel, srpt": (KERNELS, "srpt"),
-    "dynamic batcher": (BATCHER, "streams"),
-    "srpt, batches": (BATCHED, "srpt"),
-    "edf, batches": (BATCHED, "edf"),
-    "slack, batches": (BATCHED, "slack"),
-    "paella, batches": (BATCHED, "paella"),
+@dataclass(frozen=True, slots=True)
+class System:
+    """A policy on a setup; `active`: jobs at once, a number of them or (a float) what they may demand together."""
+
+    setup: Setup
+    policy: str
+    active: int | float | None = None  # None: the policy's own
+
+
+CROWDED = 2.0
+SYSTEMS = {
+    "one stream": System(PLAIN, "serial"),
+    "streams": System(PLAIN, "streams"),
+    "srpt, 8 active": System(PLAIN, "srpt", 8),
+    "edf, 8 active": System(PLAIN, "edf", 8),
+    "srpt": System(PLAIN, "srpt", CROWDED),
+    "edf": System(PLAIN, "edf", CROWDED),
+    "slack": System(PLAIN, "slack", CROWDED),
+    "paella": System(PLAIN, "paella", CROWDED),
+    "kernel by kernel, srpt": System(KERNELS, "srpt", 8),
+    "dynamic batcher": System(BATCHER, "streams"),
+    "srpt, batches": System(BATCHED, "srpt", CROWDED),
+    "edf, batches": System(BATCHED, "edf", CROWDED),
+    "slack, batches": System(BATCHED, "slack", CROWDED),
+    "paella, batches": System(BATCHED, "paella", CROWDED),
 }
 
 
@@ -120,16 +132,23 @@ class Loaded:
         at_ns: NDArray[np.int64],
         model: NDArray[np.int64],
         which: NDArray[np.int64],
+        active: int | float | None = None,
         **more: Any,
     ) -> Run:
         self.engine.set_policy(policy)
+        state = self.engine.state
+        if isinstance(active, float):
+            state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), active
+        elif active is not None:
+            state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = active, np.inf
         run = self.generator.run(at_ns, model, which, priority=self.priorities, **more)
         self.check(run)
         return run
 
-    def saturate(self, policy: str | Policy, n: int, outstanding: int, seed: int) -> Run:
+    def saturate(self, system: System, n: int, outstanding: int, seed: int) -> Run:
         model, which = self.mix(np.random.default_rng(seed), n)
-        return self.offer(policy, np.zeros(n, np.int64), model, which, outstanding=outstanding)
+        at = np.zeros(n, np.int64)
+        return self.offer(system.policy, at, model, which, system.active, outstanding=outstanding)
 
     def summary(self, run: Run) -> dict[str, Any]:
         """Latencies as slowdown (÷ alone at batch 1), of what was answered."""

@@ -17,7 +17,7 @@ import numpy as np
 from common import RESULTS, save
 from paper import fig11_requests
 from paper_models import FIG11, TINY
-from paper_runs import KERNELS, SETUPS, SYSTEMS
+from paper_runs import KERNELS, SETUPS, SYSTEMS, System
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,10 +30,11 @@ from scheduler.workload import Trace
 FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
 
 
-def simulated(profiles: list[Any], policy: str, at: Any, model: Any, active: int | None) -> dict[str, float]:
+def simulated(profiles: list[Any], system: System, at: Any, model: Any) -> dict[str, float]:
     names = [each.name for each in profiles]
     rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
-    result = simulate(profiles, Trace(rows), policy, active=active)
+    by = "demand" if isinstance(system.active, float) else "active"
+    result = simulate(profiles, Trace(rows), system.policy, **({by: system.active} if system.active else {}))
     done = result.jobs[result.jobs["status"] == OK]
     alone = np.array([each.alone_ns() for each in profiles])
     slow = (done["finish_ns"] - done["arrival_ns"]) / alone[done["model"]]
@@ -59,19 +60,18 @@ def main() -> None:
     rows = []
     keys = [key for key in measured["points"] if key.startswith("fig11|")]
     for key in track(keys, description="simulating"):
-        _, system, sigma, rate, seed = key.split("|")
-        setup, policy = SYSTEMS[system]
-        name = next(name for name, each in SETUPS.items() if each == setup)
-        if setup == KERNELS or name not in profiles:
+        _, which, sigma, rate, seed = key.split("|")
+        system = SYSTEMS[which]
+        name = next(name for name, each in SETUPS.items() if each == system.setup)
+        if system.setup == KERNELS or name not in profiles:
             continue
         real = measured["points"][key]
         share = np.array([kinds[p.name].share for p in profiles[name]])
         at, model, _ = fig11_requests(share / share.sum(), int(seed), float(sigma), float(rate), real["seconds"])
-        active = setup.active if policy not in ("streams", "serial") else None
-        twin = simulated(profiles[name], policy, at, model, active)
+        twin = simulated(profiles[name], system, at, model)
         rows.append(
             {
-                "point": key, "load": float(rate) / limit.get(system, np.inf),
+                "point": key, "load": float(rate) / limit.get(which, np.inf),
                 **{f: {"measured": real[f], "twin": twin[f], "error": twin[f] / real[f] - 1} for f in FIGURES},
             }
         )  # fmt: skip
