@@ -10,7 +10,7 @@ from aiohttp import web
 from serving import describe
 from serving.errors import RequestError
 from serving.infer import infer, read
-from serving.middleware import SERVICE, json_response
+from serving.middleware import SERVICE, json_response, open_to_all
 from serving.protocol import NOT_JSON
 from serving.registry import READY, Entry
 
@@ -19,10 +19,12 @@ async def server(request: web.Request) -> web.Response:
     return json_response(describe.server_metadata())
 
 
+@open_to_all  # probes of orchestrators carry no key
 async def live(request: web.Request) -> web.Response:
     return json_response({"live": True})
 
 
+@open_to_all
 async def ready(request: web.Request) -> web.Response:
     is_ready = request.app[SERVICE].ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)

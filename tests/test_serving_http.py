@@ -251,7 +251,8 @@ def test_keys():
             assert status == 401
             assert found["WWW-Authenticate"] == "Bearer"
             assert "key" in content["error"]
-        assert ask(server, "GET", "/metrics")[0] == 401
+        for path in ("/metrics", "/v2/models/x%2Fv2%2Fhealth%2Flive", "/x/v2/health/live", "/v2/models/scale"):
+            assert ask(server, "GET", path)[0] == 401
         for headers in ({"X-API-Key": "a-key"}, {"Authorization": "Bearer b-key"}):
             assert ask(server, "POST", INFER, RIGHT, headers)[0] == 200
 
