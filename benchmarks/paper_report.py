@@ -1,0 +1,211 @@
+"""docs/results.md and its pictures, from paper.json and paper_twin.json. Every number there comes through here."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+
+DOCS = Path(__file__).parent.parent / "docs"
+SHOWN = ("streams", "srpt", "edf", "dynamic batcher", "srpt, batches", "edf, batches")
+COLOURS = dict(zip(SHOWN, ("#777777", "#0072B2", "#56B4E9", "#CC79A7", "#D55E00", "#E69F00"), strict=True))
+ENOUGH = 0.99  # of the requests within four times their time alone
+SIGMA = "1.5"
+
+Series = dict[tuple[str, ...], list[Any]]  # a point's name less the seed → one entry per seed
+
+
+def series(points: dict[str, Any], kind: str) -> Series:
+    found: Series = defaultdict(list)
+    for key, value in points.items():
+        name, *rest = key.split("|")
+        if name == kind:
+            found[tuple(rest[:-1])].append(value)
+    return found
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Median, and least to most where there are several seeds."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{np.median(values):.{digits}f} ({min(values):.{digits}f} … {max(values):.{digits}f})"
+
+
+def sustained(sweep: Series, system: str, sigma: str) -> float | None:
+    """The highest offered load at which enough requests are in time, between the loads that were run."""
+    rates = sorted(int(key[2]) for key in sweep if key[:2] == (system, sigma))
+    if not rates:
+        return None
+    share = [float(np.mean([p["within_4x"] for p in sweep[system, sigma, str(rate)]])) for rate in rates]
+    if share[0] < ENOUGH:
+        return None
+    for k in range(1, len(rates)):
+        if share[k] < ENOUGH:
+            part = (share[k - 1] - ENOUGH) / (share[k - 1] - share[k])
+            return rates[k - 1] + part * (rates[k] - rates[k - 1])
+    return float(rates[-1])
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def fig11_text(points: dict[str, Any]) -> str:
+    sweep, full = series(points, "fig11"), series(points, "saturation")
+    systems = list(dict.fromkeys(key[0] for key in sweep))
+    sigmas = sorted({key[1] for key in sweep})
+    base = {sigma: sustained(sweep, "streams", sigma) for sigma in sigmas}
+    streams = [p["throughput"] for p in full.get(("streams",), [])]
+    rows = []
+    for system in systems:
+        row = [system]
+        for sigma in sigmas:
+            load = sustained(sweep, system, sigma)
+            times = f" ({load / base[sigma]:.2f}×)" if load and base[sigma] else ""
+            row.append(f"{load:,.0f}/s{times}" if load else "–")
+        at = sweep.get((system, SIGMA, "4000"))
+        ours = sweep.get(("streams", SIGMA, "4000"))
+        row.append(spread([p["p99_slowdown"] for p in at], 1) if at else "–")
+        ratios = [a["p99_slowdown"] / b["p99_slowdown"] for a, b in zip(at or [], ours or [], strict=False)]
+        row.append(spread(ratios) if ratios else "–")
+        most = [p["throughput"] for p in full.get((system,), [])]
+        row.append(f"{np.median(most):,.0f}/s" if most else "–")
+        row.append(spread([m / float(np.median(streams)) for m in most]) if most and streams else "–")
+        rows.append(row)
+    head = ["system", *(f"load with 99 % within 4× alone, σ = {s}" for s in sigmas), "p99 slowdown at 4000/s",
+            "÷ streams", "saturation", "÷ streams"]  # fmt: skip
+    return table(head, rows)
+
+
+def fig11_picture(points: dict[str, Any], path: Path) -> None:
+    sweep = series(points, "fig11")
+    sigmas = sorted({key[1] for key in sweep})
+    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(2, len(sigmas), figsize=(4.6 * len(sigmas), 5.4), sharex=True, squeeze=False)
+    for column, sigma in enumerate(sigmas):
+        for system in SHOWN:
+            rates = sorted(int(key[2]) for key in sweep if key[:2] == (system, sigma))
+            if not rates:
+                continue
+            for row, (name, scale) in enumerate((("within_4x", 100.0), ("p99_slowdown", 1.0))):
+                values = [[p[name] * scale for p in sweep[system, sigma, str(rate)]] for rate in rates]
+                ax = axes[row, column]
+                ax.plot(rates, [np.median(v) for v in values], "o-", ms=3, color=COLOURS[system], label=system)
+                low, high = [min(v) for v in values], [max(v) for v in values]
+                ax.fill_between(rates, low, high, color=COLOURS[system], alpha=0.15, lw=0)
+        axes[0, column].set_title(f"lognormal gaps, σ = {sigma}")
+        axes[0, column].set_ylim(0, 102)
+        axes[0, column].axhline(99, color="#999999", lw=0.7, ls=":")
+        axes[1, column].set_yscale("log")
+        axes[1, column].set_xlabel("offered requests a second")
+    axes[0, 0].set_ylabel("% within 4× alone")
+    axes[1, 0].set_ylabel("p99 slowdown")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def light_text(points: dict[str, Any]) -> str:
+    rows = [
+        [m, f"{v['graph_us']:.1f}", f"{v['engine_us']:.1f}", f"{v['ratio']:.3f}"] for m, v in points["light"].items()
+    ]
+    return table(["model", "one graph launch, µs", "through the engine, µs", "ratio"], rows)
+
+
+def best_effort_text(points: dict[str, Any]) -> str:
+    found = series(points, "best_effort")
+    rows = []
+    for (beside, system), runs in found.items():
+        alone = float(np.median([p["hp_p99_us"] for p in found[beside, "alone"]]))
+        rows.append(
+            [
+                beside, system, spread([p["hp_p99_us"] for p in runs], 0),
+                spread([p["hp_p99_us"] / alone for p in runs]),
+                "–" if system == "alone" else spread([p["be_share"] for p in runs]),
+            ]
+        )  # fmt: skip
+    return table(["best effort", "system", "high priority's p99, µs", "÷ alone", "best effort's share of alone"], rows)
+
+
+def active_text(points: dict[str, Any]) -> str:
+    found = series(points, "active")
+    columns = list(dict.fromkeys(key[:3] for key in found))
+    rows = []
+    for setting in dict.fromkeys(key[3] for key in found):
+        row = [setting]
+        for column in columns:
+            runs = found.get((*column, setting), [])
+            share = 100 * float(np.mean([p["within_4x"] for p in runs])) if runs else np.nan
+            row.append(f"{share:.1f} % / {np.median([p['p99_slowdown'] for p in runs]):.1f}" if runs else "–")
+        rows.append(row)
+    return table(["at once", *(f"{policy}, {kind}, {rate}/s" for kind, policy, rate in columns)], rows)
+
+
+def fig12_text(points: dict[str, Any]) -> str:
+    found = series(points, "fig12")
+    models = list(next(iter(found.values()))[0]["p99_us"])
+    rows = []
+    for (threshold,), runs in found.items():
+        label = "off" if float(threshold) >= 1e6 else f"{float(threshold):g} ms"
+        rows.append([label, *(spread([p["p99_us"].get(m, np.nan) / 1e3 for p in runs]) for m in models)])
+    return table(["fairness threshold", *(f"{m}, p99 ms" for m in models)], rows)
+
+
+def disb_text(points: dict[str, Any]) -> str:
+    rows = [
+        [load, system, spread([p["rt_p50_us"] / 1e3 for p in runs]), spread([p["rt_p99_us"] / 1e3 for p in runs]),
+         spread([p["be_per_s"] for p in runs], 1)]
+        for (load, system), runs in series(points, "disb").items()
+    ]  # fmt: skip
+    return table(["load", "system", "real-time p50, ms", "p99, ms", "best effort, batches/s"], rows)
+
+
+def twin_text(path: Path) -> str:
+    if not path.exists():
+        return ""
+    summary = json.loads(path.read_text())["results"]["summary"]
+    rows = [[name, f"{v['median']:.1%}", f"{v['p90']:.1%}", str(v["n"])] for name, v in summary.items()]
+    return table(["load, figure", "median error", "90 % below", "points"], rows)
+
+
+SECTIONS = (
+    ("fig11", "Paella's mix of eight CNNs, load swept to saturation", fig11_text),
+    ("active", "How many jobs at once", active_text),
+    ("light", "Light load", light_text),
+    ("best_effort", "High priority beside best effort", best_effort_text),
+    ("fig12", "Fairness threshold (resnet18 and inception_v3)", fig12_text),
+    ("disb", "DISB", disb_text),
+)
+
+
+def report(path: Path) -> None:
+    stored = json.loads(path.read_text())
+    points, on = stored["results"]["points"], stored["on"]
+    text = [
+        "# Results on real models",
+        f"Made by `benchmarks/paper.py report` from `{path.name}`: {on['device']}, {on['date']}, "
+        + ", ".join(f"{name} {version}" for name, version in on["versions"].items() if version)
+        + f". {stored['results']['checked']:,} outputs were compared with the modules' own, "
+        f"{stored['results']['wrong']} were wrong. Slowdown is latency from the intended arrival ÷ the time of one "
+        "launch alone at batch 1; where there are several seeds: median (least … most).",
+    ]
+    for kind, title, make in SECTIONS:
+        if any(key.split("|")[0] == kind for key in points):
+            text += [f"## {title}", make(points)]
+            if kind == "fig11":
+                fig11_picture(points, DOCS / "results_fig11.png")
+                text.append("![share in time and p99 slowdown by offered load](results_fig11.png)")
+    if twin := twin_text(path.with_name("paper_twin.json")):
+        text += ["## The virtual twin's predictions of the sweep", twin]
+    notes = DOCS / "results_notes.md"
+    if notes.exists():
+        text.append(notes.read_text().strip())
+    (DOCS / "results.md").write_text("\n\n".join(text) + "\n")
+    print(DOCS / "results.md")
