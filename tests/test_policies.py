@@ -62,10 +62,15 @@ def test_paella_is_srpt_until_somebody_is_owed_too_much() -> None:
     assert paella.rank(job(remaining_ns=1e9, deficit_ns=1e9)) < paella.rank(job(remaining_ns=1, deficit_ns=0))
 
 
-def test_slack_puts_the_hopeless_last() -> None:
-    can = job(now_ns=0, deadline_ns=1e9, remaining_ns=9e8)
-    cannot = job(now_ns=0, deadline_ns=1e3, remaining_ns=1e4)
-    assert slack.rank(can) < slack.rank(cannot)
+def test_slack_puts_the_urgent_before_the_relaxed_and_both_before_the_hopeless() -> None:
+    relaxed, urgent, hopeless = (job(now_ns=0, deadline_ns=due, remaining_ns=1e6) for due in (1e9, 1.1e6, 0.9e6))
+    assert slack.rank(urgent) < slack.rank(relaxed) < slack.rank(hopeless)
+
+
+def test_slack_lets_nothing_wait_for_ever() -> None:
+    long_late = job(now_ns=1e10, deadline_ns=1e6, remaining_ns=1e6)
+    fresh = job(now_ns=1e10, deadline_ns=1e10 + 4e5, remaining_ns=1e5)
+    assert slack.rank(long_late) < slack.rank(fresh)
 
 
 def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
