@@ -160,7 +160,7 @@ class Monitor:
         mine = recent[recent["model"] == row]
         done = mine[mine["status"] == st.OK]
         latency_ms = (done["finish_ns"] - done["arrival_ns"]) * 1e-6
-        wait_ms = (done["started_ns"] - done["arrival_ns"]) * 1e-6
+        wait_ms = np.maximum(0, done["started_ns"] - done["arrival_ns"]) * 1e-6
         rate_s = min(RATE_S, window_s)
         lanes = state.lane[loaded.lane_rows]
         running = int(lanes["live"][(lanes["state"] == st.RUNNING) & (lanes["issued"] > 0)].sum())
