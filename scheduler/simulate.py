@@ -157,7 +157,7 @@ def resources(
     work = np.zeros((n, sizes, segments + 1))
     bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
     for m, model in enumerate(models):
-        for k, program in enumerate(model.sizes.values()):
+        for k, (batch, program) in enumerate(model.sizes.items()):
             for i, each in enumerate(program):
                 slots = max(
                     each.blocks / (gpu.sms * gpu.sm.blocks),
@@ -169,6 +169,9 @@ def resources(
                 use[m, k, i] = np.minimum((slots, memory, each.kernels * timing.grid_issue_ns / each.time_ns), 1.0)
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])
+            if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
+                guess = (use[m, k, : len(program)].max(axis=1) * work[m, k, : len(program)]).sum() / total
+                use[m, k, : len(program)] *= model.demand[batch] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total
     return use, work

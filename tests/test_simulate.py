@@ -190,3 +190,10 @@ def test_a_short_model_stays_short_beside_a_flood_of_long_ones(fidelity: Fidelit
         for baseline in ("streams", "fifo"):
             assert p99[policy] <= 0.3 * p99[baseline], (policy, baseline, p99)
             assert rate[policy] >= 0.97 * rate[baseline], (policy, baseline, rate)
+
+
+@pytest.mark.parametrize("demand", [0.2, 0.5, 1.0])
+def test_a_measured_demand_says_how_many_runs_fill_the_gpu(demand: float) -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, warps=64, kernels=10)] * 5}, lanes=16, demand={1: demand})
+    result = simulate([net], ClosedLoop("net", clients=16, duration=0.2), "streams")
+    assert result.all.throughput == pytest.approx(1 / (demand * 500e-6), rel=0.1)
