@@ -1,0 +1,82 @@
+"""The lessons run from the first cell to the last, and the notebooks beside them are what they make."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="jupytext and nbclient are not installed")
+jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed")
+pytest.importorskip("nbclient", reason="nbclient is not installed")
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+LESSONS = sorted(FOLDER.glob("[0-9]_*.py"))
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+
+
+def test_there_are_five_lessons() -> None:
+    assert [lesson.name[0] for lesson in LESSONS] == ["1", "2", "3", "4", "5"]
+    readme = (FOLDER / "README.md").read_text()
+    assert all(f"({lesson.stem}.ipynb)" in readme for lesson in LESSONS)
+
+
+def run(lesson: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "execute.py"), "--out", str(out), str(lesson)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@each_lesson
+def test_a_lesson_runs_without_a_warning(lesson: Path, tmp_path: Path) -> None:
+    ran = run(lesson, tmp_path)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    cells = nbformat.read(tmp_path / f"{lesson.stem}.ipynb", 4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3, "a lesson has something to see"
+
+
+@each_lesson
+def test_the_notebook_is_the_lesson_with_small_outputs(lesson: Path) -> None:
+    path = lesson.with_suffix(".ipynb")
+    made, source = nbformat.read(path, 4), jupytext.read(lesson)
+    nbformat.validate(made)
+    run = f"run python notebooks/execute.py notebooks/{lesson.name}"
+    assert [(c.cell_type, c.source) for c in made.cells] == [(c.cell_type, c.source) for c in source.cells], run
+    assert path.stat().st_size < 700_000, "too large for a repository"
+    for cell in made.cells:
+        for output in cell.get("outputs", ()):
+            assert output.output_type in ("stream", "execute_result", "display_data")
+            assert set(output.get("data", {})) <= {"text/plain", "image/png"}
+            text = output.get("text") or output.data.get("text/plain", "")
+            assert not re.search(r"/(?:home|root|tmp|work|usr|Users)/", text), "a path of the machine it was made on"
+
+
+@each_lesson
+def test_a_lesson_reads_as_one(lesson: Path) -> None:
+    cells = jupytext.read(lesson).cells
+    assert cells[0].cell_type == "markdown"
+    assert cells[0].source.startswith(f"# {lesson.name[0]} · ")
+    assert cells[-1].source.startswith("## Exercises")
+    for cell in cells:
+        if cell.cell_type == "code":
+            assert len(cell.source.splitlines()) <= 30, "one idea a cell"
+            continue
+        assert len(cell.source) < 900, "short text"
+        # What a cell computes is printed by a cell: no result is typed into the text.
+        assert not re.search(r"\d\s?(?:µs|ms)\b", cell.source), f"a time in the text: {cell.source}"
+
+
+COMPLAINTS = ["import warnings; warnings.warn('careful')", "import sys; sys.stderr.write('careful')"]
+
+
+@pytest.mark.parametrize("cell", COMPLAINTS)
+def test_a_warning_or_a_complaint_fails_a_lesson(cell: str, tmp_path: Path) -> None:
+    lesson = tmp_path / "1_bad.py"
+    lesson.write_text(f"# %%\n{cell}\n")
+    ran = run(lesson, tmp_path)
+    assert ran.returncode == 1
+    assert "careful" in ran.stderr
+    assert not lesson.with_suffix(".ipynb").exists()
