@@ -189,7 +189,7 @@ class Bench:
         model, which = self.requests(n, seed)
         return self.check(self.generator.run(np.zeros(n, np.int64), model, which, outstanding))
 
-    def offer(self, policy: str, rate: float, n: int, seed: int) -> Run:
+    def offer(self, policy: str | Policy, rate: float, n: int, seed: int) -> Run:
         """Poisson arrivals, whatever the engine makes of them."""
         self.engine.set_policy(policy)
         model, which = self.requests(n, seed)
