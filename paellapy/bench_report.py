@@ -8,30 +8,35 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from scheduler.engine import Engine
 from serving.bench import Load, run_bench
 
 
-def run(url: str, load: Load, console: Console) -> dict[str, Any]:
+def run(target: str | Engine, load: Load, console: Console, clients: int = 1) -> dict[str, Any]:
     """Runs it under a progress bar."""
     counts = TextColumn("{task.fields[counts]}")
     columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("warming up", total=load.warmup_s + load.duration_s, counts="")
+        task = bar.add_task("warming up", total=load.uncounted_s + load.counted_s, counts="")
 
         def progress(elapsed_s: float, counted: int, refused: int) -> None:
-            phase = "warming up" if elapsed_s < load.warmup_s else "measuring"
+            phase = "warming up" if elapsed_s < load.uncounted_s else "measuring"
             bar.update(task, completed=elapsed_s, description=phase, counts=f"{counted} done, {refused} refused")
 
-        return run_bench(url, load, progress)
+        return run_bench(target, load, progress, clients)
 
 
 def table(result: dict[str, Any]) -> Table:
     """One row per model, and one for all where there are several."""
     load = result["load"]
-    if load["rate"] is not None:
+    if load["trace"]:
+        how = f"{load['trace']} requests of a trace, latency from intended arrival"
+    elif load["rate"] is not None:
         how = f"open-loop, {load['rate']:g}/s {load['arrivals']}, latency from intended arrival"
     else:
         how = f"closed-loop, {load['concurrency']} clients"
+    if result["clients"] > 1:
+        how += f", {result['clients']} client processes"
     found = Table(title=f"{result['url']}: {how}, {result['seconds']:.1f} s", title_justify="left")
     found.add_column("model")
     for name in ("answered/s", "p50 ms", "p90", "p99", "p99.9", "max", "refused", "errors"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +11,14 @@ from rich.console import Console
 
 from instrument.errors import PaellaError
 from instrument.versions import versions
-from paellapy import cli_simulate
+from paellapy import cli_bench, cli_simulate
 
 if TYPE_CHECKING:
     from instrument.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help=__doc__)
 app.command()(cli_simulate.simulate)
+app.command()(cli_bench.bench)
 
 
 @app.command()
@@ -119,52 +119,6 @@ def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Con
         console.print(f"no report: {error}", markup=False, highlight=False)
     else:
         console.print(f"report: {path}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def bench(
-    url: Annotated[str, typer.Argument(help="a v2 endpoint, as in http://127.0.0.1:8000")],
-    model: Annotated[list[str] | None, typer.Option(help="may be repeated; by default all that are ready")] = None,
-    rate: Annotated[float | None, typer.Option(help="open-loop: requests a second")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="closed-loop: clients that wait for their answer")] = None,
-    arrivals: Annotated[str, typer.Option(help="open-loop: poisson, lognormal or even")] = "poisson",
-    sigma: Annotated[float, typer.Option(help="of lognormal arrivals")] = 1.5,
-    duration: Annotated[float, typer.Option(help="seconds that count")] = 10.0,
-    warmup: Annotated[float, typer.Option(help="seconds before that do not")] = 1.0,
-    items: Annotated[int, typer.Option(help="items in a request")] = 1,
-    binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
-    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
-    priority: Annotated[int | None, typer.Option(help="1 goes first, 0 or none is the default")] = None,
-    connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
-    header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
-) -> None:
-    """Load a v2 endpoint and show what its clients see: latency percentiles, refusals, errors."""
-    from paellapy import bench_report
-    from serving.bench import ARRIVALS, Load
-    from serving.bench_client import BenchError
-
-    if arrivals not in ARRIVALS:
-        raise BenchError(f"arrivals are {', '.join(ARRIVALS)}, not {arrivals!r}")
-    headers = {}
-    for each in header or []:
-        name, colon, value = each.partition(":")
-        if not colon:
-            raise BenchError(f"{each!r} is no header: write it as 'Name: value'")
-        headers[name.strip()] = value.strip()
-    load = Load(
-        models=tuple(model or ()), rate=rate, concurrency=concurrency, arrivals=ARRIVALS[arrivals], sigma=sigma,
-        duration_s=duration, warmup_s=warmup, items=items, binary=binary, timeout_us=timeout_us, priority=priority,
-        connections=connections, seed=seed, headers=headers,
-    )  # fmt: skip
-    console = Console()
-    result = bench_report.run(url, load, console)
-    console.print(bench_report.table(result))
-    for problem, count in result["all"]["errors"].items():
-        console.print(f"{count} × {problem}", markup=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @app.command()

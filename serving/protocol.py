@@ -276,7 +276,12 @@ def _scheduling(model: Model, parameters: Parameters) -> tuple[int | None, float
         )
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
         raise RequestError(f"the parameter timeout is {_short(timeout_us)}; it is in microseconds, from 0 (none) up")
-    return model.priority + DEFAULT_LEVEL - level if level else None, timeout_us or None
+    return engine_priority(model, level), timeout_us or None
+
+
+def engine_priority(model: Model, level: int | None) -> int | None:
+    """The engine's priority of a request with the protocol's; None: the model's own."""
+    return model.priority + DEFAULT_LEVEL - level if level else None
 
 
 def _short(value: object) -> str:

@@ -10,10 +10,12 @@ from engine_models import scale_model
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
+from instrument.errors import PaellaError
 from paellapy.bench_report import table
 from paellapy.cli import app
-from serving.bench import Load, gaps, run_bench
+from serving.bench import Arrival, Load, gaps, hdr, read_trace, run_bench
 from serving.bench_client import BenchError, Endpoint
+from serving.protocol import DEFAULT_LEVEL
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,9 @@ def test_arrivals_have_the_rate_asked_for(arrivals):
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        (Load(), "one of the two"),
-        (Load(rate=1, concurrency=1), "one of the two"),
+        (Load(), "one of the three"),
+        (Load(rate=1, concurrency=1), "one of the three"),
+        (Load(rate=1, trace=(Arrival(0.0, "one"),)), "one of the three"),
         (Load(rate=-1), "above zero"),
         (Load(("nope",), concurrency=1, headers=QUICK["headers"]), "404"),
         (Load(concurrency=1), "401"),
@@ -68,6 +71,89 @@ def test_arrivals_have_the_rate_asked_for(arrivals):
 def test_what_cannot_be_run_is_said(server, load, said):
     with pytest.raises(BenchError, match=said):
         run_bench(server.url, load)
+
+
+TRACE = [(k * 0.002, ("one", "two")[k % 2]) for k in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_trace_is_followed_request_by_request(server, tmp_path, kind, clients):
+    file = tmp_path / f"trace.{kind}"
+    if kind == "csv":
+        file.write_text("t,model\n" + "".join(f"{t + 100},{model}\n" for t, model in TRACE))
+    else:
+        file.write_text("".join(json.dumps({"t": t + 100, "model": model}) + "\n" for t, model in TRACE))
+    load = Load(trace=read_trace(file), speed=2.0, headers=QUICK["headers"])
+    result = run_bench(server.url, load, clients=clients)
+    assert {name: each["answered"] for name, each in result["models"].items()} == {"one": 30, "two": 30}
+    assert result["seconds"] == pytest.approx(TRACE[-1][0] / 2)
+    assert result["clients"] == clients
+    assert "60 requests of a trace" in table(result).title
+
+
+def test_a_traces_deadlines_and_priorities_are_sent(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text("t,model,deadline,priority\n3,m,2.5,1\n4,m,,\n")
+    assert read_trace(file) == (Arrival(0.0, "m", 2500, DEFAULT_LEVEL - 1), Arrival(1.0, "m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "x,model\n1,m\n", "no column t"),
+        ("a.csv", "t,model\n", "no requests"),
+        ("a.jsonl", '{"t": 1}\n', "line 1"),
+        ("a.jsonl", "[]\n", "line 1"),
+    ],
+)
+def test_traces_that_are_wrong_are_told(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PaellaError, match=said):
+        read_trace(tmp_path / name)
+    with pytest.raises(PaellaError, match="No such file"):
+        read_trace(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize("how", [{"concurrency": 3}, {"rate": 60}])
+def test_several_client_processes_share_a_load(server, how):
+    seen = []
+    result = run_bench(server.url, Load(("one",), **how, **QUICK), lambda *values: seen.append(values), clients=2)
+    assert result["all"]["answered"] > 0
+    assert not result["all"]["errors"]
+    assert seen
+
+
+def test_a_client_process_that_fails_says_why(server):
+    with pytest.raises(BenchError, match="401"):
+        run_bench(server.url, Load(("one",), concurrency=2), clients=2)
+    with pytest.raises(BenchError, match="only 1"):
+        run_bench(server.url, Load(("one",), concurrency=1), clients=2)
+
+
+def test_the_same_load_on_an_engine_without_http(server):
+    load = Load(concurrency=4, duration_s=0.3, warmup_s=0.1)
+    result = run_bench(server.engine, load)
+    assert set(result["models"]) == {"one", "two"}
+    assert result["all"]["answered"] > 0
+    assert not result["all"]["errors"]
+    late = run_bench(server.engine, Load(("one",), rate=50, timeout_us=1, duration_s=0.2, warmup_s=0))
+    assert late["all"]["answered"] == 0
+    with pytest.raises(BenchError, match="no model nope"):
+        run_bench(server.engine, Load(("nope",), concurrency=1))
+
+
+def test_percentiles_get_denser_towards_the_end():
+    times = np.random.default_rng(0).exponential(0.001, 10_000)
+    found = hdr(times.tolist())
+    percentiles = [p for p, _ in found]
+    assert percentiles[0] == 0.0
+    assert percentiles[-1] == 100.0
+    assert percentiles == sorted(percentiles)
+    assert sum(p > 99 for p in percentiles) > 20
+    assert found[-1][1] == pytest.approx(times.max() * 1e3)
+    for p, value in found:
+        assert value == pytest.approx(np.percentile(times, p) * 1e3, abs=1e-3)
 
 
 def test_an_endpoint_that_is_not_there():
@@ -86,3 +172,13 @@ def test_the_command_line(server, tmp_path):
     assert json.loads(out.read_text())["all"]["answered"] > 0
     for wrong in (["--arrivals", "odd"], ["-H", "nonsense"]):
         assert isinstance(CliRunner().invoke(app, [*arguments, *wrong]).exception, BenchError)
+
+
+def test_the_command_line_on_an_engine(tmp_path):
+    config = tmp_path / "paella.toml"
+    config.write_text('[[models]]\nfactory = "paellapy.demo:load"\narguments = { name = "mlp", batch = [1] }\n')
+    arguments = ["bench", "--engine", "virtual:h200", "--config", str(config), "--policy", "fifo"]
+    found = CliRunner().invoke(app, [*arguments, "--concurrency", "2", "--duration", "0.2", "--warmup", "0"])
+    assert found.exit_code == 0, found.output
+    assert "engine on virtual:h200, fifo" in found.output
+    assert isinstance(CliRunner().invoke(app, ["bench", "--concurrency", "2"]).exception, BenchError)

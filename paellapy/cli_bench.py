@@ -1,0 +1,98 @@
+"""`paellapy bench`: load on a v2 endpoint, or the same on an engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from scheduler.engine import Engine
+
+
+def bench(
+    url: Annotated[str | None, typer.Argument(help="a v2 endpoint, as in http://127.0.0.1:8000")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="instead: an engine in this process, without HTTP, on this device")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="its models and policy, a file as for serve  [dim](demo models)[/dim]")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="its policy")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="may be repeated; by default all that are ready")] = None,
+    rate: Annotated[float | None, typer.Option(help="open-loop: requests a second")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="closed-loop: clients that wait for their answer")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="open-loop: a CSV (t, model, …) or JSONL file says when and what")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="of a trace: so many times as fast")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="open-loop: poisson, lognormal or even")] = "poisson",
+    sigma: Annotated[float, typer.Option(help="of lognormal arrivals")] = 1.5,
+    duration: Annotated[float, typer.Option(help="seconds that count")] = 10.0,
+    warmup: Annotated[float, typer.Option(help="seconds before that do not")] = 1.0,
+    items: Annotated[int, typer.Option(help="items in a request")] = 1,
+    binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
+    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
+    priority: Annotated[int | None, typer.Option(help="1 goes first, 0 or none is the default")] = None,
+    connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
+    clients: Annotated[int, typer.Option(help="client processes, where one core is not enough")] = 1,
+    header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
+) -> None:
+    """Load a v2 endpoint, or an engine, and show what clients see: latency percentiles, refusals, errors."""
+    from paellapy import bench_report
+    from serving.bench import ARRIVALS, BenchError, Load, read_trace
+
+    if (url is None) == (engine is None):
+        raise BenchError("give the address of an endpoint, or --engine with a device, one of the two")
+    if arrivals not in ARRIVALS:
+        raise BenchError(f"arrivals are {', '.join(ARRIVALS)}, not {arrivals!r}")
+    if clients < 1:
+        raise BenchError(f"{clients} clients: at least one asks")
+    headers = {}
+    for each in header or []:
+        name, colon, value = each.partition(":")
+        if not colon:
+            raise BenchError(f"{each!r} is no header: write it as 'Name: value'")
+        headers[name.strip()] = value.strip()
+    load = Load(
+        models=tuple(model or ()), rate=rate, concurrency=concurrency, trace=read_trace(trace) if trace else (),
+        speed=speed, arrivals=ARRIVALS[arrivals], sigma=sigma, duration_s=duration, warmup_s=warmup, items=items,
+        binary=binary, timeout_us=timeout_us, priority=priority, connections=connections, seed=seed, headers=headers,
+    )  # fmt: skip
+    load.check()
+    console = Console()
+    with contextlib.nullcontext(url) if engine is None else _engine(engine, config, policy, console) as target:
+        assert target is not None
+        result = bench_report.run(target, load, console, clients)
+    console.print(bench_report.table(result))
+    for problem, count in result["all"]["errors"].items():
+        console.print(f"{count} × {problem}", markup=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _engine(device: str, config: Path | None, policy: str | None, console: Console) -> Iterator[Engine]:
+    """An engine with the models of a configuration."""
+    from paellapy import serve_demo
+    from serving.build import build_engine, build_entries
+    from serving.config import load_config
+    from serving.registry import Registry
+
+    named = {"device": device, "policy": policy}
+    overrides = [f"{key}={value}" for key, value in named.items() if value is not None]
+    settings, source = load_config(config, overrides, None if config else serve_demo.settings())
+    entries = build_entries(settings, source)
+    with build_engine(settings, source) as found:
+        registry = Registry(found, entries)
+        with console.status("loading models"):
+            for entry in entries:
+                registry.load(entry.name)
+        yield found
