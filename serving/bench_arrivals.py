@@ -96,7 +96,7 @@ def arrivals(load: Load, names: list[str], rng: np.random.Generator) -> Iterator
 
 
 def read_trace(path: str | Path) -> tuple[Arrival, ...]:
-    """A CSV file as `paellapy simulate` reads it: t in seconds, model, deadline in ms, priority; or JSON lines of these.
+    """A CSV file as `paellapy simulate` reads it: t in seconds, model, deadline in ms, priority; or JSON lines.
 
     Times count from the first of them. A file's priorities are the engine's, larger first.
     """

@@ -68,7 +68,7 @@ def run_processes(url: str, load: Load, progress: Progress | None, clients: int)
 
 def _follow(pipes: list[Connection], progress: Progress | None) -> list[Run]:
     done: dict[int, Run] = {}
-    latest = {k: (0.0, 0, 0) for k in range(len(pipes))}
+    latest = dict.fromkeys(range(len(pipes)), (0.0, 0, 0))
     while len(done) < len(pipes):
         for pipe in wait([pipe for k, pipe in enumerate(pipes) if k not in done]):
             k = next(k for k, each in enumerate(pipes) if each is pipe)
