@@ -81,6 +81,7 @@ class Loader:
             self.memory.release(model.name)
             for lane in lanes:
                 lane.memory.free()
+            model.displace()
             raise
         return loaded
 
@@ -158,4 +159,5 @@ class Loader:
         for each in loaded.lanes:
             each.memory.free()
         loaded.weights.clear()
+        loaded.model.displace()
         self.memory.release(loaded.model.name)

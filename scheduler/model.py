@@ -131,6 +131,9 @@ class Model:
         """The weights in the device's memory, shared by all lanes and batch sizes."""
         return {name: device.array(value) for name, value in self.weights.items()}
 
+    def displace(self) -> None:
+        """The weights that `place` returned are not used any more."""
+
     @property
     def max_batch(self) -> int:
         return self.batch[-1]

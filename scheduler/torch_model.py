@@ -84,6 +84,7 @@ class TorchModel(Model):
         super().__init__(name, self._run, inputs=signature.inputs, outputs=signature.outputs, **about)
         self._call, self._signature, self.options = call, signature, options
         self._compiled: dict[str, Any] = {}
+        self._home: str | None = None  # where the module was before it was loaded
         self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
 
     uses_torch = True
@@ -106,11 +107,19 @@ class TorchModel(Model):
                 f"model {self.name!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
             )
         if isinstance(self._call, torch.nn.Module):
+            self._home = next((str(t.device) for t in [*self._call.parameters(), *self._call.buffers()]), where)
             self._call.to(where)
         call = self._call
         if self.options.compile and where != "cpu":
             call = self._compiled.setdefault(where, torch.compile(self._call, dynamic=False))
         return {"call": call}
+
+    def displace(self) -> None:
+        """The module goes back to where it came from, and what was made of it for the GPU is forgotten."""
+        self._compiled.clear()
+        if self._home is not None:
+            self._call.to(self._home)  # type: ignore[attr-defined]
+            self._home = None
 
     def _run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         from scheduler.torch_ops import record_or_run

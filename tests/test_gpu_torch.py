@@ -142,11 +142,10 @@ def test_a_compiled_module_with_triton_kernels(engine):
 
 def test_a_graph_that_forks_and_joins(engine):
     net = Branches()
+    x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    expected = reference(net, x)
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 64), name="branches", batch=(1, 4)))
     assert not engine.profile("branches")[0].chain
-    x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
-    expected = reference(net.cpu(), x)
-    net.cuda()
 
     async def main():
         return await asyncio.gather(*(engine.infer("branches", {"input": each}) for each in x))
@@ -172,10 +171,12 @@ def test_unloading_gives_the_memory_back(engine):
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    model = pp.Model.from_torch(Net(8, 64), torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
+    net = Net(8, 64)
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
     engine.load(model)
     engine.infer_sync("net", {"input": images(1)[0]})
     engine.unload("net")
+    assert not next(net.parameters()).is_cuda
     first = used()
     for _ in range(3):
         engine.load(model)
