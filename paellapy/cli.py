@@ -41,6 +41,9 @@ def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one the demo models are served")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on  [dim](127.0.0.1)[/dim]")] = None,
     port: Annotated[int | None, typer.Option(help="port, 0 for any that is free  [dim](8000)[/dim]")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="HTTP processes, and one for the engine; 0: all in one  [dim](0)[/dim]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help='"auto", "cuda:0", "virtual:h200", …')] = None,
     policy: Annotated[str | None, typer.Option(help='"paella", "edf", "srpt", … or "package.module:function"')] = None,
     model: Annotated[
@@ -56,7 +59,9 @@ def serve(
     from serving.api import serve_config
     from serving.config import load_config
 
-    named = {"server.host": host, "server.port": port, "device": device, "policy": policy}
+    named = {
+        "server.host": host, "server.port": port, "server.workers": workers, "device": device, "policy": policy,
+    }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + (setting or [])
     with_demo = config is None and not model
     loaded, source = load_config(config, overrides, serve_demo.settings() if with_demo else None, model or ())

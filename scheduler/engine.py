@@ -233,6 +233,15 @@ class Engine(Requester):
         """Loaded models by their row in the core."""
         return dict(self._by_row)
 
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Between two steps of the core: the function may change what it reads."""
+        self._backend.call(function)
+
+    def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
+        """As `watch`, of this process's requests, several at a time (state.COMPLETION)."""
+        self._front.counters.append(counter)
+        return lambda: self._front.counters.remove(counter)
+
     # -- the end
 
     def close(self) -> None:

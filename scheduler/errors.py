@@ -40,5 +40,9 @@ class EngineFailedError(PaellaError):
     """The GPU failed under the engine; its cause is the `__cause__`. A new process is needed on a real GPU."""
 
 
+class EngineAwayError(PaellaError):
+    """The engine's own process has ended, and the next one is not there yet."""
+
+
 class MemoryPlanError(PaellaError, MemoryError):
     """A model does not fit the memory the engine was given; the message has the figures."""

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler import state as st
-from scheduler.errors import DeadlineError, EngineClosedError, InputError, QueueFullError, UnknownModelError
+from scheduler.errors import (
+    DeadlineError,
+    EngineAwayError,
+    EngineClosedError,
+    InputError,
+    QueueFullError,
+    UnknownModelError,
+)
 from scheduler.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
 from scheduler.frontend import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
 from scheduler.model import Model
@@ -94,21 +101,46 @@ class Requester(ABC):
         client: Hashable = None,
     ) -> Outputs:
         """Runs one request. Cancelling the awaiting task takes the request back."""
-        loop = asyncio.get_running_loop()
-        self._check_open()
         loaded = self._find(name)
-        return await self.run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client, loop)
+        return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
 
     async def run(
+        self,
+        name: str,
+        inputs: Inputs,
+        items: int,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """Runs a request of several items, [items, …], of which it is known that they fit the model.
+
+        All of them, or none: when one fails, or the caller leaves, the others are taken back.
+        """
+        loaded = self._find(name)
+        if items == 1:
+            first = {key: inputs[key][0] for key in loaded.model.inputs}
+            found = await self._run(loaded, first, deadline_ms, priority, client)
+            return {key: array[np.newaxis] for key, array in found.items()}
+        each = [{key: inputs[key][item] for key in loaded.model.inputs} for item in range(items)]
+        tasks = [asyncio.create_task(self._run(loaded, one, deadline_ms, priority, client)) for one in each]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return {key: np.stack([one[key] for one in results]) for key in loaded.model.outputs}
+
+    async def _run(
         self,
         loaded: Loaded,
         inputs: Mapping[str, NDArray[Any]],
         deadline_ms: float | None,
         priority: int | None,
         client: Hashable,
-        loop: asyncio.AbstractEventLoop,
     ) -> Outputs:
-        """As `infer`, for inputs that are known to fit the model, in its order."""
+        """One item whose inputs are in the model's order."""
+        loop = asyncio.get_running_loop()
         front = self._front
         front.attach(loop)
         future: asyncio.Future[Outputs] = loop.create_future()
@@ -290,7 +322,7 @@ class Slot:
             early, self._pending.finish = self._early.entry, finish
             gone = self._front.closed
         if gone and early is None:
-            raise EngineClosedError("the engine's process ended while the request was written; try again")
+            raise EngineAwayError("the engine's process ended while the request was written; try again")
         if self._place is not None:
             self._front.ready(*self._place)
         elif early is None:

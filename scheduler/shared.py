@@ -46,6 +46,12 @@ class SharedBlock:
         self._close()
 
 
+def name_process(name: str) -> None:
+    """As `ps` and `top` show it: up to 15 characters."""
+    libc: Any = ctypes.CDLL(None)
+    libc.prctl(15, ctypes.create_string_buffer(name.encode()[:15]))  # PR_SET_NAME
+
+
 def die_with_parent(signal: int) -> None:
     """The kernel sends this process the signal when its parent ends, however that ends."""
     libc: Any = ctypes.CDLL(None, use_errno=True)

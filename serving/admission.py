@@ -17,6 +17,7 @@ from scheduler import state as st
 from scheduler.core_predict import predict_finish
 from scheduler.engine import Engine
 from scheduler.model import Model
+from scheduler.remote import RemoteEngine
 from serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
@@ -62,7 +63,7 @@ class Ticket:
 class Admission:
     """`mode`: refuse by the requests' deadlines only, also by their models' targets, or never."""
 
-    def __init__(self, engine: Engine, mode: Mode = "targets") -> None:
+    def __init__(self, engine: Engine | RemoteEngine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
         self.windows: dict[str, Window] = {}
 

@@ -12,23 +12,29 @@ if TYPE_CHECKING:
 
 
 def serve(
-    models: Iterable[Model] | str | Path, *, announce: Callable[[str], None] | None = None, **options: Any
+    models: Iterable[Model] | str | Path,
+    *,
+    workers: int | None = None,
+    announce: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> None:
     """Serves models over HTTP until the process is told to stop.
 
         pp.serve([model], device="auto", policy="edf", server={"port": 9000}, keys={"alice": "…"})
         pp.serve("config.toml")
 
-    The options are those of the configuration file, which may also be given in place of the models. `announce` is
-    called with the URL once every model is loaded.
+    The options are those of the configuration file, which may also be given in place of the models. `workers` is the
+    number of HTTP processes in front of the engine, which then has a process of its own; 0: all in this one.
+    `announce` is called with the URL once every model is loaded.
     """
     from serving.config import load_config
 
+    overrides = [] if workers is None else [f"server.workers={workers}"]
     if isinstance(models, str | Path):
-        config, source = load_config(models)
+        config, source = load_config(models, overrides)
         serve_config(config, source, announce=announce)
         return
-    config, source = load_config(defaults=options)
+    config, source = load_config(overrides=overrides, defaults=options)
     serve_config(config, source, models=list(models), announce=announce)
 
 
@@ -44,6 +50,11 @@ def serve_config(
     from serving.registry import Registry, entry_of
     from serving.server import Server, run_server
 
+    if config.server.workers:
+        from serving.workers import serve_workers
+
+        serve_workers(config, source, list(models), announce)
+        return
     entries = [entry_of(model) for model in models]
     if config.models or not entries:
         entries += build_entries(config, source)

@@ -12,7 +12,7 @@ from serving.dashboard_routes import add_dashboard
 from serving.metrics import add_metrics
 from serving.middleware import SERVICE, outermost
 from serving.openapi import add_docs
-from serving.registry import Registry, registry_of
+from serving.registry import Catalogue, registry_of
 from serving.routes import add_routes
 from serving.service import Service
 
@@ -22,7 +22,7 @@ CLIENT_HEADER = "X-Client-Id"
 
 
 def create_app(
-    engine: Engine | Registry,
+    engine: Engine | Catalogue,
     *,
     admission: Mode = "targets",
     keys: Mapping[str, str] | None = None,
@@ -30,6 +30,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float | None = BODY_TIMEOUT_S,
     access_log: bool = False,
+    service: Service | None = None,
 ) -> web.Application:
     """An application that serves the models an engine has loaded, or those of a registry.
 
@@ -37,13 +38,16 @@ def create_app(
         app.add_subapp("/inference", create_app(engine))
         web.run_app(app, handler_cancellation=True)  # so that a client that leaves frees its work
 
-    The engine stays the caller's: to close it, and to load more models through the registry.
+    The engine stays the caller's: to close it, and to load more models through the registry. `service`: where it was
+    made already, in a worker.
     """
-    registry = engine if isinstance(engine, Registry) else registry_of(engine)
     app = web.Application(
         middlewares=[outermost(keys or {}, client_header, access_log)], client_max_size=max_body_bytes
     )
-    service = app[SERVICE] = Service(registry, admission, max_body_bytes, body_timeout_s)
+    if service is None:
+        registry = engine if isinstance(engine, Catalogue) else registry_of(engine)
+        service = Service(registry, admission, max_body_bytes, body_timeout_s)
+    app[SERVICE] = service
     add_routes(app)
     add_metrics(app)
     add_docs(app)

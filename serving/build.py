@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import ssl
@@ -13,21 +14,27 @@ from instrument.errors import PaellaError
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
 from scheduler.model import Model
-from scheduler.policy import find_policy
-from scheduler.state import Limits
+from scheduler.policy import Policy, find_policy
+from scheduler.state import OWN_ROWS, Limits
 from serving.config import Config, ModelConfig, Path_, Source
 from serving.errors import ConfigError
 from serving.registry import Entry
 
 
-def build_engine(config: Config, source: Source) -> Engine:
-    """The engine, without models."""
+def build_policy(config: Config, source: Source) -> Policy:
     try:
-        policy = find_policy(_import(config.policy, ("policy",), source) if ":" in config.policy else config.policy)
+        return find_policy(_import(config.policy, ("policy",), source) if ":" in config.policy else config.policy)
     except ConfigError:
         raise
     except PaellaError as e:
         raise source.error(("policy",), str(e)) from e
+
+
+def build_engine(config: Config, source: Source, policy: Policy | None = None) -> Engine:
+    """The engine, without models. With workers, a front end for each beside its own."""
+    policy = policy or build_policy(config, source)
+    workers = config.server.workers
+    limits = Limits(requests=config.max_queue + (OWN_ROWS if workers else 0), fronts=workers + 1)
     try:
         engine = Engine(
             config.device,
@@ -35,11 +42,26 @@ def build_engine(config: Config, source: Source) -> Engine:
             config.memory_bytes,
             config.quantum_us,
             config.max_active,
-            limits=Limits(requests=config.max_queue),
+            limits=limits,
         )
     except PaellaError as e:
         raise source.error(("device",), str(e)) from e
     return engine
+
+
+def check_fork(config: Config) -> None:
+    """A process that has used a GPU cannot hand it on: those forked from it cannot use one at all."""
+    if config.device.startswith("virtual"):
+        return
+    try:
+        used = ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 0
+    except OSError:  # no driver, and so no GPU
+        return
+    if used:
+        raise ConfigError(
+            "this process has used the GPU already, so the engine cannot have a process of its own: give the models as "
+            "factories in a configuration file, or serve without workers"
+        )
 
 
 def build_entries(config: Config, source: Source) -> list[Entry]:

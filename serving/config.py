@@ -57,6 +57,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    workers: Annotated[int, Meta(ge=0, le=64)] = 0  # HTTP processes before an engine of its own; 0: all in one
     max_body_bytes: Count = MAX_BODY_BYTES
     max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # of one header, and of the request's first line
     header_timeout_s: Positive = 20.0  # from a connection's opening, or a later request's first byte, to its header

@@ -1,14 +1,24 @@
-"""What the front end counts of every model: from the engine's completions, and from its own answers."""
+"""What the front ends count of every model: from the engine's completions, and from their own answers.
+
+One table of numbers, which several processes may share: each writes a row of its own, and whoever is asked adds them
+up. A process that is started again goes on where the one before it ended.
+"""
 
 from __future__ import annotations
 
+import mmap
 import time
 from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
-from scheduler import state as st
-from serving.registry import Registry
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.heaps import compiled
+from scheduler.model import Model
+from scheduler.state import OK, Table
+from serving.registry import MOST_MODELS, Catalogue
 
 # Seconds, from 50 µs: a small model takes less than a millisecond, which the usual buckets cannot tell apart.
 TIME_BUCKETS = (
@@ -16,24 +26,81 @@ TIME_BUCKETS = (
     10e-3, 15e-3, 20e-3, 30e-3, 50e-3, 75e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# Why a request is refused; what has no place of its own is counted as the last.
+REASONS = (
+    "predicted_deadline", "predicted_target", "overloaded", "deadline", "queue_full", "closing", "device_failed",
+    "engine_away", "loading", "other",
+)  # fmt: skip
+LARGEST_BATCH = 512
+
+_BOUNDS_NS = np.array([round(bound * 1e9) for bound in TIME_BUCKETS])
+_BOUNDS_LIST = _BOUNDS_NS.tolist()
+
+# Columns of a model. Items: what the engine ran; a request has one or more. Requests: what clients sent.
+(ITEMS, BATCHES, QUEUE_NS, COMPUTE_NS, MISSES, ANSWERED, FAILED, LEFT, ANSWERED_NS, FAILED_NS, LAST_MS) = range(11)
+REFUSED = 11
+REQUEST_S = REFUSED + len(REASONS)
+QUEUE_S = REQUEST_S + len(TIME_BUCKETS) + 1
+COMPUTE_S = QUEUE_S + len(TIME_BUCKETS) + 1
+BY_BATCH = COMPUTE_S + len(TIME_BUCKETS) + 1  # batches of each size
+BY_BATCH_NS = BY_BATCH + LARGEST_BATCH + 1
+COLUMNS = BY_BATCH_NS + LARGEST_BATCH + 1
+
+_ITSELF = MOST_MODELS  # a row for the process itself
+_IN_FLIGHT = 0
+
+Numbers = NDArray[np.int64]
+
+
+def counter_table(writers: int = 1) -> Numbers:
+    """[writers, models + 1, columns], in memory that processes forked from this one share."""
+    shape = (writers, MOST_MODELS + 1, COLUMNS)
+    memory = mmap.mmap(-1, int(np.prod(shape)) * 8)  # pages take memory once they are touched
+    return np.frombuffer(memory, np.int64).reshape(shape)
+
+
+@compiled
+def note_items(own: Numbers, index: Numbers, target_ns: Numbers, bounds_ns: Numbers, entries: Table) -> None:
+    """The engine has completed these (state.COMPLETION)."""
+    for i in range(entries.shape[0]):
+        e = entries[i]
+        if e.request < 0 or e.status != OK or index[e.model] < 0:
+            continue
+        row = own[index[e.model]]
+        queue_ns = max(0, e.started_ns - e.arrival_ns)
+        compute_ns = e.finish_ns - e.started_ns
+        row[ITEMS] += 1
+        row[QUEUE_NS] += queue_ns
+        row[COMPUTE_NS] += compute_ns
+        k = 0
+        while k < bounds_ns.shape[0] and bounds_ns[k] < queue_ns:
+            k += 1
+        row[QUEUE_S + k] += 1
+        k = 0
+        while k < bounds_ns.shape[0] and bounds_ns[k] < compute_ns:
+            k += 1
+        row[COMPUTE_S + k] += 1
+        if target_ns[e.model] > 0 and e.finish_ns - e.arrival_ns > target_ns[e.model]:
+            row[MISSES] += 1
+        if e.first:
+            size = min(e.batch, LARGEST_BATCH)
+            row[BATCHES] += 1
+            row[BY_BATCH + size] += 1
+            row[BY_BATCH_NS + size] += compute_ns
 
 
 class Histogram:
-    """Counts by upper bound. A plain one: recording is on every request's way, reading is for the scrape."""
+    """Counts by upper bound, as they are read."""
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def __init__(self, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
+        self.bounds, self.counts, self.total = bounds, counts, total
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, as Prometheus has them.
 
-        >>> h = Histogram((1, 2)); h.observe(1.5); h.buckets()
+        >>> Histogram((1, 2), [0, 1, 0], 1.5).buckets()
         [('1.0', 0), ('2.0', 1), ('+Inf', 1)]
         """
         found: list[tuple[str, float]] = []
@@ -45,77 +112,164 @@ class Histogram:
 
 
 class ModelCounters:
-    """One model, since the server started."""
+    """One model, since the server started. Notes go to this process's row; what is read is the sum of all."""
 
-    def __init__(self) -> None:
-        # Items: what the engine ran. A request has one or more.
-        self.items = self.batches = 0
-        self.queue_ns = self.compute_ns = 0
-        self.by_batch: dict[int, list[int]] = {}  # size of the batch: batches, their time
-        self.target_misses = 0
-        self._latest: dict[int, int] = {}  # lane: start of its latest batch
-        # Requests: what clients sent.
-        self.answered = self.failed = self.left = 0
-        self.answered_ns = self.failed_ns = 0
-        self.last_ms = 0
-        self.refused: Counter[str] = Counter()
-        self.request_s, self.queue_s, self.compute_s = (Histogram(TIME_BUCKETS) for _ in range(3))
-        self.batch_size = Histogram(BATCH_BUCKETS)
-
-    def note_item(self, entry: Any, target_ns: float | None) -> None:
-        """The engine has completed an item."""
-        arrival, started, finish = int(entry["arrival_ns"]), int(entry["started_ns"]), int(entry["finish_ns"])
-        queue_ns, compute_ns = max(0, started - arrival), finish - started
-        self.items += 1
-        self.queue_ns += queue_ns
-        self.compute_ns += compute_ns
-        self.queue_s.observe(queue_ns * 1e-9)
-        self.compute_s.observe(compute_ns * 1e-9)
-        if target_ns is not None and finish - arrival > target_ns:
-            self.target_misses += 1
-        lane = int(entry["lane"])
-        if self._latest.get(lane) != started:  # the first of its batch
-            self._latest[lane] = started
-            batch = int(entry["batch"])
-            self.batches += 1
-            self.batch_size.observe(batch)
-            sums = self.by_batch.setdefault(batch, [0, 0])
-            sums[0] += 1
-            sums[1] += compute_ns
+    def __init__(self, table: Numbers, writer: int, model: int) -> None:
+        self._all = table[:, model]
+        self._own: Any = table[writer, model].data  # a memoryview: a fraction of what an array's element costs
 
     def note_answer(self, elapsed_ns: int) -> None:
-        self.answered += 1
-        self.answered_ns += elapsed_ns
-        self.request_s.observe(elapsed_ns * 1e-9)
-        self.last_ms = time.time_ns() // 1_000_000
+        own = self._own
+        own[ANSWERED] += 1
+        own[ANSWERED_NS] += elapsed_ns
+        own[REQUEST_S + bisect_left(_BOUNDS_LIST, elapsed_ns)] += 1
+        own[LAST_MS] = time.time_ns() // 1_000_000
 
     def note_failure(self, elapsed_ns: int, reason: str | None) -> None:
         """`reason` is that of a refusal; None: the client's own mistake, or ours."""
-        self.failed += 1
-        self.failed_ns += elapsed_ns
+        self._own[FAILED] += 1
+        self._own[FAILED_NS] += elapsed_ns
         if reason is not None:
-            self.refused[reason] += 1
+            self._own[REFUSED + REASONS.index(reason if reason in REASONS else "other")] += 1
+
+    def note_left(self) -> None:
+        """The client went away before its answer."""
+        self._own[LEFT] += 1
+
+    def _sum(self, column: int) -> int:
+        return int(self._all[:, column].sum())
+
+    @property
+    def items(self) -> int:
+        return self._sum(ITEMS)
+
+    @property
+    def batches(self) -> int:
+        return self._sum(BATCHES)
+
+    @property
+    def queue_ns(self) -> int:
+        return self._sum(QUEUE_NS)
+
+    @property
+    def compute_ns(self) -> int:
+        return self._sum(COMPUTE_NS)
+
+    @property
+    def target_misses(self) -> int:
+        return self._sum(MISSES)
+
+    @property
+    def answered(self) -> int:
+        return self._sum(ANSWERED)
+
+    @property
+    def failed(self) -> int:
+        return self._sum(FAILED)
+
+    @property
+    def left(self) -> int:
+        return self._sum(LEFT)
+
+    @property
+    def answered_ns(self) -> int:
+        return self._sum(ANSWERED_NS)
+
+    @property
+    def failed_ns(self) -> int:
+        return self._sum(FAILED_NS)
+
+    @property
+    def last_ms(self) -> int:
+        return int(self._all[:, LAST_MS].max())
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Requests refused, by reason."""
+        counts = self._all[:, REFUSED : REFUSED + len(REASONS)].sum(axis=0).tolist()
+        return Counter({reason: n for reason, n in zip(REASONS, counts, strict=True) if n})
+
+    @property
+    def by_batch(self) -> dict[int, tuple[int, int]]:
+        """Size of the batch: batches, their time in ns."""
+        counts = self._all[:, BY_BATCH : BY_BATCH + LARGEST_BATCH + 1].sum(axis=0)
+        times = self._all[:, BY_BATCH_NS : BY_BATCH_NS + LARGEST_BATCH + 1].sum(axis=0)
+        return {int(size): (int(counts[size]), int(times[size])) for size in np.flatnonzero(counts)}
+
+    def _times(self, column: int, total_ns: int) -> Histogram:
+        counts = self._all[:, column : column + len(TIME_BUCKETS) + 1].sum(axis=0).tolist()
+        return Histogram(TIME_BUCKETS, counts, total_ns * 1e-9)
+
+    @property
+    def request_s(self) -> Histogram:
+        return self._times(REQUEST_S, self.answered_ns)
+
+    @property
+    def queue_s(self) -> Histogram:
+        return self._times(QUEUE_S, self.queue_ns)
+
+    @property
+    def compute_s(self) -> Histogram:
+        return self._times(COMPUTE_S, self.compute_ns)
+
+    @property
+    def batch_size(self) -> Histogram:
+        counts = [0] * (len(BATCH_BUCKETS) + 1)
+        sizes = self.by_batch
+        for size, (n, _) in sizes.items():
+            counts[bisect_left(BATCH_BUCKETS, size)] += n
+        return Histogram(BATCH_BUCKETS, counts, float(sum(size * n for size, (n, _) in sizes.items())))
 
 
 class Counters:
-    """Counters of all models by name; they outlive an unload."""
+    """Counters of all models by name; they outlive an unload, and the processes that write them."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self.models: dict[str, ModelCounters] = {}
-        self.close = registry.engine.watch(self._note)
+    def __init__(self, registry: Catalogue, table: Numbers | None = None, writer: int = 0) -> None:
+        self._registry, self._writer = registry, writer
+        self._table = counter_table() if table is None else table
+        self._found: dict[str, ModelCounters] = {}
+        self._itself: Any = self._table[writer, _ITSELF].data
+        self._itself[_IN_FLIGHT] = 0  # those of a process before this one ended with it
+        self._index: Numbers = np.zeros(0, np.int64)
+        self._target_ns: Numbers = np.zeros(0, np.int64)
+        self._known: dict[int, Model] | None = None
+        self.close = registry.engine.count(self._note)
 
     def of(self, name: str) -> ModelCounters:
-        found = self.models.get(name)
+        found = self._found.get(name)
         if found is None:
-            found = self.models[name] = ModelCounters()
+            number = self._registry.entries[name].number
+            found = self._found[name] = ModelCounters(self._table, self._writer, number)
         return found
 
-    def _note(self, entry: Any) -> None:
+    @property
+    def models(self) -> dict[str, ModelCounters]:
+        """Of those that were asked for anything, or loaded, since the start."""
+        used: Any = self._table[:, :MOST_MODELS].any(axis=(0, 2))
+        return {name: self.of(name) for name, e in self._registry.entries.items() if used[e.number] or e.model}
+
+    @property
+    def in_flight(self) -> int:
+        return int(self._table[:, _ITSELF, _IN_FLIGHT].sum())
+
+    def enter(self) -> None:
+        """An inference request is being handled."""
+        self._itself[_IN_FLIGHT] += 1
+
+    def leave(self) -> None:
+        self._itself[_IN_FLIGHT] -= 1
+
+    def _note(self, entries: Any) -> None:
         """Runs where completions are read: usually in the loop's thread."""
-        if entry["request"] < 0 or entry["status"] != st.OK:
-            return
-        model = self._registry.by_row.get(int(entry["model"]))
-        if model is not None:
-            target_ms = model.target_ms
-            self.of(model.name).note_item(entry, None if target_ms is None else target_ms * 1e6)
+        known = self._registry.by_row
+        if known is not self._known or len(self._index) < len(self._registry.engine.state.model):
+            self._learn(known)
+        note_items(self._table[self._writer], self._index, self._target_ns, _BOUNDS_NS, entries)
+
+    def _learn(self, by_row: dict[int, Model]) -> None:
+        rows = len(self._registry.engine.state.model)
+        index, target_ns = np.full(rows, -1), np.zeros(rows, np.int64)
+        for row, model in by_row.items():
+            index[row] = self._registry.entries[model.name].number
+            target_ns[row] = 0 if model.target_ms is None else int(model.target_ms * 1e6)
+        self._index, self._target_ns, self._known = index, target_ns, by_row

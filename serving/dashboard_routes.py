@@ -20,10 +20,11 @@ from serving.errors import RequestError
 from serving.infer import read
 from serving.middleware import SERVICE, json_response, open_to_all
 from serving.protocol import NOT_JSON
+from serving.remote_monitor import RemoteMonitor
 from serving.service import Service
 
 HUB = web.AppKey("dashboard_hub", Hub)
-MONITOR = web.AppKey("dashboard_monitor", Monitor)
+MONITOR = web.AppKey[Monitor | RemoteMonitor]("dashboard_monitor")
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -39,7 +40,7 @@ _HEADERS = {
 SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it without being allowed to, and nobody is
 
 
-async def snapshot(monitor: Monitor, service: Service) -> dict[str, Any]:
+async def snapshot(monitor: Monitor | RemoteMonitor, service: Service) -> dict[str, Any]:
     """Everything the page shows: the engine's side, and what the front end has refused."""
     found = await asyncio.to_thread(monitor.snapshot)
     counters = service.counters.models
@@ -51,7 +52,7 @@ async def snapshot(monitor: Monitor, service: Service) -> dict[str, Any]:
     return found
 
 
-async def switch_policy(monitor: Monitor, name: str) -> str:
+async def switch_policy(monitor: Monitor | RemoteMonitor, name: str) -> str:
     """The policy's name once it decides."""
     await asyncio.to_thread(monitor.set_policy, name)
     return monitor.engine.policy
@@ -93,7 +94,7 @@ async def policy(request: web.Request) -> web.Response:
 
 def add_dashboard(app: web.Application) -> None:
     service = app[SERVICE]
-    monitor = app[MONITOR] = Monitor(service.engine)
+    monitor = app[MONITOR] = service.monitor()
     hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop)
     pages = {each.name: each.read_bytes() for each in (files("serving") / "dashboard").iterdir() if each.is_file()}
 

@@ -7,10 +7,11 @@ from typing import Any
 from instrument.versions import versions
 from scheduler.engine import Engine
 from scheduler.model import Model
+from scheduler.remote import RemoteEngine
 from serving.counters import ModelCounters
 from serving.datatypes import datatype
 from serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS
-from serving.registry import VERSION, Registry
+from serving.registry import VERSION, Catalogue
 
 PLATFORM = "paellapy"
 EXTENSIONS = [
@@ -44,7 +45,7 @@ def model_metadata(model: Model) -> dict[str, Any]:
     }
 
 
-def model_config(model: Model, engine: Engine) -> dict[str, Any]:
+def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
     """In the shape of Triton's model configuration, as its clients read it."""
     tensors = {
         key: [
@@ -109,7 +110,7 @@ def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
     }
 
 
-def repository_index(registry: Registry, ready_only: bool) -> list[dict[str, str]]:
+def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, str]]:
     return [
         {"name": e.name, "version": VERSION, "state": e.state, "reason": e.reason}
         for e in registry.entries.values()

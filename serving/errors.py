@@ -8,6 +8,7 @@ from instrument.errors import PaellaError
 from scheduler.errors import (
     CaptureError,
     DeadlineError,
+    EngineAwayError,
     EngineClosedError,
     EngineFailedError,
     InputError,
@@ -51,6 +52,7 @@ _STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
     (QueueFullError, 503, "queue_full"),
     (EngineClosedError, 503, "closing"),
     (EngineFailedError, 503, "device_failed"),
+    (EngineAwayError, 503, "engine_away"),
     (MemoryPlanError, 400, None),
     (CaptureError, 400, None),
     (ModelError, 400, None),

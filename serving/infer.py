@@ -24,7 +24,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     started_ns = time.monotonic_ns()
     service, where = request.app[SERVICE], request.match_info
     name, version = where["model"], where.get("version")
-    service.in_flight += 1
+    service.counters.enter()
     try:
         service.registry.ready(name, version)  # before the body is read: it may be long
         body = await read(request, service)
@@ -38,7 +38,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
         service.note_failure(name, e, time.monotonic_ns() - started_ns)
         raise
     finally:
-        service.in_flight -= 1
+        service.counters.leave()
     pieces, header_length = encode(model, VERSION, work, results)
     response = web.Response(
         body=pieces[0] if len(pieces) == 1 else b"".join(pieces),

@@ -46,12 +46,12 @@ def child_span(traceparent: str | None) -> str | None:
 class _Lines(logging.Formatter):
     """`extra={"fields": {…}}` are the line's fields."""
 
-    def __init__(self, style: Format) -> None:
+    def __init__(self, style: Format, process: str) -> None:
         super().__init__()
-        self._json = style == "json"
+        self._json, self._process = style == "json", {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = getattr(record, "fields", {})
+        fields: dict[str, Any] = {**self._process, **getattr(record, "fields", {})}
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         trouble = self.formatException(record.exc_info) if record.exc_info else None
         if self._json:
@@ -63,10 +63,15 @@ class _Lines(logging.Formatter):
         return f"{moment} {record.levelname.lower()} {record.getMessage()}{said}" + (f"\n{trouble}" if trouble else "")
 
 
-def configure(style: Format = "text", level: str = "info") -> None:
-    """Lines of the server go to standard error. Applications that embed it configure logging themselves."""
+def configure(style: Format = "text", level: str = "info", process: str = "") -> None:
+    """Lines of the server go to standard error. Applications that embed it configure logging themselves.
+
+    `process`: which of several it is.
+    """
+    global _prefix
+    _prefix = secrets.token_hex(6)  # a forked process has its parent's
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines(style))
+    handler.setFormatter(_Lines(style, process))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(level.upper())

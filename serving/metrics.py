@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 from aiohttp import web
@@ -16,6 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from scheduler.engine import Engine
+from scheduler.errors import EngineAwayError
 from scheduler.occupancy import RESOURCES
 from serving.counters import Histogram, ModelCounters
 from serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
@@ -82,8 +85,10 @@ class ServiceCollector(Collector):
             yield family
         yield from self._refusals(models)
         yield from self._gauges()
-        yield from sm_metrics(self._service.engine)
-        yield from triton_metrics(self._service.engine)
+        engine = self._service.engine
+        if isinstance(engine, Engine):
+            yield from sm_metrics(engine)
+            yield from triton_metrics(engine)
         yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
@@ -146,10 +151,15 @@ class ServiceCollector(Collector):
 def add_metrics(app: web.Application) -> None:
     """`/metrics`, in a registry of the application's own: two of them may live in one process."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServiceCollector(app[SERVICE]))
+    service = app[SERVICE]
+    registry.register(ServiceCollector(service))
     ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
     async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        body = generate_latest(registry)
+        if not isinstance(service.engine, Engine):  # the GPU is another process's
+            with contextlib.suppress(EngineAwayError):
+                body += (await service.call("device_metrics")).encode()
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app.router.add_get("/metrics", metrics)

@@ -1,10 +1,14 @@
-"""The models this server may serve, and whether each is loaded: hot loading and unloading, nothing else comes in."""
+"""The models this server may serve, and whether each is loaded: hot loading and unloading, nothing else comes in.
+
+`Catalogue` is what handlers ask; `Registry` is the one that loads, beside the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +19,15 @@ from scheduler.core_predict import predict_finish
 from scheduler.engine import Engine
 from scheduler.errors import ModelError, UnknownModelError
 from scheduler.model import Model
+from scheduler.remote import RemoteEngine
 from serving.datatypes import check_servable
 from serving.errors import RefusedError
 
 T = TypeVar("T")
 
 VERSION = "1"  # a registry holds one version of each model
+
+MOST_MODELS = 256  # configured; how many can be loaded at a time is the engine's limit
 
 READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNLOADING"
 
@@ -39,27 +46,25 @@ class Entry:
     reason: str = "not loaded yet"
     model: Model | None = None
     row: int = -1  # in the core
+    number: int = -1  # in the order of the configuration
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Registry:
-    """Configured models by name, on one engine."""
+class Catalogue(ABC):
+    """Configured models by name."""
 
-    def __init__(self, engine: Engine, entries: Iterable[Entry] = ()) -> None:
-        self.engine = engine
+    engine: Engine | RemoteEngine
+
+    def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self.by_row: dict[int, Model] = {}  # by their row in the core; the latest of each
-        for entry in entries:
-            self.add(entry)
+        self.by_row: dict[int, Model] = {}  # by their row in the core; another dict after every change
 
-    def add(self, entry: Entry) -> None:
-        if entry.name == "stats" or not entry.name or "/" in entry.name:
-            raise ModelError(f"a model cannot be served as {entry.name!r}: that is no name in the protocol's addresses")
-        if entry.name in self.entries:
-            raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
-        self.entries[entry.name] = entry
-        if entry.model is not None:
-            self.by_row[entry.row] = entry.model
+    @abstractmethod
+    async def load_async(self, name: str) -> float:
+        """Loads a configured model; it goes on when its caller leaves."""
+
+    @abstractmethod
+    async def unload_async(self, name: str) -> None: ...
 
     def find(self, name: str, version: str | None = None) -> Entry:
         """The entry, loaded or not."""
@@ -80,6 +85,31 @@ class Registry:
             raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
 
+
+class Registry(Catalogue):
+    """The models of an engine in this process."""
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, entries: Iterable[Entry] = ()) -> None:
+        super().__init__()
+        self.engine = engine
+        self.changed: list[Callable[[], None]] = []  # called after every change, in the thread that made it
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        if entry.name == "stats" or not entry.name or "/" in entry.name:
+            raise ModelError(f"a model cannot be served as {entry.name!r}: that is no name in the protocol's addresses")
+        if entry.name in self.entries:
+            raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
+        if len(self.entries) == MOST_MODELS:
+            raise ModelError(f"a server has at most {MOST_MODELS} models")
+        entry.number = len(self.entries)
+        self.entries[entry.name] = entry
+        if entry.model is not None:
+            self.by_row = {**self.by_row, entry.row: entry.model}
+
     def load(self, name: str) -> float:
         """Loads a configured model; one that is loaded is loaded anew. Returns the milliseconds it takes on the GPU."""
         entry = self.find(name)
@@ -87,6 +117,7 @@ class Registry:
             if entry.state == READY:
                 self._unload(entry, "being loaded anew")
             entry.state, entry.reason = LOADING, ""
+            self.tell()
             try:
                 model = entry.make()
                 if model.name != name:
@@ -96,12 +127,15 @@ class Registry:
                 entry.row = self._try(model)
             except PaellaError as e:
                 entry.state, entry.reason = UNAVAILABLE, str(e)
+                self.tell()
                 raise
             except Exception as e:  # the factory's own
                 entry.state, entry.reason = UNAVAILABLE, f"{type(e).__name__}: {e}"
+                self.tell()
                 raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
-            self.by_row[entry.row] = model
+            self.by_row = {**self.by_row, entry.row: model}
             entry.model, entry.state, entry.wanted = model, READY, True
+            self.tell()
         return round(float(self.engine.profile(name)[0].whole_ns) * 1e-6, 3)
 
     def unload(self, name: str) -> None:
@@ -109,16 +143,24 @@ class Registry:
         entry = self.find(name)
         with entry.lock:
             entry.wanted = False
+            self.tell()
             if entry.state == READY:
                 self._unload(entry, "unloaded")
 
     def _unload(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason = UNLOADING, "being unloaded"
+        self.tell()
         try:
             self.engine.unload(entry.name)
         finally:
-            self.by_row.pop(entry.row, None)
+            self.by_row = {row: model for row, model in self.by_row.items() if row != entry.row}
             entry.model, entry.state, entry.reason = None, UNAVAILABLE, reason
+            self.tell()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        for each in self.changed:
+            each()
 
     def _try(self, model: Model) -> int:
         """One request of zeros on the way every request takes, so that no client waits for what is compiled on it."""

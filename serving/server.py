@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from signal import SIGINT, SIGTERM
+from typing import Any
 
 from aiohttp import web
 
@@ -17,11 +20,12 @@ from serving.config import ServerConfig
 from serving.connections import Runner
 from serving.logs import configure, log
 from serving.middleware import SERVICE
-from serving.registry import Registry
+from serving.registry import Catalogue, Registry
 from serving.service import Service
 
 Announce = Callable[[str], None]
 
+BACKLOG = 1024
 PATIENCE_S = 10.0  # between signs of life while a model is loaded
 
 
@@ -30,11 +34,15 @@ class Server:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Catalogue,
         options: ServerConfig | None = None,
         keys: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        *,
+        service: Service | None = None,
+        listening: socket.socket | None = None,
     ) -> None:
+        """`service` and `listening`, a socket that listens already, are those of a worker."""
         self.registry, self.options, self.tls = registry, options or ServerConfig(), tls
         o = self.options
         self.app = create_app(
@@ -45,7 +53,9 @@ class Server:
             max_body_bytes=o.max_body_bytes,
             body_timeout_s=o.body_timeout_s,
             access_log=o.access_log,
+            service=service,
         )
+        self._listening = listening
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -67,38 +77,22 @@ class Server:
             max_field_size=o.max_header_bytes,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, o.host, o.port, ssl_context=self.tls, backlog=1024)
+        site: web.BaseSite
+        if self._listening is None:
+            site = web.TCPSite(self._runner, o.host, o.port, ssl_context=self.tls, backlog=BACKLOG)
+        else:
+            site = web.SockSite(self._runner, self._listening, ssl_context=self.tls, backlog=BACKLOG)
         try:
             await site.start()
         except OSError as e:
             await self._runner.cleanup()
             raise PaellaError(f"{o.host}:{o.port} cannot be listened on: {e.strerror}; choose another port") from None
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"{'https' if self.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = url_of(self._runner.addresses[0], self.tls is not None)
 
     async def load(self) -> None:
-        """Loads the models that are to be there from the start, one after the other.
-
-        The server goes on without one that cannot be loaded, and is not ready; without any it is of no use.
-        """
-        failure: PaellaError | None = None
-        for entry in self.registry.entries.values():
-            if entry.wanted and entry.model is None and not self.service.draining:
-                began = time.monotonic()
-                log.info("loading", extra={"fields": {"model": entry.name, "device": self.registry.engine.device.name}})
-                task = asyncio.create_task(asyncio.to_thread(self.registry.load, entry.name))
-                while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
-                    so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
-                    log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
-                try:
-                    took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
-                except PaellaError as e:
-                    failure = e
-                    log.error("could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
-                else:
-                    log.info("loaded", extra={"fields": took})
-        if failure is not None and not any(entry.model for entry in self.registry.entries.values()):
-            raise failure
+        """The models that are to be there from the start."""
+        assert isinstance(self.registry, Registry)
+        await load_models(self.registry, lambda: self.service.draining)
 
     async def stop(self) -> None:
         """Not ready, then nothing new, then what is in flight is finished."""
@@ -109,21 +103,46 @@ class Server:
             self._runner = None
 
 
-async def run(server: Server, announce: Announce | None = None) -> None:
-    """Until SIGTERM or SIGINT; a second one stops at once."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+async def load_models(registry: Registry, stopping: Callable[[], bool]) -> None:
+    """Loads the models that are to be there from the start, one after the other.
+
+    The server goes on without one that cannot be loaded, and is not ready; without any it is of no use.
+    """
+    failure: PaellaError | None = None
+    for entry in registry.entries.values():
+        if entry.wanted and entry.model is None and not stopping():
+            began = time.monotonic()
+            log.info("loading", extra={"fields": {"model": entry.name, "device": registry.engine.device.name}})
+            task = asyncio.create_task(asyncio.to_thread(registry.load, entry.name))
+            while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
+                so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
+                log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
+            try:
+                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
+            except PaellaError as e:
+                failure = e
+                log.error("could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
+            else:
+                log.info("loaded", extra={"fields": took})
+    if failure is not None and not any(entry.model for entry in registry.entries.values()):
+        raise failure
+
+
+async def run(server: Server, announce: Announce | None = None, aloud: bool = True) -> None:
+    """Until SIGTERM or SIGINT; a second one stops at once. `aloud`: its coming and going is worth a line."""
+    loop, stop, level = asyncio.get_running_loop(), asyncio.Event(), logging.INFO if aloud else logging.DEBUG
 
     def stopping() -> None:
         for signal in (SIGINT, SIGTERM):
             loop.remove_signal_handler(signal)
-        log.info("stopping: not ready, finishing what is in flight")
+        log.log(level, "stopping: not ready, finishing what is in flight")
         server.service.draining = True
         stop.set()
 
     for signal in (SIGINT, SIGTERM):
         loop.add_signal_handler(signal, stopping)
     await server.start()
-    log.info("listening", extra={"fields": {"url": server.url}})
+    log.log(level, "listening", extra={"fields": {"url": server.url}})
     loading = asyncio.create_task(server.load())
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -137,7 +156,7 @@ async def run(server: Server, announce: Announce | None = None) -> None:
         stopped.cancel()
         await server.stop()
         await asyncio.gather(loading, return_exceptions=True)
-    log.info("stopped")
+    log.log(level, "stopped")
 
 
 def run_server(
@@ -154,6 +173,15 @@ def run_server(
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
+
+
+def url_of(address: Any, tls: bool) -> str:
+    """
+    >>> url_of(("::1", 8000, 0, 0), tls=False)
+    'http://[::1]:8000'
+    """
+    host, port = address[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

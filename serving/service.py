@@ -2,98 +2,92 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import PaellaError
+from scheduler.engine import Engine
 from scheduler.errors import DeadlineError
 from scheduler.model import Model
-from scheduler.requests import Outputs, Slot
+from scheduler.monitor import Monitor
+from scheduler.remote import RemoteEngine
 from serving.admission import Admission, Mode
+from serving.calls import Calls
 from serving.counters import Counters
 from serving.errors import status_of
 from serving.protocol import Request
-from serving.registry import READY, Registry
+from serving.registry import READY, Catalogue, Registry
+from serving.remote_monitor import RemoteMonitor
 
-REMEMBERED_CLIENTS = 4096
-
-
-class Clients:
-    """Numbers for clients' names. A name is the client's own choice, so only so many are remembered."""
-
-    def __init__(self, numbers: int) -> None:
-        self._numbers, self._next = numbers, 0
-        self._known: OrderedDict[str, int] = OrderedDict()
-
-    def number(self, name: str) -> int:
-        found = self._known.get(name)
-        if found is None:
-            found = self._next = self._next % (self._numbers - 1) + 1  # 0 is nobody in particular
-            self._known[name] = found
-            if len(self._known) > REMEMBERED_CLIENTS:
-                self._known.popitem(last=False)
-        return found
-
-
+Call = Callable[..., Awaitable[Any]]
 class Service:
     """`registry` says what may be served; `draining` is set once the server is about to stop."""
 
     def __init__(
-        self, registry: Registry, admission: Mode, max_body_bytes: int, body_timeout_s: float | None
+        self,
+        registry: Catalogue,
+        admission: Mode,
+        max_body_bytes: int,
+        body_timeout_s: float | None,
+        counters: Counters | None = None,
+        call: Call | None = None,
     ) -> None:
-        self.registry, self.engine = registry, registry.engine
+        """`call` asks the engine's process, where that is another one."""
+        self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
-        self.counters = Counters(registry)
+        self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
-        self.clients = Clients(self.engine.limits.clients)
         self.draining = False
-        self.in_flight = 0  # inference requests
         self.since = time.time()
+        if call is None:
+            assert isinstance(registry, Registry)
+            call = Calls(registry).call
+        self.call = call
+
+    @property
+    def engine(self) -> Engine | RemoteEngine:
+        return self.registry.engine
+
+    @property
+    def in_flight(self) -> int:
+        """Inference requests, of all workers together."""
+        return self.counters.in_flight
 
     @property
     def ready(self) -> bool:
         """Every model that is wanted is loaded, and the server is not about to stop."""
+        engine = self.engine
         return (
             not self.draining
-            and self.engine.failure is None
+            and engine.failure is None
+            and (isinstance(engine, Engine) or engine.link is not None)
             and all(e.state == READY for e in self.registry.entries.values() if e.wanted)
         )
 
+    def monitor(self) -> Monitor | RemoteMonitor:
+        """A look at the engine, for the dashboard."""
+        engine = self.engine
+        return Monitor(engine) if isinstance(engine, Engine) else RemoteMonitor(engine, self.call)
+
     async def infer(self, model: Model, request: Request, client: str) -> dict[str, NDArray[Any]]:
         """Runs a checked request: every item goes into a slot of the engine's own. Outputs are [items, …]."""
-        row = self.registry.entries[model.name].row
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
+        row = self.registry.entries[model.name].row
         ticket = self.admission.enter(model, row, request.priority, deadline_ms)
         try:
-            results = await self._run(model, request, client, deadline_ms)
+            results = await self.engine.run(
+                model.name, request.inputs, request.items, deadline_ms, request.priority, client or None
+            )
         except BaseException as e:
             if ticket is not None:
                 ticket.leave(answered=isinstance(e, DeadlineError))
             raise
         if ticket is not None:
             ticket.leave(answered=True)
-        if len(results) == 1:
-            return {key: array[np.newaxis] for key, array in results[0].items()}
-        return {key: np.stack([each[key] for each in results]) for key in model.outputs}
-
-    async def _run(self, model: Model, request: Request, client: str, deadline_ms: float | None) -> list[Outputs]:
-        number = None if not client else self.clients.number(client)
-        slots: list[Slot] = []
-        try:
-            for item in range(request.items):
-                slot = self.engine.reserve(model.name, deadline_ms, request.priority, number)
-                slots.append(slot)
-                for key, array in request.inputs.items():
-                    slot.inputs[key][...] = array[item]
-            return [await slots[0].submit()] if len(slots) == 1 else await _together(slots)
-        finally:
-            for slot in slots:
-                slot.cancel()  # those that were not submitted
+        return results
 
     def note_failure(self, name: str, error: BaseException, elapsed_ns: int) -> None:
         if name not in self.registry.entries:
@@ -104,17 +98,7 @@ class Service:
     def note_left(self, name: str) -> None:
         """The client went away before its answer."""
         if name in self.registry.entries:
-            self.counters.of(name).left += 1
+            self.counters.of(name).note_left()
 
     def close(self) -> None:
         self.counters.close()
-
-
-async def _together(slots: list[Slot]) -> list[Outputs]:
-    """All of them, or none: when one fails, or the client leaves, the others are taken back."""
-    tasks = [asyncio.create_task(slot.submit()) for slot in slots]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

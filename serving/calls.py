@@ -1,0 +1,91 @@
+"""Functions of the engine's process by name: `await service.call("stats")` works wherever the engine is.
+
+Arguments and answers are what JSON has, and bytes. Add one here and every worker can ask for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from scheduler.monitor import Monitor
+from serving.metrics_device import sm_metrics, triton_metrics
+from serving.registry import Registry
+
+LONGEST_TRACE_S = 60.0
+UNWATCHED_S = 10.0  # after its last snapshot a monitor stops looking
+
+
+class Calls:
+    """What can be asked of an engine and its registry. Each runs in a thread of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry, self._engine = registry, registry.engine
+        self._monitor = Monitor(self._engine)
+        self._looked_at = 0.0
+        self._device_metrics = CollectorRegistry(auto_describe=False)
+        self._device_metrics.register(_DeviceCollector(self._engine))
+        self.functions: dict[str, Callable[[Any], Any]] = {
+            "load": self._load,
+            "unload": self._unload,
+            "stats": lambda _: self._engine.stats(),
+            "occupancy": lambda _: asdict(self._engine.occupancy()),
+            "policy": lambda _: self._engine.policy,
+            "set_policy": self._set_policy,
+            "snapshot": self._snapshot,
+            "trace": self._trace,
+            "device_metrics": lambda _: generate_latest(self._device_metrics).decode(),
+        }
+
+    async def call(self, name: str, data: Any = None) -> Any:
+        """The answer; KeyError where there is no function of that name."""
+        return await asyncio.to_thread(self.functions[name], data)
+
+    def _load(self, data: Any) -> float:
+        return self._registry.load(str(data))
+
+    def _unload(self, data: Any) -> None:
+        self._registry.unload(str(data))
+
+    def _set_policy(self, data: Any) -> str:
+        self._monitor.set_policy(str(data))
+        self._registry.tell()
+        return self._engine.policy
+
+    def _snapshot(self, _: Any) -> dict[str, Any]:
+        self._monitor.start()  # a second one changes nothing
+        self._looked_at = time.monotonic()
+        return self._monitor.snapshot()
+
+    def rest(self) -> None:
+        """Now and then: watching costs a little, and is ended when nobody looks any more."""
+        if self._looked_at and time.monotonic() - self._looked_at > UNWATCHED_S:
+            self._looked_at = 0.0
+            self._monitor.stop()
+
+    def _trace(self, data: Any) -> bytes:
+        """What runs in the next seconds, as the file that `Trace.load` reads."""
+        seconds = min(float((data or {}).get("seconds", 1.0)), LONGEST_TRACE_S)
+        with self._engine.trace() as trace:
+            time.sleep(seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "engine.pptrace"
+            trace.save(path)
+            return path.read_bytes()
+
+
+class _DeviceCollector(Collector):
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def collect(self) -> Any:
+        yield from sm_metrics(self._engine)
+        yield from triton_metrics(self._engine)

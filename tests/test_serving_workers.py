@@ -1,0 +1,407 @@
+"""Several HTTP processes before one engine: everything as in one process, and whoever dies is a 503 and a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.client import HTTPConnection
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from engine_models import scale_model
+from prometheus_client.parser import text_string_to_metric_families
+from serving_processes import HERE, children, processes, wait_for_end
+from serving_server import infer_body
+
+INFER = "/v2/models/scale/infer"
+ONES = np.ones((1, 64), np.float32)
+RIGHT = json.dumps(infer_body("x", ONES)).encode()
+
+
+def models():
+    """Twice x; and x itself, but after many kernels, one request at a time."""
+    return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with processes("test_serving_workers:models") as found:
+        yield found
+
+
+def ask(server, method, path, body=None, headers=None):
+    """Status, headers and content of one request on a connection of its own."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        content = answer.read()
+    kind = answer.headers.get("Content-Type", "")
+    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content
+
+
+def metric(server, name, **labels):
+    """The sum over all series with these labels."""
+    families = text_string_to_metric_families(ask(server, "GET", "/metrics")[2].decode())
+    samples = [s for family in families for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+def is_ready(server):
+    """Whichever worker is asked."""
+    with contextlib.suppress(OSError):
+        return all(ask(server, "GET", "/v2/health/ready")[0] == 200 for _ in range(16))
+    return False
+
+
+def is_at_rest(server):
+    return metric(server, "paellapy_items_live") == 0 and metric(server, "paellapy_requests_in_flight") == 0
+
+
+class Load:
+    """Clients that ask again and again; every answer is checked against its own question."""
+
+    def __init__(self, url, clients=12, model="scale", factor=2.0, allowed=(503,)):
+        self.url, self.clients, self.model, self.factor, self.allowed = url, clients, model, factor, allowed
+        self.statuses, self.resets, self.retry_after = [], 0, set()
+        self.stop = False
+
+    async def _client(self, k):
+        number = 0
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            while not self.stop:
+                number += 1
+                x = np.full((1, 64), 1000 * k + number % 997, np.float32)
+                body = infer_body("x", x)
+                try:
+                    async with session.post(f"{self.url}/v2/models/{self.model}/infer", json=body) as answer:
+                        content = await answer.json()
+                except aiohttp.ClientError:  # the worker it was talking to is gone
+                    self.resets += 1
+                    await asyncio.sleep(0.01)
+                    continue
+                self.statuses.append(answer.status)
+                if answer.status == 200:
+                    assert content["outputs"][0]["data"] == (self.factor * x[0]).tolist(), "a wrong answer"
+                else:
+                    assert answer.status in self.allowed, content
+                    if answer.status == 503:
+                        self.retry_after.add(answer.headers["Retry-After"])
+                    await asyncio.sleep(0.01)
+
+    async def during(self, act):
+        """Runs the clients until `act(self)`, a coroutine, is over."""
+        tasks = [asyncio.create_task(self._client(k)) for k in range(self.clients)]
+        acting = asyncio.create_task(act(self))
+        done, _ = await asyncio.wait((acting, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        self.stop = True
+        for task in done:
+            task.result()
+        await asyncio.gather(acting, *tasks)
+
+    async def answered(self, more):
+        """Until that many more requests were answered."""
+        goal = self.statuses.count(200) + more
+        while self.statuses.count(200) < goal:
+            await asyncio.sleep(0.005)
+
+
+# -- as in one process
+
+
+def test_it_serves_and_every_worker_takes_part(server):
+    seen = set()
+    while len(seen) < 2:
+        status, headers, found = ask(server, "POST", INFER, RIGHT)
+        assert status == 200
+        assert found["outputs"][0]["data"] == [2.0] * 64
+        seen.add(headers["X-Request-Id"].partition("-")[0])  # each process numbers its own
+
+
+def test_many_clients_get_their_own_answers(server):
+    load = Load(server.url, clients=24)
+    asyncio.run(load.during(lambda running: running.answered(600)))
+    assert set(load.statuses) == {200}
+    assert load.resets == 0
+    server.wait_until(lambda: is_at_rest(server))
+
+
+def test_whichever_worker_is_asked_the_totals_are_the_same(server):
+    server.wait_until(lambda: is_at_rest(server))
+    before = metric(server, "paellapy_requests_answered_total", model="scale")
+    for _ in range(10):
+        assert ask(server, "POST", INFER, RIGHT)[0] == 200
+    totals = {metric(server, "paellapy_requests_answered_total", model="scale") for _ in range(10)}
+    assert totals == {before + 10}
+    assert metric(server, "paellapy_items_total", model="scale") >= before + 10
+    assert metric(server, "paellapy_sm_warps_max") > 0  # of the engine's process
+    found = {json.dumps(ask(server, "GET", "/v2/models/scale/stats")[2]) for _ in range(10)}
+    assert len(found) == 1
+    assert json.loads(found.pop())["model_stats"][0]["inference_stats"]["success"]["count"] == before + 10
+
+
+def test_models_are_unloaded_and_loaded_for_all_workers(server):
+    before = metric(server, "paellapy_requests_answered_total", model="scale")
+    assert ask(server, "POST", "/v2/repository/models/scale/unload", b"")[0] == 200
+    assert {ask(server, "POST", INFER, RIGHT)[0] for _ in range(10)} == {404}
+    assert ask(server, "POST", "/v2/repository/models/scale/load", b"")[0] == 200
+    assert {ask(server, "POST", INFER, RIGHT)[0] for _ in range(10)} == {200}
+    assert metric(server, "paellapy_requests_answered_total", model="scale") == before + 10
+    status, _, content = ask(server, "POST", "/v2/repository/models/nope/load", b"")
+    assert status == 404
+    assert "nope" in content["error"]
+
+
+def test_models_are_reloaded_under_load(server):
+    """Requests to a model that goes away are refused; none gets another's answer."""
+
+    async def reload(load):
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                await load.answered(20)
+                async with session.post(f"{server.url}/v2/repository/models/scale/load") as answer:
+                    assert answer.status == 200
+
+    load = Load(server.url, clients=6, allowed=(404, 503))
+    asyncio.run(load.during(reload))
+    assert load.resets == 0
+    server.wait_until(lambda: is_at_rest(server))
+    assert ask(server, "POST", INFER, RIGHT)[0] == 200
+
+
+def test_a_client_that_leaves_frees_its_work(server):
+    async def main():
+        async with aiohttp.ClientSession() as session:
+
+            async def one():
+                async with session.post(f"{server.url}/v2/models/long/infer", data=RIGHT) as answer:
+                    await answer.read()
+
+            tasks = [asyncio.create_task(one()) for _ in range(20)]
+            while await asyncio.to_thread(metric, server, "paellapy_items_live") < 5:
+                pass
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    server.wait_until(lambda: is_at_rest(server))
+
+
+def test_deadlines_and_refusals(server):
+    body = json.dumps(infer_body("x", ONES, parameters={"timeout": 1})).encode()
+    status, headers, content = ask(server, "POST", INFER, body)
+    assert status == 503
+    assert int(headers["Retry-After"]) >= 1
+    assert "deadline" in content["error"]
+    body = json.dumps(infer_body("x", ONES, parameters={"timeout": 60_000_000, "priority": 2})).encode()
+    assert ask(server, "POST", INFER, body)[0] == 200
+
+
+def test_the_dashboard_shows_the_engine_of_the_other_process(server):
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("GET", "/dashboard/events")
+        answer = connection.getresponse()
+        line = answer.readline()
+        while not line.startswith(b"data:"):
+            line = answer.readline()
+    found = json.loads(line[5:])
+    assert found["state"] == "running"
+    assert {each["name"] for each in found["models"]} == {"scale", "long"}
+
+
+def test_the_policy_is_switched_in_the_other_process(server):
+    headers = {"Content-Type": "application/json", "X-Paellapy": "1"}
+    assert ask(server, "POST", "/dashboard/policy", b'{"policy": "edf"}', headers)[2] == {"policy": "edf"}
+    assert ask(server, "POST", "/dashboard/policy", b'{"policy": "nope"}', headers)[0] == 400
+
+    def policies():
+        found = [ask(server, "GET", "/v2/models/scale/config")[2]["parameters"] for _ in range(6)]
+        return {each["policy"]["string_value"] for each in found}
+
+    server.wait_until(lambda: policies() == {"edf"})
+    assert ask(server, "POST", INFER, json.dumps(infer_body("x", ONES, parameters={"timeout": 10**7})))[0] == 200
+
+
+# -- who dies
+
+
+def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(server):
+    async def kill(load):
+        for name in ("work1", "work2", "work1"):
+            await load.answered(100)
+            pid = server.kill(name)
+            await asyncio.to_thread(server.wait_until, lambda p=pid, n=name: server.pids(n) not in ([], [p]))
+            await load.answered(100)
+
+    load = Load(server.url, clients=16)
+    asyncio.run(load.during(kill))
+    assert set(load.statuses) == {200}
+    assert load.resets > 0  # only those who talked to it
+    server.wait_until(lambda: is_ready(server) and is_at_rest(server))
+    ended = [line for line in server.lines() if line["message"] == "ended, and is started again"]
+    assert {line["process"] for line in ended} == {"worker 1", "worker 2"}
+    assert all("SIGKILL" in line["how"] for line in ended)
+
+
+def test_a_worker_killed_with_requests_in_its_only_lane_gives_it_back(server):
+    async def kill(load):
+        await load.answered(5)
+        server.kill("work2")
+        await load.answered(5)
+
+    load = Load(server.url, clients=10, model="long", factor=1.0)
+    before = server.pids("engine")
+    asyncio.run(load.during(kill))
+    server.wait_until(lambda: is_ready(server) and is_at_rest(server))
+    assert server.pids("engine") == before
+    assert ask(server, "POST", "/v2/models/long/infer", RIGHT)[2]["outputs"][0]["data"] == [1.0] * 64
+
+
+def test_an_engine_that_is_killed_under_load_is_a_503_and_a_restart(server):
+    total = metric(server, "paellapy_requests_answered_total", model="scale")
+
+    async def kill(load):
+        for _ in range(2):
+            await load.answered(100)
+            pid = server.kill("engine")
+            await asyncio.to_thread(server.wait_until, lambda p=pid: server.pids("engine") not in ([], [p]))
+            await load.answered(100)
+
+    load = Load(server.url, clients=16)
+    asyncio.run(load.during(kill))
+    assert set(load.statuses) == {200, 503}
+    assert load.resets == 0  # every request gets an answer
+    assert load.retry_after == {"1"} or load.retry_after == {"1", "2"}
+    server.wait_until(lambda: is_ready(server) and is_at_rest(server))
+    assert metric(server, "paellapy_requests_answered_total", model="scale") == total + load.statuses.count(200)
+    assert metric(server, "paellapy_refusals_total", model="scale", reason="engine_away") > 0
+
+
+def test_health_says_what_is_there_while_the_engine_is_away(server):
+    server.kill("engine")
+    seen = set()
+    while seen != {200, 503}:
+        assert ask(server, "GET", "/v2/health/live")[0] == 200
+        status, _, content = ask(server, "GET", "/v2/health/ready")
+        assert content == {"ready": status == 200}
+        seen.add(status)
+        assert ask(server, "GET", "/metrics")[0] == 200
+    server.wait_until(lambda: is_ready(server))
+    assert ask(server, "POST", INFER, RIGHT)[0] == 200
+
+
+def test_a_stop_signal_under_load_loses_no_accepted_request():
+    outcomes = {"answered": 0, "closed": 0}
+
+    async def client(url, k, stopping):
+        """Asks again and again on one connection until the server says it is the last answer."""
+        body = json.dumps(infer_body("x", np.full((1, 64), k, np.float32))).encode()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            while True:
+                try:
+                    async with session.post(url + INFER, data=body) as answer:
+                        content = await answer.json()
+                        assert answer.status == 200
+                        assert content["outputs"][0]["data"] == [2.0 * k] * 64
+                        outcomes["answered"] += 1
+                        if answer.headers.get("Connection") == "close":
+                            outcomes["closed"] += 1
+                            return
+                except aiohttp.ClientConnectorError:
+                    assert stopping.is_set()
+                    return
+
+    async def main(server):
+        stopping = asyncio.Event()
+        tasks = [asyncio.create_task(client(server.url, k, stopping)) for k in range(16)]
+        while outcomes["answered"] < 100:
+            await asyncio.sleep(0.005)
+        stopping.set()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*tasks)
+
+    with processes("test_serving_workers:models", server={"grace_s": 1.0}) as server:
+        pids = children(server.process.pid)
+        assert len(pids) == 3
+        asyncio.run(main(server))
+        assert server.process.wait(120) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        lines = server.lines()
+    assert outcomes["closed"] == 16
+    assert all(line["level"] == "info" for line in lines), lines
+    assert lines[-1]["message"] == "stopped"
+
+
+def test_when_the_supervisor_is_killed_the_others_end():
+    with processes("test_serving_workers:models") as server:
+        pids = children(server.process.pid)
+        assert len(pids) == 3
+        server.process.kill()
+        server.process.wait()
+        wait_for_end(pids)
+
+
+# -- restarts that fail
+
+
+def crashing_scale():
+    """A factory that kills its process while a file says so."""
+    if Path(os.environ["PAELLAPY_TEST_CRASH"]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return scale_model(batch=(1,))
+
+
+def test_a_restart_loop_backs_off_says_so_and_ends_when_the_cause_is_gone(tmp_path, monkeypatch):
+    crash = tmp_path / "crash"
+    monkeypatch.setenv("PAELLAPY_TEST_CRASH", str(crash))
+    config = tmp_path / "serve.toml"
+    config.write_text(CONFIG.format("crashing_scale"))
+    with processes(str(config), workers=1) as server:
+        crash.touch()
+        server.kill("engine")
+
+        def pauses():
+            return [line["again_in_s"] for line in server.lines() if "again_in_s" in line]
+
+        server.wait_until(lambda: len(pauses()) >= 2)
+        assert pauses() == sorted(pauses())
+        assert ask(server, "GET", "/v2/health/live")[0] == 200
+        status, headers, content = ask(server, "POST", INFER, RIGHT)
+        assert status == 503
+        assert headers["Retry-After"]
+        assert "engine" in content["error"]
+        crash.unlink()
+        server.wait_until(lambda: is_ready(server))
+        assert ask(server, "POST", INFER, RIGHT)[0] == 200
+
+
+CONFIG = """
+device = "virtual:h200"
+[server]
+port = 0
+log_format = "json"
+[[models]]
+name = "scale"
+factory = "test_serving_workers:{}"
+"""
+
+
+def broken_model():
+    raise ValueError("its weights are gone")
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text(CONFIG.format("broken_model"))
+    command = [sys.executable, str(HERE / "serving_processes.py"), str(config), "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "its weights are gone" in ended.stderr
