@@ -93,11 +93,10 @@ t.picture(["heatmap", "residency"])
 # %% [markdown]
 # The first blocks do not start together: the GPU hands them out one after the other. At the end, SMs run dry.
 #
-# Zoomed in far enough, blocks are bars, each in a lane of its SM. Here are the first two microseconds:
+# From close by, blocks are bars, each in a lane of its SM. Here are the first six SMs:
 
 # %%
-start, _ = t.span_ns
-t.picture("gantt", start_ns=start, end_ns=start + 2000)
+t.picture("gantt", sms=(0, 5))
 
 # %% [markdown]
 # In Jupyter, `t.plot()` shows all of this at once, to zoom and hover. (Where this notebook is only read, there is a

@@ -86,7 +86,7 @@ sizes += [wave + 1, 2 * wave + 1]
 sizes.sort()
 times_us = []
 for rows in sizes:
-    first, last = run(np.full(rows, 4096)).span_ns
+    first, last = run(np.full(rows, 2048)).span_ns
     times_us.append((last - first) / 1000)
 
 figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")

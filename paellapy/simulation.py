@@ -10,7 +10,7 @@ from instrument.errors import ArgumentError
 from scheduler.core_models import ModelProfile, load_profiles
 from scheduler.engine import Engine
 from scheduler.model import Model
-from scheduler.policy import Policy
+from scheduler.policy import DEFAULT_ACTIVE, Policy
 from scheduler.profile import model_profile
 from scheduler.results import Results
 from scheduler.simulate import simulate as simulate_profiles
@@ -65,7 +65,7 @@ def _traced(
 
 
 def _profile(engine: Engine, model: Model) -> ModelProfile:
-    lanes = model.lanes or engine.max_active
+    lanes = model.lanes or engine.max_active or DEFAULT_ACTIVE
     return model_profile(model, engine.profile(model.name), lanes, engine.limits.requests)
 
 

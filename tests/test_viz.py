@@ -457,7 +457,8 @@ def test_two_traces_side_by_side_in_one_file(tmp_path: Path) -> None:
 
 def test_a_picture_shows_itself_in_a_notebook_and_can_be_saved(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    still = engine_trace().picture(["requests", "heatmap"], size_inches=(6, 4))
+    still = engine_trace().picture(["requests", "heatmap"], size_inches=(6, 4), sms=(1, 2))
+    assert still.figure.axes[1].get_ylim() == (2.5, 0.5)
     assert still._repr_png_().startswith(b"\x89PNG")
     assert repr(still) == "<picture, 6 x 4 inches>"
     assert still.save(tmp_path / "x.svg").read_text().startswith("<?xml")

@@ -33,9 +33,11 @@ def save_figure(
     bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
+    sms: tuple[int, int] | None = None,
     dpi: int = 160,
 ) -> Path:
-    """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format.
+    """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format. `sms` = (first, last) looks
+    closer at some of them.
 
     >>> from paellapy import examples
     >>> save_figure(examples.load(examples.names()[0]), "/dev/null.txt")
@@ -44,7 +46,7 @@ def save_figure(
     """
     path = checked(path)
     picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
-    return write(draw([picture], view, theme, size_inches), path, dpi)
+    return write(draw([picture], view, theme, size_inches, sms=sms), path, dpi)
 
 
 def save_comparison(
@@ -91,6 +93,7 @@ def draw(
     theme: Theme,
     size_inches: tuple[float, float] | None = None,
     labels: Sequence[str] = (),
+    sms: tuple[int, int] | None = None,
 ) -> Any:
     """The matplotlib figure: a column for each picture, a row for each view."""
     style = need("matplotlib.style", "save_figure()")
@@ -109,6 +112,8 @@ def draw(
                 _VIEWS[name](picture, ax, colour, look(theme))
                 if column:
                     ax.set_ylabel("")
+                if sms is not None and name in ("heatmap", "gantt"):
+                    ax.set_ylim(sms[1] + 0.5, sms[0] - 0.5)
                 if not len(picture.trace.blocks) and name != "requests":
                     ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
             axes[-1, column].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))

@@ -50,10 +50,11 @@ def picture(
     bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
+    sms: tuple[int, int] | None = None,
 ) -> Still:
     """One or more views of a trace as a picture for a notebook. Options as in `save_figure`."""
     prepared = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
-    return Still(draw([prepared], view, theme, size_inches))
+    return Still(draw([prepared], view, theme, size_inches, sms=sms))
 
 
 def compare_picture(
