@@ -214,7 +214,7 @@ _UNREADABLE = r"""
           found.push(`"${text}" is cut by its ${up.className || up.tagName}`);
       }
       const frame = parent.closest(".pp-tile, .pp-panel, .pp-banner, button")?.getBoundingClientRect();
-      if (frame && (box.left < frame.left || box.right > frame.right || box.bottom > frame.bottom + 2))
+      if (frame && (box.left < frame.left + 3 || box.right > frame.right - 3 || box.bottom > frame.bottom + 2))
         found.push(`"${text}" reaches out of its frame`);
       // Lines of text are higher than their letters: what lies within that is no overlap.
       const slack = Math.min(4, box.height * 0.2);

@@ -37,6 +37,10 @@ _SLACK = 256  # of them, those that may be written while they are read
 _READS = 8  # of a GPU's counters per snapshot: one alone would show a moment, and kernels take microseconds
 ALONE_TIMES = 4.0  # a request without target or deadline is late after so many times its time alone, as in `edf`
 
+_REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
+    (st.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
+)
+
 # Upper bounds of the latency histogram: eight to a decade from 10 µs to 100 s.
 EDGES_MS = tuple(round(0.01 * 10 ** (k / 8), 5) for k in range(57))
 
@@ -47,7 +51,7 @@ class Monitor:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._ring = np.zeros(_RING, st.COMPLETION)
-        self._seen = 0
+        self._seen = self._first = 0  # completions so far, and the first of them within the window
         self._since_ns = 0
         self._slow = SlowRequests(engine.state)
         self._own: dict[str, Policy] = {}  # policies that are no part of the package, by name
@@ -60,7 +64,7 @@ class Monitor:
     def start(self) -> None:
         with self._lock:
             if self._unwatch is None:
-                self._seen, self._since_ns = 0, time.monotonic_ns()
+                self._seen, self._first, self._since_ns = 0, 0, time.monotonic_ns()
                 self._last_use = self.engine.sm_totals()
                 self._expect()
                 self._unwatch = self.engine.watch(self._note)
@@ -81,17 +85,19 @@ class Monitor:
     def set_policy(self, name: str) -> None:
         """By name: one of the package's, or one that this engine has had."""
         self._remember()
-        if name not in self._own and name not in policy_names():
+        if name not in self._choices():
             raise PolicyError(f"no policy named {name!r}: choose one of {', '.join(self._choices())}")
         self.engine.set_policy(self._own.get(name, name))
 
     def _note(self, entry: Any) -> None:
-        if entry["request"] < 0:
+        # On every request's way: one conversion to plain numbers costs less than three looks at the record.
+        values = entry.item()
+        if values[_REQUEST] < 0:
             return
         self._ring[self._seen % _RING] = entry
         self._seen += 1
-        if entry["status"] in (st.OK, st.EXPIRED):
-            self._slow.note(entry, int(entry["finish_ns"]) - int(entry["arrival_ns"]))
+        if values[_STATUS] == st.OK or values[_STATUS] == st.EXPIRED:
+            self._slow.note(entry, values[_MODEL], values[_ARRIVAL], values[_DEADLINE], values[_FINISH])
 
     def _expect(self) -> None:
         for row, loaded in self.engine.loaded_rows().items():
@@ -113,8 +119,8 @@ class Monitor:
         failure = engine.failure
         held = engine.occupancy()
         models = [self._model(row, loaded[row], recent, now_ns, window_s) for row in sorted(loaded)]
-        names = {row: each.model.name for row, each in loaded.items()}
-        slow = [each for each in self._slow.slowest(now_ns) if int(each.entry["model"]) in names]
+        of_row = {row: (each.model.name, each.model.target_ms) for row, each in loaded.items()}
+        slow = [each for each in self._slow.slowest(now_ns) if int(each.entry["model"]) in of_row]
         return {
             "time_s": round(time.time(), 3),
             "version": versions()["paellapy"],
@@ -143,24 +149,27 @@ class Monitor:
             "memory": {"held_bytes": engine.memory.held_bytes, "budget_bytes": engine.memory.budget_bytes},
             "edges_ms": EDGES_MS,
             "models": models,
-            "slow": [each.describe(now_ns, names[int(each.entry["model"])]) for each in slow],
+            "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
         }
 
     def _recent(self, now_ns: int) -> tuple[Any, float]:
         """Completions of the window, oldest first, and how long it is."""
         seen = self._seen
-        rows = self._ring[np.arange(max(0, seen - _RING + _SLACK), seen) % _RING]
+        lost = seen - _RING + _SLACK > self._first
+        first = self._first = max(self._first, seen - _RING + _SLACK)
+        rows = self._ring[np.arange(first, seen) % _RING]
         window_s = min(WINDOW_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
-        if seen > _RING - _SLACK and len(rows):  # more than it holds: the window is as long as what is there
+        if lost and len(rows):  # more than it holds: the window is as long as what is there
             window_s = min(window_s, max(1e-3, (now_ns - int(rows["finish_ns"].min())) * 1e-9))
-        return rows[rows["finish_ns"] >= now_ns - int(window_s * 1e9)], window_s
+        inside = rows["finish_ns"] >= now_ns - int(window_s * 1e9)
+        self._first += int(inside.argmax()) if inside.any() else len(rows)
+        return rows[inside], window_s
 
     def _model(self, row: int, loaded: LoadedModel, recent: Any, now_ns: int, window_s: float) -> dict[str, Any]:
         state, model = self.engine.state, loaded.model
         mine = recent[recent["model"] == row]
         done = mine[mine["status"] == st.OK]
         latency_ms = (done["finish_ns"] - done["arrival_ns"]) * 1e-6
-        wait_ms = np.maximum(0, done["started_ns"] - done["arrival_ns"]) * 1e-6
         rate_s = min(RATE_S, window_s)
         lanes = state.lane[loaded.lane_rows]
         running = int(lanes["live"][(lanes["state"] == st.RUNNING) & (lanes["issued"] > 0)].sum())
@@ -183,7 +192,6 @@ class Monitor:
             if target is None or not judged
             else round(int(np.count_nonzero(latency_ms <= target)) / judged, 5),
             "latency_ms": _quantiles(latency_ms),
-            "wait_ms": _quantiles(wait_ms),
             "histogram": _histogram(latency_ms),
             "max_batch": model.max_batch,
             "mean_batch": round(len(done) / float((requests / sizes).sum()), 2) if len(done) else None,
@@ -201,11 +209,11 @@ class Monitor:
 
     def _remember(self) -> None:
         current = self.engine.current_policy
-        if current.name not in policy_names():
+        if current.name not in self._about:
             self._own[current.name] = current
 
     def _choices(self) -> list[str]:
-        return [*policy_names(), *self._own]
+        return [*self._about, *self._own]
 
     def _sms(self, now_ns: int) -> dict[str, Any]:
         """Resident warps ÷ maximum of each SM, and the share of time it had any, since the last snapshot."""
@@ -244,7 +252,8 @@ def _limit_ns(loaded: LoadedModel) -> float:
 
 
 def _listed(values: Any) -> list[float]:
-    return [round(value, 6) for value in np.clip(values, 0.0, 1.0).tolist()]
+    found: list[float] = np.clip(values, 0.0, 1.0).round(6).tolist()
+    return found
 
 
 def _quantiles(values: Any) -> dict[str, float] | None:
@@ -256,7 +265,8 @@ def _quantiles(values: Any) -> dict[str, float] | None:
 
 def _histogram(values: Any) -> list[int]:
     """Counts per bound of EDGES_MS, and one more for what is above the last."""
-    return [int(n) for n in np.bincount(np.searchsorted(EDGES_MS, values), minlength=len(EDGES_MS) + 1)]
+    found: list[int] = np.bincount(np.searchsorted(EDGES_MS, values), minlength=len(EDGES_MS) + 1).tolist()
+    return found
 
 
 def _descriptions() -> dict[str, str]:
@@ -266,5 +276,5 @@ def _descriptions() -> dict[str, str]:
     found = {}
     for name in policy_names():
         text = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))) or ""
-        found[name] = text.split("\n\n")[0].replace("\n", " ")
+        found[name] = text.split("\n\n")[0].replace("\n", " ").replace("`", "")
     return found

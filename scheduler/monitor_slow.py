@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ class SlowRequest(NamedTuple):
 
     lateness: float
     entry: Any  # state.COMPLETION
-    limit_ns: float
     segments: NDArray[np.int64]  # start, end
     whole: bool
 
@@ -32,7 +32,7 @@ class SlowRequest(NamedTuple):
         lane, started = int(self.entry["lane"]), int(self.entry["started_ns"])
         return (lane, started) if self.entry["status"] == st.OK else (st.NONE, int(self.entry["serial"]))
 
-    def describe(self, now_ns: int, name: str) -> dict[str, Any]:
+    def describe(self, now_ns: int, name: str, target_ms: float | None) -> dict[str, Any]:
         """Milliseconds since the request arrived, as JSON has them."""
         e = self.entry
         arrival, started, deadline = int(e["arrival_ns"]), int(e["started_ns"]), int(e["deadline_ns"])
@@ -48,7 +48,7 @@ class SlowRequest(NamedTuple):
             "batch": int(e["batch"]),
             "age_s": round((now_ns - int(e["finish_ns"])) * 1e-9, 2),
             "latency_ms": ms(int(e["finish_ns"])),
-            "limit_ms": round(self.limit_ns * 1e-6, 4),
+            "target_ms": target_ms,
             "lateness": round(self.lateness, 3),
             "deadline_ms": None if deadline >= st.NEVER else ms(deadline),
             "started_ms": None if started >= st.NEVER else ms(started),
@@ -62,26 +62,25 @@ class SlowRequests:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._limit_ns = np.full(len(state.model), np.inf)
+        self._limit_ns = [math.inf] * len(state.model)
         self._found: list[SlowRequest] = []
-        self._floor = np.zeros(len(state.model))
+        self._floor = [0.0] * len(state.model)
 
     def expect(self, model: int, limit_ns: float) -> None:
         """What a request of the model should take at most, where it has no deadline of its own."""
         self._limit_ns[model] = limit_ns
 
-    def note(self, entry: Any, latency_ns: int) -> None:
-        limit = float(self._limit_ns[entry["model"]])
-        deadline = int(entry["deadline_ns"])
-        if deadline < st.NEVER:
-            limit = min(limit, max(1, deadline - int(entry["arrival_ns"])))
-        lateness = latency_ns / limit
-        if lateness <= self._floor[entry["model"]]:
+    def note(self, entry: Any, model: int, arrival_ns: int, deadline_ns: int, finish_ns: int) -> None:
+        limit = self._limit_ns[model]
+        if deadline_ns < st.NEVER:
+            limit = min(limit, max(1, deadline_ns - arrival_ns))
+        lateness = (finish_ns - arrival_ns) / limit
+        if lateness <= self._floor[model]:
             return
         segments, whole = self._segments(entry)
-        self._found = [*self._found, SlowRequest(lateness, entry.copy(), limit, segments, whole)]
+        self._found = [*self._found, SlowRequest(lateness, entry.copy(), segments, whole)]
         if len(self._found) > _CROWDED:
-            self._prune(int(entry["finish_ns"]))
+            self._prune(finish_ns)
 
     def _segments(self, entry: Any) -> tuple[NDArray[np.int64], bool]:
         """When each segment of the request's lane ran."""
@@ -101,7 +100,7 @@ class SlowRequests:
         by_model: dict[int, list[SlowRequest]] = {}
         for each in sorted(slowest.values(), key=lambda each: -each.lateness):
             by_model.setdefault(int(each.entry["model"]), []).append(each)
-        self._floor[:] = 0.0
+        self._floor = [0.0] * len(self._floor)
         for model, found in by_model.items():
             if len(found) >= PER_MODEL:
                 self._floor[model] = found[PER_MODEL - 1].lateness

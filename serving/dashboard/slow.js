@@ -42,8 +42,9 @@ function keyed(name, text) {
   return el("span", {}, el("i", { class: name }), text);
 }
 
+// A request with neither a deadline nor a target is never late.
 function due(request) {
-  return request.deadline_ms ?? request.limit_ms;
+  return request.deadline_ms ?? request.target_ms ?? Infinity;
 }
 
 function makeRow() {
@@ -89,5 +90,5 @@ function drawRow(row, request, end, colour) {
   plot.firstChild.replaceChildren(...parts);
   const outcome = request.status === "ok" ? "done" : request.status;
   plot.setAttribute("aria-label", `Request ${request.request}: waited ${milliseconds(started)}, `
-    + `${segments.length} segments ran ${milliseconds(running)}, ${outcome} after ${milliseconds(request.latency_ms)}, due at ${milliseconds(due(request))}`);
+    + `${segments.length} segments ran ${milliseconds(running)}, ${outcome} after ${milliseconds(request.latency_ms)}${due(request) < Infinity ? `, due at ${milliseconds(due(request))}` : ""}`);
 }
