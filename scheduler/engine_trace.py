@@ -133,6 +133,10 @@ class EngineTrace(Trace, kind="engine"):
         )  # fmt: skip
         return found
 
+    def __repr__(self) -> str:
+        under = f" under {self.policy}" if self.policy else ""
+        return f"{super().__repr__()[:-1]}, {len(self.jobs):,} requests{under}{', simulated time' * self.simulated}>"
+
     def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
         tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}
         about = {"models": self.models, "policy": self.policy, "simulated": self.simulated}

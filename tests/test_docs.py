@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,3 +46,29 @@ def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path
             assert name in captions
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {path.name for path in make_pictures.PICTURES.iterdir()}, "run python docs/make_pictures.py"
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+
+
+def test_the_first_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(snippets("README.md")[0])
+    ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "4,096 blocks, 1 launches of 1 kernels" in ran.stdout
+    assert "theoretical: 100% occupancy: 16 blocks, 64 of 64 warps per SM, limited by threads" in ran.stdout
+
+
+def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("plotly", "matplotlib", "perfetto"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    found = snippets("docs/pictures.md")
+    assert len(found) == 7
+    for snippet in found:
+        commented = re.findall(r"# (?:or, .*: )?((?:t|pp)\..*\))$", snippet, re.M)  # what the remark says to write
+        exec("import paellapy as pp\n" + snippet + "\n".join(commented), {})
+    made = {"tail.svg", "gantt.png", "residency.png", "requests.png", "both.png"}
+    assert {path.name for path in tmp_path.iterdir()} == made | {"mix.pftrace", "mix.json", "mix.html", "mix.pptrace"}

@@ -134,6 +134,13 @@ def test_lateness_counts_from_the_deadline() -> None:
     assert engine_trace().lateness_ns().tolist() == [2500, -500, 0]
 
 
+def test_it_says_what_it_is() -> None:
+    trace = engine_trace()
+    assert repr(trace).endswith("0 unfinished, 3 requests under paella>")
+    trace.know(trace.jobs, trace.segments, trace.owners, trace.models, "edf", True)
+    assert repr(trace).endswith("3 requests under edf, simulated time>")
+
+
 # -- what an engine makes of records
 
 
