@@ -64,7 +64,8 @@ function drawRow(row, request, end, colour) {
   say(who, request.model);
   say(batch, request.batch ? count(request.batch) : "–");
   say(waited, milliseconds(started));
-  say(ran, segments.length ? milliseconds(running) : "–");
+  const took = segments.length ? running : request.latency_ms - started;
+  say(ran, request.status === "ok" ? milliseconds(took) : "–");
   say(latency, milliseconds(request.latency_ms));
   mark(latency, "pp-late", late);
   say(when, `${duration(request.age_s)} ago`);
@@ -73,6 +74,11 @@ function drawRow(row, request, end, colour) {
   if (started > 0) {
     parts.push(svgEl("rect", { class: "pp-wait-ground", x: 0, y: 4, width: x(started), height: 10 }));
     parts.push(svgEl("rect", { class: "pp-wait", x: 0, y: 4, width: x(started), height: 10 }));
+  }
+  if (!segments.length && request.status === "ok") { // when each segment ran is not known any more
+    const bar = svgEl("rect", { class: "pp-ran", x: x(started), y: 4, width: Math.max(0.15, x(request.latency_ms - started)), height: 10 });
+    bar.style.fill = colour;
+    parts.push(bar);
   }
   segments.forEach(([from, to], k) => {
     const before = k ? segments[k - 1][1] : started;

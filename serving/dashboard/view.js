@@ -80,7 +80,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
     let { state, text } = connection;
     if (state === "live" && latest && latest.state !== "running") {
       state = latest.state === "failed" ? "failed" : "paused";
-      text = { failed: "GPU failed", draining: "stopping", closed: "closed" }[latest.state];
+      text = { failed: "GPU failed", draining: "stopping", closed: "closed", restarting: "engine restarting" }[latest.state] ?? latest.state;
     }
     if (status.dataset.state !== state) status.dataset.state = state;
     say(status, text);

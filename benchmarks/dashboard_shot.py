@@ -1,0 +1,207 @@
+"""A picture of the dashboard under load: made at once, or recorded on one machine and drawn on another.
+
+python benchmarks/dashboard_shot.py shot PNG [--url URL | --device cuda] [--dark] [--size 1366x900]
+python benchmarks/dashboard_shot.py record JSON [--url URL | --device cuda] [--seconds 20]     (no browser needed)
+python benchmarks/dashboard_shot.py draw JSON PNG [--dark] [--size 1366x900]                   (no GPU needed)
+
+Without --url a server of the demo models is started on a free port, with clients that keep it busy. A recording is what
+the server sent: the page that draws it later is the server's own, and cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from browser import Browser
+from common import commit
+
+from paellapy import demo
+from paellapy.serve_demo import digit_request
+from scheduler.engine import Engine
+from serving.config import ServerConfig
+from serving.registry import Registry, entry_of
+from serving.server import Server
+
+TARGETS_MS = {
+    "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0},
+    "virtual": {"mlp": 40.0, "cnn": 60.0, "transformer": 90.0},
+}
+MEANWHILE_S = 20.0  # of load before the picture: the curves reach back so far
+
+
+# -- a server under load
+
+
+@contextlib.asynccontextmanager
+async def demo_server(device: str, policy: str) -> AsyncIterator[str]:
+    """The demo models with targets, on a free port; its URL."""
+    with Engine(device, policy) as engine:
+        targets = TARGETS_MS["virtual" if engine.device.name.startswith("virtual") else "cuda"]
+        models = [demo.load(name) for name in demo.names()]
+        for model in models:
+            model.target_ms = targets[model.name]
+        server = Server(Registry(engine, map(entry_of, models)), ServerConfig(port=0, grace_s=0.0, admission="off"))
+        await server.start()
+        await server.load()
+        try:
+            yield server.url
+        finally:
+            await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def load(url: str, clients: int) -> AsyncIterator[None]:
+    """Clients that ask for a digit, wait for the answer, rest a moment, and come in bursts."""
+    body = digit_request(demo.held_out()[0][0])
+    rng = random.Random(0)
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while True:
+            name = rng.choices(demo.names(), (5, 3, 2))[0]
+            for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
+                async with session.post(f"{url}/v2/models/{name}/infer", data=body) as answer:
+                    await answer.read()
+            await asyncio.sleep(rng.expovariate(40.0))
+
+    async with aiohttp.ClientSession() as session:
+        tasks = [asyncio.create_task(client(session)) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def busy(options: argparse.Namespace) -> AsyncIterator[str]:
+    """The server to look at: the given one as it is, or one of our own under load."""
+    if options.url:
+        yield options.url.rstrip("/")
+        return
+    async with demo_server(options.device, options.policy) as url, load(url, options.clients):
+        yield url
+
+
+# -- record, draw, shot
+
+
+async def record(options: argparse.Namespace) -> None:
+    headers = {"X-API-Key": options.key} if options.key else {}
+    found: list[Any] = []
+    async with (
+        busy(options) as url,
+        aiohttp.ClientSession(headers=headers, read_bufsize=1 << 20) as session,
+        session.get(f"{url}/dashboard/events", timeout=aiohttp.ClientTimeout(None)) as answer,
+    ):
+        answer.raise_for_status()
+        ends = time.monotonic() + options.seconds
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                found.append(json.loads(line[6:]))
+            if time.monotonic() > ends:
+                break
+    options.recording.write_text(json.dumps({"commit": commit(), "snapshots": found}, separators=(",", ":")) + "\n")
+    print(f"{options.recording}: {len(found)} snapshots of {found[-1]['device']}")
+
+
+@contextlib.asynccontextmanager
+async def replayed(recording: Path) -> AsyncIterator[str]:
+    """The page as the server serves it, over events that were recorded; its URL. They come as fast as they are read."""
+    snapshots = json.loads(recording.read_text())["snapshots"]
+    over = asyncio.Event()
+
+    @web.middleware
+    async def from_recording(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != "/dashboard/events":
+            return await handler(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for each in snapshots:
+            await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+            await asyncio.sleep(0.005)  # the page draws what comes last: let it see all
+        while not over.is_set():  # the last again and again: a page that hears nothing says so
+            await response.write(b"data: " + json.dumps(snapshots[-1]).encode() + b"\n\n")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), 0.2)
+        return response
+
+    with Engine("virtual:h200") as engine:  # serves the page; what is on it was recorded
+        server = Server(Registry(engine, ()), ServerConfig(port=0, grace_s=0.0))
+        server.app.middlewares.insert(0, from_recording)
+        await server.start()
+        try:
+            yield server.url
+        finally:
+            over.set()
+            await server.stop()
+
+
+async def picture(url: str, options: argparse.Namespace, ready: str, wait_s: float) -> None:
+    width, height = options.size
+    async with Browser() as browser:
+        page = await browser.page(width, height, dark=options.dark, scale=options.scale)
+        await page.goto(f"{url}/")
+        await page.wait_for(ready)
+        await asyncio.sleep(wait_s)
+        await page.screenshot(options.picture)
+        for each in [*await page.unreadable(), *page.errors]:
+            print("WARNING:", each)
+    print(options.picture)
+
+
+async def draw(options: argparse.Namespace) -> None:
+    last = json.loads(options.recording.read_text())["snapshots"][-1]
+    async with replayed(options.recording) as url:
+        uptime = f"up {int(last['uptime_s']) % 60} s" if last["uptime_s"] < 60 else f"{int(last['uptime_s']) % 60} s"
+        ready = f"document.querySelector('.pp-foot')?.textContent.includes({json.dumps(uptime)})"
+        await picture(url, options, ready, 0.5)
+
+
+async def shot(options: argparse.Namespace) -> None:
+    async with busy(options) as url:
+        await picture(url, options, "document.querySelectorAll('.pp-cell').length > 0", MEANWHILE_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+
+    def size(text: str) -> tuple[int, int]:
+        width, _, height = text.partition("x")
+        return int(width), int(height)
+
+    for function in (shot, record, draw):
+        command = commands.add_parser(function.__name__)
+        command.set_defaults(function=function)
+        if function is not shot:
+            command.add_argument("recording", type=Path)
+        if function is not record:
+            command.add_argument("picture", type=Path)
+            command.add_argument("--dark", action="store_true")
+            command.add_argument("--size", type=size, default=(1366, 900))
+            command.add_argument("--scale", type=float, default=1.0, help="pixels per pixel of the page")
+        if function is not draw:
+            command.add_argument("--url", help="of a running server; its load is not ours")
+            command.add_argument("--device", default="virtual:h200")
+            command.add_argument("--policy", default="paella")
+            command.add_argument("--clients", type=int, default=10)
+        if function is record:
+            command.add_argument("--seconds", type=float, default=MEANWHILE_S)
+            command.add_argument("--key", help="of a server that wants one")
+    options = parser.parse_args()
+    asyncio.run(options.function(options))
+
+
+if __name__ == "__main__":
+    main()

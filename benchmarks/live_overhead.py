@@ -1,0 +1,157 @@
+"""What looking costs: an engine's throughput with and without `pp.live`, in turns, and the time of the looking itself.
+
+Other processes on the machine change how many requests a second there are, so requests per second of the process's CPU
+time are noted too. On a real GPU the core spins, and only requests per second say something.
+
+python benchmarks/live_overhead.py [--device cuda] [--seconds 1] [--rounds 30] writes results/live_overhead*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+import paellapy as pp
+from paellapy import demo
+from scheduler import state as st
+from scheduler.monitor import Monitor
+
+HZ = 6.0
+
+
+class Load:
+    """Clients that ask one after the other, each model in turn, until the end of the block."""
+
+    def __init__(self, engine: pp.Engine, clients: int) -> None:
+        self._engine, self._stop = engine, threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(k,)) for k in range(clients)]
+
+    def _ask(self, k: int) -> None:
+        names, images = list(self._engine.models), demo.held_out()[0]
+        while not self._stop.is_set():
+            self._engine.infer_sync(names[k % len(names)], {"image": images[k % len(images)]})
+            k += 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Requests per second, and per second of this process's CPU time."""
+        g = self._engine.state.g
+        before, began, busy = int(g[st.DONE_OK]), time.perf_counter(), time.process_time()
+        time.sleep(seconds)
+        done = int(g[st.DONE_OK]) - before
+        return {
+            "per_s": done / (time.perf_counter() - began),
+            "per_cpu_s": done / max(1e-9, time.process_time() - busy),
+        }
+
+
+def looked_at(engine: pp.Engine, load: Load, seconds: float) -> dict[str, float]:
+    """Throughput while a widget looks; how often it did, and the CPU time that its thread took for it."""
+    times: list[tuple[float, float]] = []
+
+    def note(change: Any) -> None:
+        json.dumps(change["new"])  # as a kernel would, on the way to the browser
+        times.append((time.perf_counter(), time.thread_time()))
+
+    view = pp.live(engine, hz=HZ)
+    view.observe(note, "snapshot")
+    found = load.measure(seconds)
+    view.close()
+    (first, busy), (last, busier) = times[0], times[-1]
+    return {**found, "hz": (len(times) - 1) / (last - first), "cpu_share": (busier - busy) / (last - first)}
+
+
+def note_us(engine: pp.Engine) -> float:
+    """What the look adds to every request: seeing its completion."""
+    monitor = Monitor(engine)
+    monitor.start()
+    entries = np.zeros(1, st.COMPLETION)
+    now = time.monotonic_ns()
+    entries["batch"] = 1
+    entries["deadline_ns"], entries["arrival_ns"], entries["finish_ns"] = st.NEVER, now - 1_000_000, now
+    entry = entries[0]
+    for k in range(100):  # the first few batches are the slowest so far, and kept
+        entry["started_ns"] = k
+        monitor._note(entry)
+    monitor.snapshot()
+    best = min(_timed(lambda: [monitor._note(entry) for _ in range(2000)]) for _ in range(7)) / 2000
+    monitor.stop()
+    return best * 1e6
+
+
+def _timed(function: Any) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="virtual:h200")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of every measurement")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with pp.Engine(options.device) as engine:
+        for name in demo.names():
+            engine.load(demo.load(name))
+        each_us = note_us(engine)
+        without, looked = [], []
+        with Load(engine, options.clients) as load:
+            load.measure(2.0)  # until caches are warm
+            for k in range(options.rounds):
+                for look in (False, True) if k % 2 else (True, False):  # so that drift favours neither
+                    if look:
+                        looked.append(looked_at(engine, load, options.seconds))
+                    else:
+                        without.append(load.measure(options.seconds))
+
+        def median(rows: list[dict[str, float]], what: str) -> float:
+            return statistics.median(row[what] for row in rows)
+
+        def ratio(what: str) -> float:
+            pairs = zip(looked, without, strict=True)  # neighbours in time
+            return round(statistics.median(a[what] / b[what] for a, b in pairs), 4)
+
+        results = {
+            "clients": options.clients,
+            "seconds": options.seconds,
+            "rounds": options.rounds,
+            "without_per_s": round(median(without, "per_s"), 1),
+            "with_per_s": round(median(looked, "per_s"), 1),
+            "per_s_ratio": ratio("per_s"),
+            "without_per_cpu_s": round(median(without, "per_cpu_s"), 1),
+            "with_per_cpu_s": round(median(looked, "per_cpu_s"), 1),
+            "per_cpu_s_ratio": ratio("per_cpu_s"),
+            "hz": round(median(looked, "hz"), 2),
+            "thread_cpu_share": round(median(looked, "cpu_share"), 5),
+            "note_us_per_request": round(each_us, 3),
+            "note_cpu_share": round(each_us * 1e-6 * median(looked, "per_s"), 5),
+            "runs": {"without": without, "with": looked},
+        }
+        suffix = "" if engine.device.name.startswith("virtual") else "_cuda"
+        path = save(f"live_overhead{suffix}", results, engine.device, options.folder)
+    shown = {key: value for key, value in results.items() if key != "runs"}
+    print(json.dumps(shown, indent=1), path, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
