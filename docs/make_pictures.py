@@ -27,8 +27,8 @@ def tail_effect(path: Path) -> str:
     save_figure(t, path, ["heatmap", "residency"], size_inches=(8, 4.6))
     (kernel,) = t.summary().kernels
     return (
-        f"{kernel.blocks:,} blocks in {kernel.waves:.1f} waves: SMs run dry one after the other, and for "
-        f"{kernel.tail_share:.0%} of the time they wait for the last blocks. {pp.examples.origin(t)}"
+        f"{kernel.blocks:,} blocks in {kernel.waves:.1f} waves, some longer than others: {kernel.tail_share:.0%} of "
+        f"the kernel's time passes after the first SM has run dry. {pp.examples.origin(t)}"
     )
 
 

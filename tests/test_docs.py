@@ -52,13 +52,16 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
-def test_the_first_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_readme_s_kernel_and_engine_run_as_they_stand(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
-    script.write_text(snippets("README.md")[0])
+    kernel, engine = (each for each in snippets("README.md") if "@pp.kernel" in each or "pp.Engine" in each)
+    script.write_text(f"{kernel}\n\n{engine}")
     ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "4,096 blocks, 1 launches of 1 kernels" in ran.stdout
     assert "theoretical: 100% occupancy: 16 blocks, 64 of 64 warps per SM, limited by threads" in ran.stdout
+    assert "[0. 2. 4. 6.] <Trace" in ran.stdout
+    assert "1 requests under slack>" in ran.stdout
 
 
 def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
