@@ -17,7 +17,7 @@ from scheduler.errors import CaptureError
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Program
+from scheduler.program import Cuts, Marks, Program
 from scheduler.state import State
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Launches:
     whole: int
     stream: int
     keep: list[Any] = field(default_factory=list)
+    notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
 
 
 class Backend(ABC):
@@ -60,8 +61,11 @@ class Backend(ABC):
         """The model's weights in device memory."""
 
     @abstractmethod
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
-        """Runs the model's function once and keeps what it launches, between the copies of inputs and outputs."""
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+        """Runs the model's function once and keeps what it launches, between the copies of inputs and outputs.
+
+        Kernels in `marks` say when all their blocks are on the SMs.
+        """
 
     @abstractmethod
     def node_times_ns(self, program: Program) -> list[float]:

@@ -31,7 +31,7 @@ from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel, device_lock
 from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Program
+from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
 
@@ -154,17 +154,21 @@ class CudaBackend(Backend):
             self._trial.free()
             self._trial = None
 
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
-        return self.capture_traced(lane, weights, batch, cuts)[0]
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+        return self.capture_traced(lane, weights, batch, cuts, marks)[0]
 
-    def capture_traced(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> tuple[Program, list[int]]:
+    def capture_traced(
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None
+    ) -> tuple[Program, list[int]]:
         """Also under which id each node's blocks appear in a trace that is under way."""
         self.device.activate()
         memory = lane.memory
         assert isinstance(memory, CudaMemory)
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
             memory.torch_pool = TorchPool(self.device.index)
-        return capture_program(self.device, self._capture_stream, lane, weights, batch, cuts, memory.torch_pool)
+        return capture_program(
+            self.device, self._capture_stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool
+        )
 
     def node_times_ns(self, program: Program) -> list[float]:
         return node_times_ns(program.body, self._capture_stream.handle)
@@ -189,7 +193,8 @@ class CudaBackend(Backend):
             for handle in handles:
                 driver().cuGraphExecDestroy(handle)
             raise
-        return Launches(program, bounds, handles[:-1], handles[-1], stream.handle, [lane, stream])
+        notified = frozenset(program.marks.values())
+        return Launches(program, bounds, handles[:-1], handles[-1], stream.handle, [lane, stream], notified)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
         stream = self._capture_stream.handle

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -31,7 +31,7 @@ from scheduler.lanes import ALIGN, Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel
 from scheduler.loop import Bell, store_word
 from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Program
+from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
 
@@ -61,6 +61,13 @@ def _aligned(nbytes: int) -> Any:
     return raw[start : start + nbytes]
 
 
+class Placed(NamedTuple):
+    """Handles in the SM model: of a piece's last command, and of its last kernel (-1: it has none)."""
+
+    last: int
+    kernel: int
+
+
 class Piece:
     """A run of recorded items that is launched at once: what to compute, and what to give to the SM model."""
 
@@ -68,9 +75,9 @@ class Piece:
         self.items, self.steps = items, steps
         self.kernels = [item for item in items if item.node.kind == "kernel"]
 
-    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> tuple[int, int]:
-        """Puts the piece on a stream; the handles of its first and last command. `first_id` 0 leaves no trace."""
-        first = last = -1
+    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> Placed:
+        """Puts the piece on a stream. `first_id` 0 leaves no trace."""
+        last = kernel = -1
         launch = first_id
         for n, step in enumerate(self.steps):
             if isinstance(step, SmProgram):
@@ -78,13 +85,12 @@ class Piece:
                     stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns
                 )
                 launch += len(step.ints)
-                begin = last - len(step.ints) + 1
+                kernel = last
             else:
                 kind, nbytes = step
                 ends = n == len(self.steps) - 1
-                begin = last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
-            first = begin if first < 0 else first
-        return first, last
+                last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
+        return Placed(last, kernel)
 
 
 class VirtualBackend(Backend):
@@ -118,7 +124,7 @@ class VirtualBackend(Backend):
 
     # -- programs
 
-    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts) -> Program:
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
         model = lane.model
         recording = Recording(lane, cuts)
         inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
@@ -129,7 +135,7 @@ class VirtualBackend(Backend):
         for name, array in outputs.items():
             recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
         nodes = [item.node for item in recording.items]
-        return Program(model, lane.index, batch, nodes, True, recording.items)
+        return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
 
     def _block_costs(self, program: Program) -> list[BlockCost | None]:
         """What each node's blocks cost: seen by running the program once."""
@@ -167,7 +173,7 @@ class VirtualBackend(Backend):
             stream = self.sm.stream()
             handles = [self._piece(program, first, end) for first, end in bounds]
             whole = handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes))
-        return Launches(program, bounds, handles, whole, stream)
+        return Launches(program, bounds, handles, whole, stream, notified=frozenset(program.marks.values()))
 
     def _piece(self, program: Program, first: int, end: int) -> int:
         key = (program.content(), first, end)
@@ -204,8 +210,8 @@ class VirtualBackend(Backend):
         for first, end in [*launches.bounds, (0, len(launches.program.nodes))]:
             piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end))
             stream = model.stream()
-            _, before = piece.place(model, stream, model.now_ns)
-            _, last = piece.place(model, stream, model.now_ns)
+            before = piece.place(model, stream, model.now_ns).last
+            last = piece.place(model, stream, model.now_ns).last
             model.run()
             # Queued behind another, as in an engine that is busy: the gap between two launches is part of it.
             times.append(model.finish_ns(last) - model.finish_ns(before))
@@ -233,6 +239,7 @@ class VirtualBackend(Backend):
         self._state, self._bell, self._failed = state, bell, failed
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._flight: dict[int, int] = {}
+        self._draining: dict[int, int] = {}  # last kernels of segments → the word to set once all of one is on the SMs
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
         self._thread.start()
 
@@ -278,6 +285,11 @@ class VirtualBackend(Backend):
         """Lets the GPU's time pass and sets the words of what has ended."""
         with self._lock:
             self.sm.run(max(self.sm.now_ns, now_ns - self._offset_ns))
+            now = self.sm.now_ns
+            for handle, word in list(self._draining.items()):
+                if self.sm.notify_ns(handle) <= now:
+                    store_word(word, 1)
+                    del self._draining[handle]
             for handle in self.sm.completed():
                 word = self._flight.pop(int(handle), 0)
                 if word:
@@ -299,8 +311,10 @@ class VirtualBackend(Backend):
                 submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
                 tracer = self._tracer
                 first_id = tracer.note(order, piece, int(submit), int(launch["stream"])) if tracer is not None else 0
-                _, last = piece.place(self.sm, int(launch["stream"]), submit, first_id)
-                self._flight[last] = int(order["word"])
+                placed = piece.place(self.sm, int(launch["stream"]), submit, first_id)
+                self._flight[placed.last] = int(order["word"])
+                if launch["draining"]:
+                    self._draining[placed.kernel] = int(launch["draining"])
 
     def _next_event_s(self) -> float | None:
         """How long nothing will happen by itself; None: ever."""

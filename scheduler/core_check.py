@@ -183,7 +183,7 @@ def _check_lanes(s: State) -> None:
             fits = s.size["batch"][m, : s.model["n_sizes"][m]]
             _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
             ahead = a["issued"] - a["done"]
-            _require(ahead <= max(s.g[LOOK_AHEAD], 1), "a lane runs too far ahead", lane)
+            _require(ahead <= max(s.g[LOOK_AHEAD], 1) + (s.g[LOOK_AHEAD] == 1), "a lane runs too far ahead", lane)
             _require(ahead > 0 or a["ready_at"] >= 0, "a lane is forgotten", lane)
         if a["state"] in (FREE, HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])

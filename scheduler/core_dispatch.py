@@ -107,7 +107,10 @@ def launch(s: State, lane: int, now: int) -> bool:
     if k == 0:
         a.started_ns = now
     a.issued = k + 1
+    a.draining = 0
     s.segment_ns[lane, k, 0] = now
+    if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
+        store_at(s.launch[lane, a.size, k].draining, _ZERO)
     s.g[LAUNCHES] += 1
     s.g[WHOLE_LAUNCHES] += a.whole
     if s.g[BACKEND] == VIRTUAL:
@@ -134,7 +137,7 @@ def feed(s: State, lane: int, now: int) -> bool:
         if s.g[WHOLE_ALWAYS] or (s.g[WHOLE_IDLE] and alone):
             a.whole = 1
             a.segments = 1
-    while a.issued < a.segments and a.issued - a.done < s.g[LOOK_AHEAD]:
+    while a.issued < a.segments and a.issued - a.done < s.g[LOOK_AHEAD] + a.draining:
         if not launch(s, lane, now):
             return False
     return True
@@ -298,13 +301,21 @@ def segment_done(s: State, lane: int, now: int) -> None:
 
 @inlined
 def poll(s: State, now: int) -> None:
-    """Read the completion words of what is in flight: each lane's oldest launch."""
+    """Read the completion words of what is in flight: each lane's oldest launch.
+
+    Where a job may have one segment on the GPU at a time, its next one is sent as soon as this one has nothing left to
+    start: by then another job's may be better, and if not, it arrives before the last blocks end.
+    """
     k = 0
     while k < s.g[FLIGHT_N]:
         lane = s.flight[k]
         a = s.lane[lane]
         word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
         if load_at(word) == _ZERO:
+            if s.g[LOOK_AHEAD] == 1 and a.draining == 0 and not a.whole and a.issued - a.done == 1:
+                room = s.launch[lane, a.size, a.done].draining
+                if room != _ZERO and load_at(room) != _ZERO:
+                    a.draining = s.g[CHANGED] = 1
             k += 1
         else:  # look at k again: the lane may have more, or another lane may have moved there
             store_at(word, _ZERO)

@@ -24,7 +24,7 @@ from scheduler.cuda_torch import TorchPool
 from scheduler.errors import CaptureError
 from scheduler.lanes import Lane
 from scheduler.model import Arrays
-from scheduler.program import Cuts, Node, Part, Program
+from scheduler.program import Cuts, Marks, Node, Part, Program
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
 
@@ -44,12 +44,28 @@ def sliced_variant(launcher: CudaLauncher) -> Launcher | None:
     return _sliced[launcher]
 
 
+_notifying: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
+
+
+def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
+    """The same kernel, whose last block says when it starts; None where it reports something else, or cannot."""
+    if launcher not in _notifying:
+        compiled, found = launcher.compiled, None
+        if compiled.config.report is None:
+            with contextlib.suppress(InstrumentError):
+                config = replace(compiled.config, report="notify")
+                found = launcher.device.prepare(compiled.source, config, launcher.pick)
+        _notifying[launcher] = found
+    return _notifying[launcher]
+
+
 class GraphCapture(LaneCapture):
     """Our launches go to the capturing stream; which node each became is noted."""
 
-    def __init__(self, lane: Lane, cuts: Cuts, device: CudaDevice) -> None:
+    def __init__(self, lane: Lane, cuts: Cuts, marks: Marks, device: CudaDevice) -> None:
         super().__init__(lane, cuts)
-        self.device = device
+        self.device, self._marks = device, marks
+        self.marked: Marks = {}  # those that could be done
         self.nodes: dict[int, tuple[int, Part | None, Any, int]] = {}  # node → launch number, part, code, trace id
 
     def launch(
@@ -74,10 +90,27 @@ class GraphCapture(LaneCapture):
                 chosen = found
         result = None
         for each in parts:
-            with self.letting_through():
-                result = chosen(grid, values, block, shared_bytes, each)
+            with self.letting_through(), self._notifying(number, each, chosen) as last:
+                result = last(grid, values, block, shared_bytes, each)
             self._note(number, each, launcher.compiled)
         return result
+
+    @contextlib.contextmanager
+    def _notifying(self, number: int, part: Part | None, launcher: Launcher) -> Iterator[Launcher]:
+        """The launcher to use: where the launch ends a segment, one that tells the lane's word of that segment."""
+        segment = self._marks.get((number, part))
+        found = None
+        if segment is not None and isinstance(launcher, CudaLauncher) and self.device.session is None:
+            found = notifying_variant(launcher)
+        if segment is None or found is None:
+            yield launcher
+            return
+        self.marked[number, part] = segment
+        self.notify_word = int(self.lane.draining[segment:].ctypes.data)
+        try:
+            yield found
+        finally:
+            self.notify_word = 0
 
     def _note(self, number: int, part: Part | None, compiled: Any) -> None:
         """The node just added is the one that whatever comes next on the stream depends on."""
@@ -147,12 +180,13 @@ def capture_program(
     weights: Arrays,
     batch: int,
     cuts: Cuts,
+    marks: Marks,
     pool: TorchPool | None = None,
 ) -> tuple[Program, list[int]]:
     """The model's function as a CUDA graph between the copies of its inputs and outputs; trace ids of its nodes."""
     cu = driver()
     model = lane.model
-    capture = GraphCapture(lane, cuts, device)
+    capture = GraphCapture(lane, cuts, marks, device)
     inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
     handle = stream.handle
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -190,4 +224,5 @@ def _program(captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: 
         captured.destroy()
         raise
     nodes = [node for node, _ in described]
-    return Program(lane.model, lane.index, batch, nodes, captured.chain, captured), [traced for _, traced in described]
+    program = Program(lane.model, lane.index, batch, nodes, captured.chain, captured, marks=capture.marked)
+    return program, [traced for _, traced in described]

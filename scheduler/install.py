@@ -31,8 +31,8 @@ def install(state: State, loaded: LoadedModel) -> None:
     for k, spec in enumerate(model.inputs.values()):
         state.input_bytes[loaded.row, k] = spec.nbytes
     for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
-        words = lane.words
-        words[:] = 0
+        words, draining = lane.words, lane.draining
+        words[:] = draining[:] = 0
         for k, array in enumerate(lane.inputs.values()):
             state.input_address[row, k] = array.ctypes.data
         for size, launches in enumerate(sizes):
@@ -40,4 +40,5 @@ def install(state: State, loaded: LoadedModel) -> None:
             segments["handle"], segments["stream"] = launches.handles, launches.stream
             for i in range(len(launches.handles)):
                 segments["word"][i] = words.ctypes.data + 8 * i
-            state.whole[row, size] = (launches.whole, launches.stream, words[-1:].ctypes.data)
+                segments["draining"][i] = draining.ctypes.data + 8 * i if i in launches.notified else 0
+            state.whole[row, size] = (launches.whole, launches.stream, words[-1:].ctypes.data, 0)

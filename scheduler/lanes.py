@@ -83,14 +83,15 @@ class LanePlan:
 def plan_lane(model: Model, scratch_bytes: int, segments: int) -> LanePlan:
     """Inputs, outputs, then scratch; every tensor with room for the largest batch.
 
-    Beside the pinned tensors lies a completion word for each of up to `segments` segments, and one for the whole.
+    Beside the pinned tensors lies a completion word for each of up to `segments` segments, one for the whole, and a
+    word for each segment that says when its last kernel is all on the SMs.
     """
     device, host = Bump(), Bump()
     offsets: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for key, spec in tensors(model):
         for bump, table in zip((device, host), offsets, strict=True):
             table[key] = bump.take(spec.nbytes * model.max_batch)
-    words = host.take(8 * (segments + 1))
+    words = host.take(8 * (2 * segments + 1))
     return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
 
 
@@ -111,6 +112,12 @@ class Lane:
     def words(self) -> NDArray[np.uint64]:
         """Completion words: one per segment, the last for the whole program."""
         return self.memory.host[self.plan.words :][: 8 * self.plan.n_words].view(np.uint64)
+
+    @property
+    def draining(self) -> NDArray[np.uint64]:
+        """Per segment: when the last block of its last kernel started, where that kernel reports it; 0 before."""
+        start = self.plan.words + 8 * self.plan.n_words
+        return self.memory.host[start:][: 8 * (self.plan.n_words - 1)].view(np.uint64)
 
     def _host_view(self, key: str, spec: TensorSpec) -> NDArray[Any]:
         offset, nbytes = self.plan.host[key], spec.nbytes * self.model.max_batch

@@ -12,7 +12,7 @@ from scheduler.errors import ModelError
 from scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
 from scheduler.model import Arrays, Model
 from scheduler.profile import ProgramProfile
-from scheduler.program import Program
+from scheduler.program import Program, last_kernels
 from scheduler.segments import cut, plan_slices
 from scheduler.state import Limits
 
@@ -108,11 +108,11 @@ class Loader:
             known = self._plan(loaded, first, alone)
             if alone:  # what was measured beside other work serves this time, and is not kept
                 profiles.store(where, known)
+        sliced = backend.capture(loaded.lanes[0], loaded.weights, batch, known.cuts) if known.cuts else first
+        marks = last_kernels(sliced.nodes, known.bounds)
         for k, lane in enumerate(loaded.lanes):
-            if k == 0 and not known.cuts:
-                program = first
-            else:
-                program = backend.capture(lane, loaded.weights, batch, known.cuts)
+            again = k > 0 or marks
+            program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
             loaded.launches[k].append(backend.cut(program, known.bounds, lane))
             if k:
                 backend.discard(program)
@@ -122,9 +122,8 @@ class Loader:
             known = replace(known, demand=min(max(demand, 0.01), 1.0))
             profiles.store(where, known)
         loaded.profiles.append(known)
-        backend.discard(loaded.launches[0][-1].program)
-        if known.cuts:
-            backend.discard(first)
+        for program in (loaded.launches[0][-1].program, sliced, first):
+            backend.discard(program)
 
     def _plan(self, loaded: LoadedModel, first: Program, alone: bool) -> ProgramProfile:
         """Decides where to cut, from the times of the nodes, and measures the result."""

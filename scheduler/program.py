@@ -14,6 +14,7 @@ from scheduler.model import Model
 NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
 Part = tuple[int, int]  # first block and number of blocks of a slice
 Cuts = dict[int, tuple[Part, ...]]  # number of our launch → the slices it is launched in
+Marks = dict[tuple[int, Part | None], int]  # our launch, or a slice of it → the segment it is the last kernel of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Program:
     chain: bool  # each node follows the one before it, and nothing else
     body: Any
     keep: list[Any] = field(default_factory=list)
+    marks: Marks = field(default_factory=dict)  # kernels that say when all their blocks are on the SMs
 
     def content(self) -> str:
         """A digest of what the program does, the same for every lane."""
@@ -57,6 +59,20 @@ class Program:
 
 def content_digest(nodes: Iterable[Node]) -> str:
     return cache.digest(*(repr(node) for node in nodes))
+
+
+def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Marks:
+    """Which of our launches end a segment that another follows; only copies may come after them."""
+    marks: Marks = {}
+    for k, (first, end) in enumerate(bounds[:-1]):
+        for node in reversed(nodes[first:end]):
+            if node.kind == "kernel":
+                if node.launch >= 0:
+                    marks[node.launch, node.part] = k
+                break
+            if node.kind not in ("h2d", "d2h", "d2d"):
+                break
+    return marks
 
 
 def our_launches(nodes: Sequence[Node]) -> dict[int, Node]:

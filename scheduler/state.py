@@ -159,6 +159,7 @@ LANE = np.dtype(
         ("segments", "i8"),  # of the size it runs at; 1 when launched whole
         ("issued", "i8"),
         ("done", "i8"),
+        ("draining", "i8"),  # 1: its newest segment is about to leave room
         ("whole", "i8"),
         ("rank", "f8"),
         ("demand", "f8"),  # as counted in t[DEMAND] while it is active
@@ -180,7 +181,8 @@ LANE = np.dtype(
 # [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
 # (a CUDA graph exec), on `stream`; when done it writes a number other than 0 to the u64 at `word`, which the core reads
 # and clears. Segments of one lane complete in order.
-LAUNCH = np.dtype([("handle", "u8"), ("stream", "u8"), ("word", "u8")], align=True)
+# `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
+LAUNCH = np.dtype([("handle", "u8"), ("stream", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
 
 REQUEST = np.dtype(
     [

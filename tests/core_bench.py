@@ -54,6 +54,9 @@ class Bench:
         set_capacity(self.state, part("h200"))
         self.state.g[st.HOLD] = self.hold
         self.state.t[st.DEMAND_LIMIT] = self.demand
+        self.started = np.zeros((self.limits.lanes, self.limits.segments), np.uint64)
+        words = self.started.ctypes.data + 8 * np.arange(self.started.size).reshape(self.started.shape)
+        self.state.launch["draining"] = words[:, None, :]
         for each in self.models:
             open_model(self.state, install(self.state, each)[0])
         self.step()
@@ -139,6 +142,10 @@ class Bench:
     @property
     def running(self) -> list[int]:
         return [lane for lane, words in self.launched.items() if words]
+
+    def drain(self, lane: int) -> None:
+        """All blocks of the lane's newest segment are on the SMs."""
+        self.started[lane, max(0, int(self.state.lane["issued"][lane]) - 1)] = 1
 
     def finish_segment(self, lane: int) -> None:
         """The GPU completes a lane's oldest launch."""

@@ -27,7 +27,7 @@ from scheduler.core_models import (
     save_profiles,
 )
 from scheduler.occupancy import occupancy
-from scheduler.policy import find_policy, policy_names
+from scheduler.policy import Policy, find_policy, policy_names
 
 # --- one request ----------------------------------------------------------------------------------------------------
 
@@ -433,6 +433,44 @@ def test_predictions_grow_with_the_work_ahead() -> None:
     bench.run_dry()
 
 
+def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started() -> None:
+    bench = Bench([profile(segments=4, lanes=2)], policy=careful)
+    bench.submit()
+    bench.submit()
+    bench.step()
+    lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
+    assert len(bench.launched[lane]) == 1
+    bench.step()
+    assert len(bench.launched[lane]) == 1
+    bench.drain(lane)
+    bench.step()
+    assert bench.history[lane] == [0, 1]
+    bench.step()
+    assert bench.history[lane] == [0, 1], "the second has not started"
+    bench.drain(lane)  # the second's word counts only once the first is done
+    bench.step()
+    assert bench.history[lane] == [0, 1]
+    bench.finish_segment(lane)
+    bench.step()
+    assert bench.history[lane] == [0, 1, 2]
+    bench.run_dry()
+
+
+def test_a_better_job_goes_before_the_next_segment_of_one_that_drains() -> None:
+    long, short = profile(segments=8, lanes=1, ns=1e6), profile("short", lanes=1, ns=1e3)
+    bench = Bench([long, short], policy=replace(careful, active=1))
+    bench.submit(0)
+    bench.submit(0)
+    bench.step()
+    (lane,) = bench.running
+    bench.submit(1)
+    bench.drain(lane)
+    bench.step()
+    assert bench.history[lane] == [0]
+    assert bench.history[lane_of(bench, 1)] == [0]
+    bench.run_dry()
+
+
 @pytest.mark.parametrize(("limit", "together"), [(0.0, 1), (1.0, 2), (1.3, 3), (np.inf, 4)])
 def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: int) -> None:
     bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=limit)
@@ -538,6 +576,7 @@ actions = st_.lists(
             st_.booleans(),
         ),
         st_.tuples(st_.just("cancel"), st_.integers(0, 40)),
+        st_.tuples(st_.just("drain"), st_.integers(0, 15)),
         st_.tuples(st_.just("segment"), st_.integers(0, 15)),
         st_.tuples(st_.just("segment"), st_.integers(0, 15)),
         st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000])),
@@ -547,6 +586,9 @@ actions = st_.lists(
     ),
     max_size=80,
 )
+
+
+careful = replace(find_policy("srpt"), name="careful", look_ahead=1)
 
 
 def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
@@ -568,6 +610,8 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
             bench.cancel(a[0])  # type: ignore[arg-type]
         elif action == "segment" and bench.running:
             bench.finish_segment(bench.running[a[0] % len(bench.running)])  # type: ignore[operator]
+        elif action == "drain" and bench.running:
+            bench.drain(bench.running[a[0] % len(bench.running)])  # type: ignore[operator]
         elif action == "step":
             bench.step(a[0])  # type: ignore[arg-type]
         elif action == "write":
@@ -580,14 +624,19 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     models=st_.lists(profiles, min_size=1, max_size=4),
-    name=st_.sampled_from(policy_names()),
+    name=st_.sampled_from([*policy_names(), careful]),
     hold=st_.booleans(),
     demand=st_.sampled_from([0.0, 1.0, 2.0, np.inf]),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
 def test_whatever_happens_each_request_completes_exactly_once(
-    models: list[ModelProfile], name: str, hold: bool, demand: float, script: list[tuple[object, ...]], end: str
+    models: list[ModelProfile],
+    name: str | Policy,
+    hold: bool,
+    demand: float,
+    script: list[tuple[object, ...]],
+    end: str,
 ) -> None:
     bench = Bench(models, policy=name, hold=hold, demand=demand)
     submitted = play(bench, script)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from scheduler.errors import (
     QueueFullError,
     UnknownModelError,
 )
-from scheduler.policy import policy, policy_names
+from scheduler.policy import find_policy, policy, policy_names
 from scheduler.state import Limits
 
 DEVICE = "virtual:h200"
@@ -639,3 +640,23 @@ def test_traces_cannot_be_nested(loaded):
     with loaded.trace(), pytest.raises(TraceError, match="nested"), loaded.trace():
         pass
     loaded.infer_sync("short", {"x": np.ones(64, np.float32)})
+
+
+def test_segments_say_when_their_last_block_has_started(engine):
+    model = scale_model("long", 2.0, steps=60, batch=(1,))
+    engine.load(model)
+    loaded = next(iter(engine.loaded_rows().values()))
+    segments = len(engine.profile("long")[0].segments)
+    engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
+    rng = np.random.default_rng(0)
+
+    async def main():
+        inputs = [random_inputs(model, rng) for _ in range(20)]
+        found = await asyncio.gather(*(engine.infer("long", each) for each in inputs))
+        for each, outputs in zip(inputs, found, strict=True):
+            check(outputs, scale_reference(2.0, 60)(each))
+
+    asyncio.run(main())
+    check_at_rest(engine.state)
+    assert any(lane.draining[: segments - 1].all() for lane in loaded.lanes)
+    assert not any(lane.draining[segments - 1] for lane in loaded.lanes)  # nothing follows the last

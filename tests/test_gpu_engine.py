@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from scheduler.core_check import check_at_rest
 from scheduler.engine import Engine
 from scheduler.errors import CaptureError, InputError, MemoryPlanError
 from scheduler.model import Model, TensorSpec
-from scheduler.policy import policy_names
+from scheduler.policy import find_policy, policy_names
 
 pytestmark = pytest.mark.gpu
 
@@ -408,3 +409,28 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
         check=False,
     )
     assert run.stdout.split() == ["refused", "closed"], run.stderr
+
+
+def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(loaded):
+    """One segment on the GPU at a time, and yet the next does not wait for the end of the one before."""
+    loaded.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
+    state, ahead = loaded.state, []
+
+    def note(entry):
+        lane = state.lane[int(entry["lane"])]
+        if not lane["whole"] and lane["segments"] > 2:
+            times = state.segment_ns[int(entry["lane"]), : int(lane["segments"])]
+            ahead.append(bool((times[1:, 0] < times[:-1, 1]).any()))
+
+    stop = loaded.watch(note)
+
+    async def main():
+        work = list(requests(400, 7))
+        found = await asyncio.gather(*(loaded.infer(name, inputs) for name, inputs, _ in work))
+        for outputs, (_, _, expected) in zip(found, work, strict=True):
+            check(outputs, expected)
+
+    asyncio.run(main())
+    stop()
+    assert any(ahead)
+    check_at_rest(state)

@@ -82,6 +82,7 @@ class Capture(ABC):
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.passing = False  # set while the capture itself launches
+        self.notify_word = 0  # address that a launch at level `notify` writes to, instead of a word of the device's
 
     @property
     def mine(self) -> bool:

@@ -155,8 +155,11 @@ class CudaLauncher(Launcher):
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
         elif self._notify:
-            words, index, address = device.next_notify_word()
-            notification = Notification(words, index)
+            if device.capture is not None and device.capture.mine and device.capture.notify_word:
+                address = device.capture.notify_word
+            else:
+                words, index, address = device.next_notify_word()
+                notification = Notification(words, index)
             _QWORD.pack_into(buffer.bytes, self._descriptor_at + _NOTIFY, address)
         if self._sliced:
             gx, gy, gz = count, 1, 1
