@@ -41,6 +41,8 @@ def table(result: dict[str, Any]) -> Table:
     found.add_column("model")
     for name in ("answered/s", "p50 ms", "p90", "p99", "p99.9", "max", "refused", "errors"):
         found.add_column(name, justify="right")
+    if load["target_ms"] is not None:
+        found.add_column(f"≤ {load['target_ms']:g} ms", justify="right")
     rows = dict(result["models"])
     if len(rows) > 1:
         rows["all"] = result["all"]
@@ -48,5 +50,6 @@ def table(result: dict[str, Any]) -> Table:
         latency = each.get("latency_ms", {})
         numbers = [f"{latency[key]:.3g}" if key in latency else "–" for key in ("p50", "p90", "p99", "p99.9", "max")]
         failed = sum(each["errors"].values())
-        found.add_row(name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed))
+        within = [f"{each.get('within_target', 0.0):.2%}"] if load["target_ms"] is not None else []
+        found.add_row(name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed), *within)
     return found

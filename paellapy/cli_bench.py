@@ -39,6 +39,7 @@ def bench(
     binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
     timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
     priority: Annotated[int | None, typer.Option(help="1 goes first, 0 or none is the default")] = None,
+    target_ms: Annotated[float | None, typer.Option(help="also show the share of answers within it")] = None,
     connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
     clients: Annotated[int, typer.Option(help="client processes, where one core is not enough")] = 1,
     header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
@@ -64,7 +65,8 @@ def bench(
     load = Load(
         models=tuple(model or ()), rate=rate, concurrency=concurrency, trace=read_trace(trace) if trace else (),
         speed=speed, arrivals=ARRIVALS[arrivals], sigma=sigma, duration_s=duration, warmup_s=warmup, items=items,
-        binary=binary, timeout_us=timeout_us, priority=priority, connections=connections, seed=seed, headers=headers,
+        binary=binary, timeout_us=timeout_us, priority=priority, target_ms=target_ms, connections=connections,
+        seed=seed, headers=headers,
     )  # fmt: skip
     load.check()
     console = Console()

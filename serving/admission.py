@@ -9,6 +9,7 @@ decrease, as TCP finds its window.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -22,22 +23,27 @@ from serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
 
-LATE = 0.8  # of its limit: a latency above is a sign that there are too many in flight
+LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
 LARGEST = 4096.0
 
 
 class Window:
-    """How many requests of a model may be in flight."""
+    """How many requests of a model may be in flight.
 
-    __slots__ = ("_since", "in_flight", "size")
+    It aims at half of the time there is, so that most are in time too when the machine is slow for a moment.
+    """
+
+    __slots__ = ("_shortest_s", "_since", "in_flight", "size")
 
     def __init__(self, size: float) -> None:
-        self.size, self.in_flight, self._since = size, 0, 0.0
+        self.size, self.in_flight, self._since, self._shortest_s = size, 0, 0.0, math.inf
 
     def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
-        if now_s - entered_s > LATE * limit_s:
+        took_s = now_s - entered_s
+        self._shortest_s = min(self._shortest_s, took_s, limit_s)
+        if took_s > self._shortest_s + LATE * (limit_s - self._shortest_s):
             if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
                 self.size, self._since = max(1.0, self.size * DECREASE), now_s
         elif was_in_flight * 2 >= self.size:  # only a window that is used tells whether it could be larger
@@ -67,6 +73,15 @@ class Admission:
         self._engine, self.mode = engine, mode
         self.windows: dict[str, Window] = {}
 
+    def check_room(self, model: Model) -> None:
+        """Before a request's body is read, where every request has a limit: under overload most are refused, and what
+        that costs the accepted ones have not.
+        """
+        if self.mode == "targets" and model.target_ms is not None:
+            window = self.windows.get(model.name)
+            if window is not None and window.in_flight >= window.size:
+                raise _overloaded(model, window, "target", model.target_ms)
+
     def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
         """A ticket to be given back with `leave`; None where there is no limit to keep; or RefusedError."""
         limit_ms = deadline_ms if deadline_ms is not None or self.mode != "targets" else model.target_ms
@@ -78,12 +93,7 @@ class Admission:
         if window is None:
             window = self.windows[model.name] = Window(2.0 * model.max_batch)
         if window.in_flight >= window.size:
-            raise RefusedError(
-                f"model {model.name!r} has {window.in_flight} requests in flight; one more would miss its {kind} of "
-                f"{limit_ms:.3g} ms",
-                "overloaded",
-                retry_after_s=limit_ms * 1e-3,
-            )
+            raise _overloaded(model, window, kind, limit_ms)
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(self._engine.state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         if predicted_ms > limit_ms:
@@ -94,3 +104,12 @@ class Admission:
             )
         window.in_flight += 1
         return Ticket(window, now_ns * 1e-9, limit_ms * 1e-3, window.in_flight)
+
+
+def _overloaded(model: Model, window: Window, kind: str, limit_ms: float) -> RefusedError:
+    return RefusedError(
+        f"model {model.name!r} has {window.in_flight} requests in flight; one more would miss its {kind} of "
+        f"{limit_ms:.3g} ms",
+        "overloaded",
+        retry_after_s=limit_ms * 1e-3,
+    )

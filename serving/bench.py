@@ -54,7 +54,7 @@ class Outcome:
         self.refused_s += other.refused_s
         self.errors += other.errors
 
-    def summary(self, seconds: float) -> dict[str, Any]:
+    def summary(self, seconds: float, target_ms: float | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {
             "answered": len(self.latencies_s),
             "answered_per_s": len(self.latencies_s) / seconds,
@@ -64,6 +64,8 @@ class Outcome:
         if self.latencies_s:
             found["latency_ms"] = _milliseconds(self.latencies_s)
             found["latency_hdr"] = hdr(self.latencies_s)
+            if target_ms is not None:
+                found["within_target"] = float(np.mean(np.array(self.latencies_s) * 1e3 <= target_ms))
         if self.refused_s:
             found["refusal_ms"] = _milliseconds(self.refused_s)
         return found
@@ -188,8 +190,8 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
         "clients": len(runs),
         "seconds": seconds,
         "client_late_ms": max(each[2] for each in runs) * 1e3,
-        "all": everything.summary(seconds),
-        "models": {name: each.summary(seconds) for name, each in outcomes.items()},
+        "all": everything.summary(seconds, load.target_ms),
+        "models": {name: each.summary(seconds, load.target_ms) for name, each in outcomes.items()},
     }
 
 

@@ -47,6 +47,7 @@ class Load:
     binary: bool = True
     timeout_us: int | None = None
     priority: int | None = None
+    target_ms: float | None = None  # only counted: the share of answers within it
     connections: int = 512
     seed: int = 0
     headers: dict[str, str] = field(default_factory=dict)

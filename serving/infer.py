@@ -26,7 +26,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     name, version = where["model"], where.get("version")
     service.counters.enter()
     try:
-        service.registry.ready(name, version)  # before the body is read: it may be long
+        service.admission.check_room(service.registry.ready(name, version))  # before the body is read: it may be long
         body = await read(request, service)
         model = service.registry.ready(name, version)  # it may have been loaded anew meanwhile
         work = decode(model, body, request.headers.get(HEADER_LENGTH))

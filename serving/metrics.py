@@ -146,6 +146,12 @@ class ServiceCollector(Collector):
                 pending.add_metric((name, VERSION), stats["models"][name]["live"])
         yield loaded
         yield pending
+        windows = GaugeMetricFamily(
+            "paellapy_admission_window", "Requests of the model that may be in flight", labels=_LABELS
+        )
+        for name, window in list(service.admission.windows.items()):
+            windows.add_metric((name, VERSION), window.size)
+        yield windows
 
 
 def add_metrics(app: web.Application) -> None:

@@ -73,7 +73,7 @@ def test_a_full_window_refuses_until_somebody_leaves(engine):
 
 
 def test_a_window_finds_what_can_be_done_in_time():
-    """A server that takes 10 ms an item, one after the other, and a limit of 100 ms: eight, as late begins at 80 ms."""
+    """A server that takes 10 ms an item, one after the other, and a limit of 100 ms: five or six, half of the way."""
     window, clock, waiting, sizes = Window(64.0), 0.0, [], []
     for _ in range(5000):
         while len(waiting) < window.size:
@@ -82,7 +82,7 @@ def test_a_window_finds_what_can_be_done_in_time():
         entered, number = waiting.pop(0)
         window.done(entered, clock, 0.1, number)
         sizes.append(window.size)
-    assert 5 < np.mean(sizes[1000:]) < 9
+    assert 3 < np.mean(sizes[1000:]) < 7
 
 
 def test_a_window_never_closes_and_grows_only_when_it_is_used():

@@ -31,7 +31,8 @@ QUICK = {"duration_s": 0.4, "warmup_s": 0.1, "headers": {"X-API-Key": "key"}}
 @pytest.mark.parametrize("how", [{"concurrency": 4}, {"rate": 100}, {"rate": 100, "arrivals": "lognormal"}])
 @pytest.mark.parametrize("binary", [True, False])
 def test_it_measures_every_model(server, how, binary):
-    result = run_bench(server.url, Load(**how, **QUICK, binary=binary, items=2))
+    result = run_bench(server.url, Load(**how, **QUICK, binary=binary, items=2, target_ms=1e6))
+    assert result["all"]["within_target"] == 1.0
     assert set(result["models"]) == {"one", "two"}
     assert not result["all"]["errors"]
     assert result["all"]["answered"] > 0
