@@ -61,6 +61,8 @@ def main() -> None:
     keys = [key for key in measured["points"] if key.startswith("fig11|")]
     for key in track(keys, description="simulating"):
         _, which, sigma, rate, seed = key.split("|")
+        if which not in SYSTEMS:  # processes, which the twin does not have
+            continue
         system = SYSTEMS[which]
         name = next(name for name, each in SETUPS.items() if each == system.setup)
         if system.setup == KERNELS or name not in profiles:

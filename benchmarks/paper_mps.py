@@ -1,0 +1,148 @@
+"""The papers' other way to share a GPU: a process per model under NVIDIA MPS, with or without a limit on its SMs.
+
+    python benchmarks/paper_mps.py [--rates 2000,4000] [--percent 100,25] [--seeds 2] [--out DIR]
+
+Figure 11's requests, split by model; every process runs whole graphs, a stream each. The MPS daemon is started for the
+run, in a folder of its own, and stopped afterwards. Points are added to paper.json beside the other systems'.
+`--device virtual:h200 --tiny` shows that it runs; every process then has a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+from paper import fig11_requests
+from paper_models import FIG11, TINY
+from paper_runs import Loaded, Setup
+from rich.progress import track
+
+import paellapy as pp
+
+LANES = 12
+SETTLE_S = 0.5  # between the last process being ready and the first request
+
+
+def child(args: argparse.Namespace) -> None:
+    """One model: says when it is ready, then answers each line of work with its latencies."""
+    kind = (TINY if args.tiny else FIG11)[args.child]
+    loaded = Loaded(args.device, (kind,), Setup((1,), LANES))
+    warm = np.zeros(40, np.int64)
+    loaded.offer("streams", warm, warm, warm)
+    print(json.dumps({"alone_ns": float(loaded.alone_ns[0])}), flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        at, which = np.array(work["at"], np.int64), np.array(work["which"], np.int64)
+        time.sleep(max(0.0, (work["start_ns"] - time.monotonic_ns()) * 1e-9))
+        begin = time.monotonic_ns()
+        late = max(0, begin - work["start_ns"])
+        run = loaded.offer("streams", np.maximum(at - late, 1), np.zeros(len(at), np.int64), which)
+        answer = {"latency_ns": run.latency_ns.tolist(), "took_ns": run.took_ns, "wrong": loaded.wrong}
+        loaded.wrong = 0
+        print(json.dumps(answer), flush=True)
+    loaded.close()
+
+
+@contextmanager
+def mps(folder: Path, wanted: bool) -> Iterator[dict[str, str]]:
+    """The environment of processes that share the GPU through a daemon of their own."""
+    if not wanted:
+        yield {}
+        return
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        raise SystemExit("nvidia-cuda-mps-control is not on this machine: it comes with NVIDIA's driver")
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+    for each in env.values():
+        Path(each).mkdir()
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, env={**os.environ, **env})
+    try:
+        yield env
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env={**os.environ, **env}, check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rates", default="2000,3000,4000,5000")
+    parser.add_argument("--percent", default="100,25", help="of the SMs that one process may use")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        return child(args)
+    folder = args.out or RESULTS
+    stored = json.loads((folder / "paper.json").read_text())["results"] if (folder / "paper.json").exists() else {}
+    results: dict[str, Any] = {"points": {}, "checked": 0, "wrong": 0, "alone_us": {}, **stored}
+    for percent in args.percent.split(","):
+        with tempfile.TemporaryDirectory() as scratch, mps(Path(scratch), args.device.startswith("cuda")) as env:
+            run_all(args, percent, env, results)
+    print(save("paper", results, pp.Device(args.device), folder))  # opened only now: it is no client of the daemon's
+    return None
+
+
+def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results: dict[str, Any]) -> None:
+    kinds = TINY if args.tiny else FIG11
+    share = np.array([kind.share for kind in kinds])
+    command = [sys.executable, __file__, "--device", args.device, *(["--tiny"] if args.tiny else [])]
+    whole = {**os.environ, **env, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent}
+    children = [
+        subprocess.Popen(
+            [*command, "--child", str(m)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=whole
+        )
+        for m in range(len(kinds))
+    ]
+    try:
+        alone = np.array([read(each)["alone_ns"] for each in track(children, description=f"loading, {percent} %")])
+        todo = [(int(r), s) for s in range(args.seeds) for r in args.rates.split(",")]
+        for rate, seed in track(todo, description=f"processes with {percent} % of the SMs"):
+            at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
+            start = time.monotonic_ns() + int(SETTLE_S * 1e9)
+            for m, each in enumerate(children):
+                mine = model == m
+                work = {"start_ns": start, "at": at[mine].tolist(), "which": which[mine].tolist()}
+                assert each.stdin is not None
+                each.stdin.write(json.dumps(work) + "\n")
+                each.stdin.flush()
+            answers = [read(each) for each in children]
+            slow = np.concatenate([np.array(a["latency_ns"]) / alone[m] for m, a in enumerate(answers)])
+            results["points"][f"fig11|MPS, {percent} % each|1.5|{rate}|{seed}"] = {
+                "offered": len(at), "answered": len(slow), "seconds": args.seconds,
+                "throughput": len(slow) / max(a["took_ns"] for a in answers) * 1e9,
+                "p50_slowdown": float(np.quantile(slow, 0.5)), "p99_slowdown": float(np.quantile(slow, 0.99)),
+                "within_4x": float((slow <= 4).mean()),
+            }  # fmt: skip
+            results["wrong"] += sum(a["wrong"] for a in answers)
+            results["checked"] += len(slow)
+    finally:
+        for each in children:
+            assert each.stdin is not None
+            each.stdin.close()
+            each.wait(60)
+
+
+def read(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    raise SystemExit(f"a model's process ended with status {process.wait()}")
+
+
+if __name__ == "__main__":
+    main()
