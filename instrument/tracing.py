@@ -105,7 +105,10 @@ class trace:
     def __enter__(self) -> Trace:
         self._device = self.device or Device.current()
         if self._device.session is not None:
-            raise TraceError(f"{self._device.name} is being traced already; traces cannot be nested")
+            raise TraceError(
+                f"{self._device.name} is being traced already, and traces cannot be nested: leave the inner trace() "
+                "out; `paellapy trace` brings its own"
+            )
         self._device.begin_trace(self.records_per_sm)
         self._begin_ns = self._device.clock_ns()
         self._device.session = Session(self._device)

@@ -99,11 +99,14 @@ class Results:
 
     def table(self) -> Any:
         """A rich table: one line per model, and one for all."""
+        from rich import box
         from rich.table import Table as RichTable
 
-        table = RichTable(title=f"{self.policy} on {self.device}, {self.seconds:.2f} s", title_justify="left")
-        table.add_column("model")
-        for column in ("done", "/s", "p50 ms", "p90 ms", "p99 ms", "p99 slowdown", "in target", "batch"):
+        title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
+        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("model", no_wrap=True)  # fits a terminal of 80 columns
+        table.add_column("done", justify="right", no_wrap=True)
+        for column in ("/s", "p50 ms", "p90 ms", "p99 ms", "p99 ÷ alone", "in target", "batch"):
             table.add_column(column, justify="right")
         for each in [*self.per_model, self.all]:
             target = "–" if np.isnan(each.within_target) else f"{100 * each.within_target:.1f}%"

@@ -64,6 +64,14 @@ def test_the_readme_s_kernel_and_engine_run_as_they_stand(tmp_path: Path) -> Non
     assert "1 requests under slack>" in ran.stdout
 
 
+def test_the_policy_of_the_scheduling_page_runs(tmp_path: Path) -> None:
+    script = tmp_path / "policy.py"
+    script.write_text(snippets("docs/scheduling.md")[0])
+    ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "shortest_first on virtual:h200" in ran.stdout
+
+
 def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in ("plotly", "matplotlib", "perfetto"):
         pytest.importorskip(needed)
