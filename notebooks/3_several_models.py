@@ -32,12 +32,12 @@ with pp.Engine("virtual:h200") as engine:
 # %% [markdown]
 # ## A rush
 #
-# Twelve requests for `long` come in quick succession; meanwhile and afterwards somebody asks for `short` again and
-# again.
+# Requests for `long` come in quick succession; meanwhile and afterwards somebody asks for `short` again and again.
 
 # %%
 rush = demo.rush()
 arrivals = rush.arrivals(["short", "long"], seed=0)
+print(*[f"{n} of {name}" for name, n in zip(("short", "long"), np.bincount(arrivals["model"]), strict=True)], sep=", ")
 figure, ax = plt.subplots(figsize=(8, 1.4), layout="constrained")
 for m, colour in enumerate(("#0072B2", "#E69F00")):
     at_ms = arrivals["time_ns"][arrivals["model"] == m] / 1e6
@@ -84,8 +84,8 @@ for name, r in (("streams", streams), ("paella", paella)):
     print(f"{name:8} {times} {late[name]:5}")
 
 # %% [markdown]
-# Even the long ones are done earlier on average: twelve jobs that share a GPU all end late, twelve in a row end one
-# by one. And nothing is lost: all is done at about the same time.
+# Even the long ones are done earlier on average: jobs that share a GPU all end late, jobs in a row end one by one.
+# And nothing is lost: all is done at about the same time.
 #
 # ## How many at once?
 #

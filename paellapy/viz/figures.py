@@ -11,7 +11,7 @@ from paellapy.viz import data
 from paellapy.viz.data import BINS, By, Picture, TimeAxis
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
-from paellapy.viz.requests import requests, requests_view
+from paellapy.viz.requests import has_requests, requests_view
 from paellapy.viz.views import Place, View, gantt_view, heatmap_view, residency_view, say_empty
 
 _FEW_SMS = 40
@@ -58,14 +58,14 @@ def plot_requests(trace: Trace, **options: Any) -> Any:
 
     Options as in `plot_heatmap`.
     """
-    if requests(trace) is None:
+    if not has_requests(trace):
         raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
     return build([trace], (requests_view,), **options)
 
 
 def all_views(*traces: Trace) -> tuple[View, ...]:
     views: tuple[View, ...] = (heatmap_view, gantt_view, residency_view)
-    return (*views, requests_view) if any(requests(t) is not None for t in traces) else views
+    return (*views, requests_view) if any(map(has_requests, traces)) else views
 
 
 # -- the figure around them

@@ -12,6 +12,7 @@ import numpy as np
 from instrument.trace import Trace
 from paellapy.viz import timeline
 from paellapy.viz.needs import need
+from paellapy.viz.requests import has_requests
 
 _SEQUENCE = 1
 _GPU, _STREAMS, _COUNTERS = 1, 2, 16  # tracks; SMs and lanes follow from _SM_TRACKS on
@@ -70,7 +71,7 @@ def _tracks(trace: Trace) -> Iterator[tuple[int, int, str, int]]:
     for stream, lane in sorted(set(zip(slices.stream.tolist(), slices.lane.tolist(), strict=True))):
         suffix = f", lane {lane}" if lane else ""
         yield _stream_track(stream, lane), _STREAMS, f"stream {stream}{suffix}", stream * _LANES_PER_SM + lane
-    if timeline.queue_depth(trace) is not None:
+    if has_requests(trace):
         yield _REQUESTS, _GPU, "requests", 1
     used = np.unique(trace.blocks["sm"].astype(np.int64) * _LANES_PER_SM + timeline.block_lanes(trace))
     for sm in np.unique(trace.blocks["sm"]).tolist():

@@ -72,6 +72,10 @@ class Bars:
     segment: NDArray[np.int64] | None = None
 
 
+def has_requests(trace: Trace) -> bool:
+    return isinstance(trace, EngineTrace) and len(trace.jobs) > 0
+
+
 def requests(trace: Trace, most: int | None = None) -> Requests | None:
     """What an `EngineTrace` knows about requests, the slowest `most` of them; None of other traces."""
     if not isinstance(trace, EngineTrace) or not len(trace.jobs):

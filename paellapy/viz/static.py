@@ -129,7 +129,7 @@ def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) ->
     wanted: list[str] = [view] if isinstance(view, str) else list(view)
     if unknown := [name for name in wanted if name != "all" and name not in _VIEWS]:
         raise TraceError(f"there is no view {unknown[0]!r}, only all, {', '.join(_VIEWS)}")
-    there = [rq.requests(p.whole) is not None for p in pictures]
+    there = [rq.has_requests(p.whole) for p in pictures]
     if "requests" in wanted and not all(there):
         raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
     if "all" in wanted:
