@@ -49,7 +49,10 @@ def announce(url: str) -> None:
     images, labels = demo.held_out()
     console = Console(soft_wrap=True, highlight=False)
     names = ", ".join(demo.names())
-    console.print(f"\nServing {names} at [bold]{url}/v2[/bold]; what there is: {url}/docs, metrics: {url}/metrics")
+    console.print(f"\nServing {names} at [bold]{url}/v2[/bold]")
+    for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
+        console.print(f"  {what:14s} {url}{path}")
+    console.print()
     console.print(f"A handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
     console.print("Classify it (the answer is score:digit):\n")
     console.print(curl_line(url, images[0]), markup=False)

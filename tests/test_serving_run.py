@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 from pathlib import Path
+from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
@@ -39,6 +40,11 @@ def test_the_demo_server_prints_a_line_that_classifies_a_digit():
         line = next(each for each in said.splitlines() if each.startswith("curl"))
         words = shlex.split(line)
         url, body = words[2], words[4]
+        root = url.partition("/v2/")[0]
+        for path in ("/", "/docs", "/metrics"):  # what it says there is, is there
+            assert re.search(rf"{re.escape(root + path)}$", said, re.MULTILINE)
+            with urlopen(root + path, timeout=60) as page:
+                assert page.status == 200
         assert re.match(r"http://127\.0\.0\.1:\d+/v2/models/cnn/infer$", url)
 
         async def main():
