@@ -117,7 +117,7 @@ async def record(options: argparse.Namespace) -> None:
 
 @contextlib.asynccontextmanager
 async def replayed(recording: Path) -> AsyncIterator[str]:
-    """The page as the server serves it, over events that were recorded; its URL. They come as fast as they are read."""
+    """The page as the server serves it, over events that were recorded; its URL."""
     snapshots = json.loads(recording.read_text())["snapshots"]
     over = asyncio.Event()
 
@@ -129,7 +129,7 @@ async def replayed(recording: Path) -> AsyncIterator[str]:
         await response.prepare(request)
         for each in snapshots:
             await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
-            await asyncio.sleep(0.005)  # the page draws what comes last: let it see all
+            await asyncio.sleep(0.03)  # a page draws what came last: let it see all
         while not over.is_set():  # the last again and again: a page that hears nothing says so
             await response.write(b"data: " + json.dumps(snapshots[-1]).encode() + b"\n\n")
             with contextlib.suppress(TimeoutError):

@@ -10,12 +10,12 @@ Between `start` and `stop` it sees every completion; otherwise it costs nothing.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -43,6 +43,16 @@ _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
 
 # Upper bounds of the latency histogram: eight to a decade from 10 µs to 100 s.
 EDGES_MS = tuple(round(0.01 * 10 ** (k / 8), 5) for k in range(57))
+
+
+class _Recent(NamedTuple):
+    """Columns of the completions in the window."""
+
+    model: Any
+    status: Any
+    finish_ns: Any
+    latency_ms: Any
+    batch: Any
 
 
 class Monitor:
@@ -152,8 +162,8 @@ class Monitor:
             "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
         }
 
-    def _recent(self, now_ns: int) -> tuple[Any, float]:
-        """Completions of the window, oldest first, and how long it is."""
+    def _recent(self, now_ns: int) -> tuple[_Recent, float]:
+        """Completions of the window, and how long it is."""
         seen = self._seen
         lost = seen - _RING + _SLACK > self._first
         first = self._first = max(self._first, seen - _RING + _SLACK)
@@ -161,42 +171,48 @@ class Monitor:
         window_s = min(WINDOW_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
         if lost and len(rows):  # more than it holds: the window is as long as what is there
             window_s = min(window_s, max(1e-3, (now_ns - int(rows["finish_ns"].min())) * 1e-9))
-        inside = rows["finish_ns"] >= now_ns - int(window_s * 1e9)
+        finish = rows["finish_ns"]
+        inside = finish >= now_ns - int(window_s * 1e9)
         self._first += int(inside.argmax()) if inside.any() else len(rows)
-        return rows[inside], window_s
+        finish, model, status, arrival, batch = (
+            rows[name][inside] for name in ("finish_ns", "model", "status", "arrival_ns", "batch")
+        )
+        return _Recent(model, status, finish, (finish - arrival) * 1e-6, batch), window_s
 
-    def _model(self, row: int, loaded: LoadedModel, recent: Any, now_ns: int, window_s: float) -> dict[str, Any]:
+    def _model(self, row: int, loaded: LoadedModel, recent: _Recent, now_ns: int, window_s: float) -> dict[str, Any]:
         state, model = self.engine.state, loaded.model
-        mine = recent[recent["model"] == row]
-        done = mine[mine["status"] == st.OK]
-        latency_ms = (done["finish_ns"] - done["arrival_ns"]) * 1e-6
+        mine = recent.model == row
+        done = mine & (recent.status == st.OK)
+        latency_ms = recent.latency_ms[done]
+        latency_ms.sort()
+        answered = len(latency_ms)
         rate_s = min(RATE_S, window_s)
         lanes = state.lane[loaded.lane_rows]
         running = int(lanes["live"][(lanes["state"] == st.RUNNING) & (lanes["issued"] > 0)].sum())
         live = max(int(state.model["live"][row]), running)
-        expired = int(np.count_nonzero(mine["status"] == st.EXPIRED))
-        judged = len(done) + expired
+        expired = int(np.count_nonzero(mine & (recent.status == st.EXPIRED)))
+        judged = answered + expired
         target = model.target_ms
-        sizes, requests = np.unique(done["batch"], return_counts=True)
+        within = None if target is None or not judged else np.searchsorted(latency_ms, target, "right") / judged
+        # Every request of a batch says how many ran with it.
+        requests = np.bincount(recent.batch[done])
+        batches = {size: n / size for size, n in enumerate(requests.tolist()) if n and size}
         return {
             "name": model.name,
             "target_ms": target,
             "alone_ms": round(loaded.profiles[0].whole_ns * 1e-6, 5),
-            "per_s": round(int(np.count_nonzero(done["finish_ns"] >= now_ns - int(rate_s * 1e9))) / rate_s, 2),
+            "per_s": round(int(np.count_nonzero(recent.finish_ns[done] >= now_ns - int(rate_s * 1e9))) / rate_s, 2),
             "completed": int(state.model["completed"][row]),
             "waiting": live - running,
             "running": running,
-            "recent": len(done),
+            "recent": answered,
             "expired": expired,
-            "within_target": None
-            if target is None or not judged
-            else round(int(np.count_nonzero(latency_ms <= target)) / judged, 5),
+            "within_target": None if within is None else round(float(within), 5),
             "latency_ms": _quantiles(latency_ms),
             "histogram": _histogram(latency_ms),
             "max_batch": model.max_batch,
-            "mean_batch": round(len(done) / float((requests / sizes).sum()), 2) if len(done) else None,
-            # Every request of a batch says how many ran with it.
-            "batches": {int(size): round(float(n / size), 2) for size, n in zip(sizes, requests, strict=True)},
+            "mean_batch": round(answered / sum(batches.values()), 2) if batches else None,
+            "batches": {size: round(n, 2) for size, n in batches.items()},
         }
 
     def _policy(self) -> dict[str, Any]:
@@ -257,15 +273,17 @@ def _listed(values: Any) -> list[float]:
 
 
 def _quantiles(values: Any) -> dict[str, float] | None:
+    """Of sorted values, as `np.quantile` has them, at a fifth of its cost."""
     if not len(values):
         return None
-    found = np.quantile(values, (0.5, 0.95, 0.99))
-    return {name: round(float(value), 4) for name, value in zip(("p50", "p95", "p99"), found, strict=True)}
+    found = np.interp([q * (len(values) - 1) for q in (0.5, 0.95, 0.99)], np.arange(len(values)), values)
+    return {name: round(value, 4) for name, value in zip(("p50", "p95", "p99"), found.tolist(), strict=True)}
 
 
 def _histogram(values: Any) -> list[int]:
-    """Counts per bound of EDGES_MS, and one more for what is above the last."""
-    found: list[int] = np.bincount(np.searchsorted(EDGES_MS, values), minlength=len(EDGES_MS) + 1).tolist()
+    """Counts of sorted values per bound of EDGES_MS, and one more for what is above the last."""
+    below = np.searchsorted(values, EDGES_MS, "right")
+    found: list[int] = np.diff(below, prepend=0, append=len(values)).tolist()
     return found
 
 
@@ -275,6 +293,6 @@ def _descriptions() -> dict[str, str]:
     folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path()
     found = {}
     for name in policy_names():
-        text = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))) or ""
-        found[name] = text.split("\n\n")[0].replace("\n", " ").replace("`", "")
+        said = re.match(r'"""(.*?)(?:"""|\n\n)', (folder / f"{name}.py").read_text(encoding="utf-8"), re.S)
+        found[name] = said[1].replace("\n", " ").replace("`", "") if said else ""
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import numpy as np
 import pytest
 from engine_models import mlp_model, random_inputs, scale_model
@@ -42,7 +41,7 @@ def test_a_snapshot_is_plain_json_and_counts_what_ran(engine):
         ask(engine, "scale", 5)
         ask(engine, "mlp", 3)
         found = monitor.snapshot()
-    assert json.loads(json.dumps(found))["device"] == engine.device.title
+    assert msgspec.json.decode(msgspec.json.encode(found))["device"] == engine.device.title
     scale, mlp = model_of(found, "scale"), model_of(found, "mlp")
     assert (scale["recent"], mlp["recent"]) == (5, 3)
     assert sum(scale["histogram"]) == 5
