@@ -26,9 +26,11 @@ PLOTLY = "application/vnd.plotly.v1+json"
 INSTEAD = "(an interactive figure: run the notebook to see it)"
 PATIENCE_S = 240  # for one cell, on a busy machine
 
-# Run before a lesson and not kept. Warnings are errors there as in the tests, but for those of Jupyter's kernel.
+# Run before a lesson and not kept. Warnings are errors there as in the tests, but for those of Jupyter's kernel. Where
+# matplotlib makes its list of fonts, once on a machine, it says so on standard error: here, and not in a lesson.
 PREPARE = """
 import warnings
+import matplotlib.pyplot
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", module="ipykernel")
 """

@@ -30,6 +30,7 @@ def run(lesson: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @each_lesson
+@pytest.mark.timeout(600)  # half a minute each; the first time on a busy machine everything is compiled
 def test_a_lesson_runs_without_a_warning(lesson: Path, tmp_path: Path) -> None:
     ran = run(lesson, tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
