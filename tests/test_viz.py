@@ -299,6 +299,7 @@ def test_blocks_and_requests_of_a_model_have_one_colour_and_one_entry_in_the_leg
     assert palette.rgba(gantt.marker.color[0], 1) == segments.marker.color
     assert not lines(figure, dashed=True), "a model has no theoretical occupancy"
     assert {t.legend for t in figure.data if t.showlegend} == {"legend", None}
+    assert all(len(t.x) for t in figure.data if t.showlegend), "plotly leaves empty ones out of the legend"
 
 
 def test_blocks_of_an_engine_may_still_be_told_apart_by_kernel() -> None:

@@ -158,14 +158,18 @@ def requests_view(picture: Picture, place: Place) -> None:
     shown: list[Bars] = list(bars(seen))
     for m, name in enumerate(seen.models):
         if (seen.jobs["model"] == m).any():
+            # Plotly leaves what has no data out of the legend: a model that never ran is there by its queue.
+            known_by = SEGMENTS if (seen.jobs["model"][seen.job_of] == m).any() else QUEUED
             for each in shown[:-1]:
-                _bars(picture, place, seen, each, m, colour[name])
-    _bars(picture, place, seen, shown[-1], None, WARNING)
+                _bars(picture, place, seen, each, m, colour[name], each.what == known_by)
+    _bars(picture, place, seen, shown[-1], None, WARNING, True)
     _marks(picture, place, seen)
     place.axes(axis_title(seen, "<br>"), range=[int(seen.lane.max()) + 0.5, -0.5], showticklabels=False)
 
 
-def _bars(picture: Picture, place: Place, seen: Requests, which: Bars, model: int | None, colour: str) -> None:
+def _bars(
+    picture: Picture, place: Place, seen: Requests, which: Bars, model: int | None, colour: str, legend: bool
+) -> None:
     """The bars of one model, or of all."""
     go = need("plotly.graph_objects", "request lanes")
     of = np.ones(len(which.job), bool) if model is None else seen.jobs["model"][which.job] == model
@@ -190,7 +194,7 @@ def _bars(picture: Picture, place: Place, seen: Requests, which: Bars, model: in
             textposition="none",
             hovertemplate=f"%{{text}}<br>{which.what} from %{{base:.6~g}} {picture.axis.unit}<extra></extra>",
             meta=which.what,
-            **_legend(picture, place, LATE if model is None else seen.models[model], which.what in (SEGMENTS, LATE)),
+            **_legend(picture, place, LATE if model is None else seen.models[model], legend),
         )
     )
 
