@@ -1,7 +1,8 @@
 """What looking costs: an engine's throughput with and without `pp.live`, in turns, and the time of the looking itself.
 
-Other processes on the machine change how many requests a second there are, so requests per second of the process's CPU
-time are noted too. On a real GPU the core spins, and only requests per second say something.
+Every round measures without, with, and without again: the ratio of the two without is what the machine's noise does.
+Where that is more than the difference, `thread_cpu_share` and `note_cpu_share` say what looking takes: CPU time of the
+thread that looks, and of seeing every completion, as shares of one core.
 
 python benchmarks/live_overhead.py [--device cuda] [--seconds 1] [--rounds 30] writes results/live_overhead*.json.
 """
@@ -50,16 +51,11 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def measure(self, seconds: float) -> dict[str, float]:
-        """Requests per second, and per second of this process's CPU time."""
+    def per_s(self, seconds: float) -> float:
         g = self._engine.state.g
-        before, began, busy = int(g[st.DONE_OK]), time.perf_counter(), time.process_time()
+        before, began = int(g[st.DONE_OK]), time.perf_counter()
         time.sleep(seconds)
-        done = int(g[st.DONE_OK]) - before
-        return {
-            "per_s": done / (time.perf_counter() - began),
-            "per_cpu_s": done / max(1e-9, time.process_time() - busy),
-        }
+        return (int(g[st.DONE_OK]) - before) / (time.perf_counter() - began)
 
 
 def looked_at(engine: pp.Engine, load: Load, seconds: float) -> dict[str, float]:
@@ -72,10 +68,10 @@ def looked_at(engine: pp.Engine, load: Load, seconds: float) -> dict[str, float]
 
     view = pp.live(engine, hz=HZ)
     view.observe(note, "snapshot")
-    found = load.measure(seconds)
+    per_s = load.per_s(seconds)
     view.close()
     (first, busy), (last, busier) = times[0], times[-1]
-    return {**found, "hz": (len(times) - 1) / (last - first), "cpu_share": (busier - busy) / (last - first)}
+    return {"per_s": per_s, "hz": (len(times) - 1) / (last - first), "cpu_share": (busier - busy) / (last - first)}
 
 
 def note_us(engine: pp.Engine) -> float:
@@ -114,38 +110,37 @@ def main() -> None:
         for name in demo.names():
             engine.load(demo.load(name))
         each_us = note_us(engine)
-        without, looked = [], []
+        without: list[float] = []
+        again: list[float] = []
+        looked: list[dict[str, float]] = []
+        turns = [
+            lambda: without.append(load.per_s(options.seconds)),
+            lambda: looked.append(looked_at(engine, load, options.seconds)),
+            lambda: again.append(load.per_s(options.seconds)),
+        ]
         with Load(engine, options.clients) as load:
-            load.measure(2.0)  # until caches are warm
+            load.per_s(2.0)  # until caches are warm
             for k in range(options.rounds):
-                for look in (False, True) if k % 2 else (True, False):  # so that drift favours neither
-                    if look:
-                        looked.append(looked_at(engine, load, options.seconds))
-                    else:
-                        without.append(load.measure(options.seconds))
+                for turn in turns[k % 3 :] + turns[: k % 3]:  # so that drift favours none
+                    turn()
+        pairs = [(row["per_s"], other) for row, other in zip(looked, without, strict=True)]  # neighbours in time
 
-        def median(rows: list[dict[str, float]], what: str) -> float:
-            return statistics.median(row[what] for row in rows)
-
-        def ratio(what: str) -> float:
-            pairs = zip(looked, without, strict=True)  # neighbours in time
-            return round(statistics.median(a[what] / b[what] for a, b in pairs), 4)
+        def median(what: str) -> float:
+            return statistics.median(row[what] for row in looked)
 
         results = {
             "clients": options.clients,
             "seconds": options.seconds,
             "rounds": options.rounds,
-            "without_per_s": round(median(without, "per_s"), 1),
-            "with_per_s": round(median(looked, "per_s"), 1),
-            "per_s_ratio": ratio("per_s"),
-            "without_per_cpu_s": round(median(without, "per_cpu_s"), 1),
-            "with_per_cpu_s": round(median(looked, "per_cpu_s"), 1),
-            "per_cpu_s_ratio": ratio("per_cpu_s"),
-            "hz": round(median(looked, "hz"), 2),
-            "thread_cpu_share": round(median(looked, "cpu_share"), 5),
+            "without_per_s": round(statistics.median(without), 1),
+            "with_per_s": round(median("per_s"), 1),
+            "ratio": round(statistics.median(a / b for a, b in pairs), 4),
+            "control_ratio": round(statistics.median(a / b for a, b in zip(again, without, strict=True)), 4),
+            "hz": round(median("hz"), 2),
+            "thread_cpu_share": round(median("cpu_share"), 5),
             "note_us_per_request": round(each_us, 3),
-            "note_cpu_share": round(each_us * 1e-6 * median(looked, "per_s"), 5),
-            "runs": {"without": without, "with": looked},
+            "note_cpu_share": round(each_us * 1e-6 * median("per_s"), 5),
+            "runs": {"without": without, "again": again, "with": looked},
         }
         suffix = "" if engine.device.name.startswith("virtual") else "_cuda"
         path = save(f"live_overhead{suffix}", results, engine.device, options.folder)

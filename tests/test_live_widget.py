@@ -227,3 +227,13 @@ def test_the_module_draws_a_real_engine_and_its_controls_work(engine, view, tmp_
             assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {host.split("/")[2]}
 
     asyncio.run(main())
+
+
+def test_the_page_on_serving_quotes_what_looking_was_measured_to_cost():
+    root = Path(__file__).parent.parent
+    found = json.loads((root / "benchmarks" / "results" / "live_overhead.json").read_text())["results"]
+    page = " ".join((root / "docs" / "serving.md").read_text().split())
+    assert f"at {found['hz']:.1f} pictures a second" in page
+    assert f"took {found['thread_cpu_share']:.1%} of one core" in page
+    assert f"every request {found['note_us_per_request']:.1f} µs more" in page
+    assert f"(ratios {found['ratio']:.2f} and {found['control_ratio']:.2f})" in page
