@@ -35,7 +35,7 @@ from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
 
-_HISTORY = 1 << 16  # finished commands the SM model remembers
+_HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
 
 
 class VirtualMemory(Memory):
