@@ -14,7 +14,7 @@ from scheduler.engine import Engine
 def sm_metrics(engine: Engine) -> Iterator[Metric]:
     """Sums of time, whose rate is the occupancy, where they are known (a virtual GPU); else the moment's counts.
 
-    rate(paellapy_sm_warp_seconds_total[10s]) / paellapy_sm_warps_max is the occupancy of each SM in the last 10 s.
+    rate(paellapy_sm_warp_seconds_total[10s]) / on(instance) group_left paellapy_sm_warps_max is each SM's occupancy.
     """
     yield GaugeMetricFamily("paellapy_sm_warps_max", "Warps that one SM can hold", value=engine.device.limits.warps)
     totals = engine.sm_totals()
