@@ -201,7 +201,10 @@ _UNREADABLE = r"""
     if (!parent.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
-    for (const box of range.getClientRects()) {
+    // A name that ends in … is short on purpose, where hovering tells all of it.
+    const shortened = getComputedStyle(parent).textOverflow === "ellipsis" && parent.title.trim() === text;
+    const rects = shortened ? [parent.getBoundingClientRect()] : range.getClientRects();
+    for (const box of rects) {
       if (box.width < 1 || box.height < 1) continue;
       if (box.left < -1 || box.right > width + 1) found.push(`"${text}" reaches out of the page`);
       for (let up = parent; up && up !== document.body; up = up.parentElement) {

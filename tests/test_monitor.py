@@ -176,3 +176,18 @@ def test_time_beyond_the_next_event_is_not_known_yet():
         sim.run(sim.next_event_ns)
     next_ns = sim.next_event_ns
     assert sim.use_until(1e9)[0] == next_ns
+
+
+def test_of_a_real_gpu_only_kernels_that_report_tell_about_sms(engine, monkeypatch):
+    """The virtual GPU stands in for one whose SMs nobody knows exactly; its own counters are those of `pp.kernel`."""
+    monkeypatch.setattr(engine, "sm_totals", lambda: None)
+    lines = engine.device.model.lines
+    monkeypatch.setattr(engine.device.model, "_s", engine.device.model._s._replace(lines=np.zeros_like(lines)))
+    monitor = Monitor(engine)
+    sms = monitor.snapshot()["sms"]
+    assert (sms["source"], sms["occupancy"], sms["busy"]) == ("none", None, None)
+    engine.device.model.lines["started"][7] = 2 + (16 << 32)  # two blocks of eight warps are on SM 7
+    sms = monitor.snapshot()["sms"]
+    assert sms["source"] == "sampled"
+    assert sms["occupancy"] == [0.25 if sm == 7 else 0.0 for sm in range(132)]
+    assert sms["busy"] == [1.0 if sm == 7 else 0.0 for sm in range(132)]
