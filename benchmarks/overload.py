@@ -56,8 +56,8 @@ WATCHED = {
 
 
 @contextlib.contextmanager
-def server(model: str, target_ms: float, settings: list[str]) -> Iterator[str]:
-    """The address of a server whose model is loaded; it must end well."""
+def server(model: str, target_ms: float, settings: list[str]) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server whose model is loaded; it must end well."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "overload.toml"
         config.write_text(CONFIG.format(model=model, target_ms=target_ms))
@@ -77,7 +77,7 @@ def server(model: str, target_ms: float, settings: list[str]) -> Iterator[str]:
             drain = threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True)
             drain.start()
             wait_ready(url)
-            yield url
+            yield url, process.pid
             process.terminate()
             assert process.wait(60) == 0
         finally:
@@ -91,6 +91,22 @@ def wait_ready(url: str) -> None:
             if answer.status == 200:
                 return
         time.sleep(0.05)
+
+
+def cpu_s(pid: int) -> tuple[float, float]:
+    """What the threads of a process and of its children have run, and waited for a core that others had; Linux only."""
+    ran = waited = 0
+    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            on, off, _ = map(int, stat.read_text().split())
+            ran, waited = ran + on, waited + off
+    found = ran * 1e-9, waited * 1e-9
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                more = cpu_s(int(child))
+                found = found[0] + more[0], found[1] + more[1]
+    return found
 
 
 class Watch(threading.Thread):
@@ -161,13 +177,13 @@ class Recovery(threading.Thread):
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     target_ms = arguments.target_ms
-    with server(arguments.model, target_ms, arguments.set) as url:
+    with server(arguments.model, target_ms, arguments.set) as (url, pid):
         able = capacity(url, arguments.capacity_seconds)
         rate = able * arguments.factor
         print(f"can do {able:.0f}/s; now {rate:.0f}/s for {arguments.seconds:.0f} s", flush=True)
         load = Load(rate=rate, duration_s=arguments.seconds, warmup_s=3.0, connections=4096, target_ms=target_ms)
         watch = Watch(url)
-        begin = watch.look()
+        begin, cpu_before = watch.look(), cpu_s(pid)
         after = Recovery(url, target_ms)
 
         def progress(elapsed_s: float, counted: int, refused: int) -> None:
@@ -175,6 +191,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 after.load_ended.set()
 
         result = run_bench(url, load, progress, clients=arguments.clients)
+        ran_s, waited_s = (now - then for now, then in zip(cpu_s(pid), cpu_before, strict=True))
         after.load_ended.set()
         after.join()
         watch.stop()
@@ -192,6 +209,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "factor": arguments.factor,
         "seconds": arguments.seconds,
         "client_late_ms": result["client_late_ms"],
+        # A machine that others use too makes requests late whatever is admitted: this says how much of that there was.
+        "server_ran_s": ran_s,
+        "server_waited_for_a_core_s": waited_s,
         **{key: everything.get(key) for key in KEPT},
         "memory_bytes": {
             "before": begin["rss_bytes"],
@@ -212,7 +232,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         f"answered {found['answered_per_s']:.0f}/s, {found['within_target']:.2%} within {target_ms:g} ms; "
         f"{found['refused']} refused, p50 {refusal['p50']:.2f} ms, p99 {refusal['p99']:.1f} ms; "
         f"errors {found['errors']}; memory {begin['rss_bytes'] / 1e6:.0f} -> {end['rss_bytes'] / 1e6:.0f} MB; "
-        f"recovered after {after.recovered_s:.2f} s",
+        f"recovered after {after.recovered_s:.2f} s; the server ran {ran_s:.0f} s and waited {waited_s:.0f} s for a core",
         flush=True,
     )
     return found
