@@ -232,7 +232,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         f"answered {found['answered_per_s']:.0f}/s, {found['within_target']:.2%} within {target_ms:g} ms; "
         f"{found['refused']} refused, p50 {refusal['p50']:.2f} ms, p99 {refusal['p99']:.1f} ms; "
         f"errors {found['errors']}; memory {begin['rss_bytes'] / 1e6:.0f} -> {end['rss_bytes'] / 1e6:.0f} MB; "
-        f"recovered after {after.recovered_s:.2f} s; the server ran {ran_s:.0f} s and waited {waited_s:.0f} s for a core",
+        f"recovered after {after.recovered_s:.2f} s; "
+        f"the server ran {ran_s:.0f} s and waited {waited_s:.0f} s for a core",
         flush=True,
     )
     return found
