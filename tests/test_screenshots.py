@@ -285,7 +285,8 @@ def test_the_dashboard_of_a_server_under_load(shots):
                 await page.theme(dark)
                 for where, size in (("wide", WIDE), ("phone", PHONE)):
                     await page.resize(*size)
-                    await page.evaluate("new Promise(requestAnimationFrame)")
+                    for _ in range(2):  # frames: one that sees the new size, one that is drawn for it
+                        await page.evaluate("new Promise(requestAnimationFrame)")
                     assert await page.unreadable() == [], where
                     await page.screenshot(shots / f"dashboard-{where}-{'dark' if dark else 'light'}.png")
             assert page.errors == []

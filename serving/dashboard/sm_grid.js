@@ -50,7 +50,8 @@ export function makeSmPanel() {
     event.preventDefault();
     point(Math.min(latest.sms.count - 1, Math.max(0, pointed < 0 ? 0 : pointed + step)));
   });
-  const watcher = new ResizeObserver(() => latest && arrange(latest.sms.count));
+  // In the next frame: rows that come or go change the very size that is watched.
+  const watcher = new ResizeObserver(() => requestAnimationFrame(() => latest?.sms.occupancy && arrange(latest.sms.count)));
   watcher.observe(grid);
 
   function point(index) {
