@@ -255,9 +255,9 @@ def picture(found: dict[str, Any], path: Path) -> None:
     left.set(xlabel="seconds", ylabel="requests a second", ylim=(0, None))
     memory = left.twinx()
     memory.plot(t, [row["rss_bytes"] / 1e6 for row in rows], color="tab:green", label="memory, MB")
-    memory.set(ylabel="MB", ylim=(0, None))
+    memory.set(ylabel="MB", ylim=(0, 1.5 * max(row["rss_bytes"] / 1e6 for row in rows)))
     lines = left.get_lines() + memory.get_lines()
-    left.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="center right")
+    left.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="best")
     left.set_title(f"{found['factor']:g} × capacity, {found['seconds']:g} s", fontsize=10)
     p, ms = np.array(found["latency_hdr"])[:-1].T
     right.plot(1 / (1 - p / 100), ms, color="tab:blue", label="accepted")
