@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import aiohttp
 import numpy as np
@@ -126,3 +127,12 @@ def test_under_overload_the_surplus_is_refused_and_it_recovers():
     assert all(retry is not None for status, retry in found if status == 503)
     assert after == 200
     assert refused["predicted_target"] + refused["overloaded"] >= statuses.count(503)
+
+
+def test_a_full_server_refuses_before_it_reads_the_body():
+    with running([scale_model("m", batch=(1,), target_ms=1000.0)]) as server:
+        server.service.admission.windows["m"] = Window(0.0)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 503")
+        assert server.service.counters.of("m").refused["overloaded"] == 1
