@@ -1,20 +1,23 @@
 """Requests a second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
-    python benchmarks/serving_floor.py [--seconds 3] [--rounds 3] [--out DIR]
+    python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2] [--out DIR]
 
-The handler is the floor that aiohttp sets: uvloop, msgspec, no routing to speak of, no engine. The server runs a model
-of one kernel on the virtual GPU, in its own process, and so also pays for the CPU that computes the kernel.
+The handler is the floor that aiohttp sets: uvloop, msgspec, no routing to speak of, no engine. `one` is the server in
+one process; 1, 2, … are HTTP workers before an engine of its own process. All run a model of one kernel on the virtual
+GPU, and so also pay for the CPU that computes the kernel.
+
+All servers are up all the time and are asked in turn, and each round compares with its own floor: what else the machine
+does falls on all of them. Figures are medians over the rounds. Where processes are more than cores, requests a second
+say how much CPU each way takes in all; `cpu_us` has that for the server, process by process.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +46,13 @@ def models() -> list[Any]:
     return [echo("small", SMALL, (1, 2, 4, 8, 16, 32)), echo("large", LARGE, (1, 2, 4, 8))]
 
 
-def serve_paellapy() -> None:
+def serve_paellapy(workers: int) -> None:
     import paellapy as pp
 
-    pp.serve(models(), device="virtual:h200", server={"port": 0}, announce=lambda url: print(url, flush=True))
+    server = {"port": 0, "log_level": "warning"}
+    pp.serve(
+        models(), device="virtual:h200", server=server, workers=workers, announce=lambda url: print(url, flush=True)
+    )
 
 
 def serve_floor() -> None:
@@ -99,64 +105,115 @@ def serve_floor() -> None:
     uvloop.run(main())
 
 
-@contextlib.contextmanager
-def server(kind: str) -> Iterator[str]:
-    command = [sys.executable, __file__, "--serve", kind]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+class Running:
+    """A server in processes of its own."""
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, __file__, "--serve", kind]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def cpu_s(self) -> dict[str, float]:
+        """Time on a CPU so far, by name of the process."""
+        found = {}
+        for pid in (self.process.pid, *_children(self.process.pid)):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            tasks = Path(f"/proc/{pid}/task").iterdir()
+            found[name] = sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) * 1e-9
+        return found
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.communicate()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def one_run(server: Running, load: Load) -> dict[str, Any]:
+    before = server.cpu_s()
+    result = run_bench(server.url, load)["all"]
+    assert not result["errors"], result["errors"]
+    requests = result["answered_per_s"] * (load.duration_s + load.warmup_s)
+    cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in server.cpu_s().items()}
+    return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"], "cpu_us": cpu_us}
+
+
+def compare(runs: list[dict[str, Any]], floors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians, and the median of the rounds' own ratios."""
+
+    def median(values: Any) -> float:
+        return round(statistics.median(values), 4)
+
+    return {
+        "per_s": median(r["per_s"] for r in runs),
+        "p50_ms": median(r["p50_ms"] for r in runs),
+        "cpu_us": {name: median(r["cpu_us"][name] for r in runs) for name in runs[0]["cpu_us"]},
+        "ratio_per_s": median(r["per_s"] / f["per_s"] for r, f in zip(runs, floors, strict=True)),
+        "ratio_p50": median(r["p50_ms"] / f["p50_ms"] for r, f in zip(runs, floors, strict=True)),
+        "rounds_per_s": [round(r["per_s"], 1) for r in runs],
+    }
+
+
+def measure(kinds: list[str], seconds: float, rounds: int) -> dict[str, Any]:
+    cases = [
+        (model, binary, clients)
+        for model, binary in (("small", True), ("small", False), ("large", True))
+        for clients in (1, 32)
+    ]
+    labels = [f"{m} {'binary' if b else 'JSON'}, {n} client{'s' * (n > 1)}" for m, b, n in cases]
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {label: {kind: [] for kind in kinds} for label in labels}
+    servers: dict[str, Running] = {}
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        for kind in kinds:
+            servers[kind] = Running(kind)
+        for k in range(rounds + 1):  # the first round warms up
+            for label, (model, binary, clients) in zip(labels, cases, strict=True):
+                load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
+                for kind, server in servers.items():
+                    found = one_run(server, load)
+                    if k:
+                        runs[label][kind].append(found)
+            print(f"round {k} of {rounds}", flush=True)
     finally:
-        process.terminate()
-        process.communicate()
+        for server in servers.values():
+            server.stop()
+    return {label: {kind: compare(runs[label][kind], runs[label]["floor"]) for kind in kinds} for label in labels}
 
 
-def measure(seconds: float, rounds: int) -> dict[str, Any]:
-    """Both servers are up all the time and take turns, so that what else the machine does falls on both."""
-    kinds = [("small", True), ("small", False), ("large", True)]
-    cases = [(model, binary, clients) for model, binary in kinds for clients in (1, 32)]
-    found: dict[str, Any] = {}
-    with server("floor") as floor, server("paellapy") as ours:
-        for model, binary, concurrency in cases:
-            load = Load((model,), concurrency=concurrency, binary=binary, duration_s=seconds, warmup_s=seconds / 3)
-            runs: dict[str, list[dict[str, Any]]] = {"floor": [], "paellapy": []}
-            for _ in range(rounds):
-                for name, url in (("floor", floor), ("paellapy", ours)):
-                    result = run_bench(url, load)
-                    assert not result["all"]["errors"], result["all"]["errors"]
-                    runs[name].append(result["all"])
-            label = f"{model} {'binary' if binary else 'JSON'}, {concurrency} client{'s' * (concurrency > 1)}"
-            found[label] = {
-                name: {
-                    "per_s": statistics.median(r["answered_per_s"] for r in each),
-                    "p50_ms": statistics.median(r["latency_ms"]["p50"] for r in each),
-                }
-                for name, each in runs.items()
-            }
-            a, b = found[label]["paellapy"], found[label]["floor"]
-            found[label]["ratio_per_s"] = a["per_s"] / b["per_s"]
-            found[label]["ratio_p50"] = a["p50_ms"] / b["p50_ms"]
+def show(found: dict[str, Any]) -> None:
+    for label, by_kind in found.items():
+        print(label)
+        for kind, each in by_kind.items():
+            cpu = ", ".join(f"{name} {us:.0f}" for name, us in each["cpu_us"].items() if us >= 1)
             print(
-                f"{label:26s} floor {b['per_s']:8.0f}/s {b['p50_ms']:7.3f} ms   paellapy {a['per_s']:8.0f}/s "
-                f"{a['p50_ms']:7.3f} ms   {found[label]['ratio_per_s']:.2f}x",
-                flush=True,
+                f"  {kind:6s} {each['per_s']:8.0f}/s ({each['ratio_per_s']:.2f}x)   p50 {each['p50_ms']:7.3f} ms "
+                f"({each['ratio_p50']:.2f}x)   CPU µs a request: {cpu}"
             )
-    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", choices=("floor", "paellapy"))
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, and numbers of workers")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve:
-        (serve_floor if arguments.serve == "floor" else serve_paellapy)()
+        if arguments.serve == "floor":
+            serve_floor()
+        else:
+            serve_paellapy(0 if arguments.serve == "one" else int(arguments.serve))
         return
-    found = measure(arguments.seconds, arguments.rounds)
-    print("written to", save("serving_floor", {"device": "virtual:h200", "cores": os.cpu_count(), "cases": found},
-                             folder=arguments.out))  # fmt: skip
+    kinds = arguments.servers.split(",")
+    found = measure(kinds, arguments.seconds, arguments.rounds)
+    show(found)
+    about = {"device": "virtual:h200", "cores": os.cpu_count(), "seconds": arguments.seconds}
+    content = {**about, "rounds": arguments.rounds, "cases": found}
+    print("written to", save("serving_floor", content, folder=arguments.out))
 
 
 if __name__ == "__main__":

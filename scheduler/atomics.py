@@ -125,6 +125,13 @@ def call_write(typing: Any, function: Any, descriptor: Any, buffer: Any, count: 
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def call_ppoll(typing: Any, function: Any, descriptors: Any, count: Any, timeout: Any, mask: Any) -> _Generated:
+    """int ppoll(struct pollfd *, nfds_t, const struct timespec *, const sigset_t *)"""
+    signature = types.int32(types.uint64, types.uint64, types.uint64, types.uint64, types.uint64)
+    return _call(_I32, [_BYTES, _I64, _BYTES, _BYTES], signature)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def call_clock(typing: Any, function: Any, clock: Any, timespec: Any) -> _Generated:
     """int clock_gettime(clockid_t, struct timespec *)"""
     return _call(_I32, [_I32, _BYTES], types.int32(types.uint64, types.int32, types.uint64))

@@ -7,34 +7,41 @@ longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from instrument.device.sm_model import BlockCost, Kernel, SmModel
+from instrument.device.sm_model import BlockCost, Kernel, Placed, SmModel
 from instrument.device.sm_model import Program as SmProgram
 from instrument.device.virtual import VirtualArray, VirtualDevice
 from instrument.errors import TraceError
 from instrument.records import Records
 from instrument.tracing import Session
-from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from scheduler.engine_trace import TracedBlocks, TracedPiece
 from scheduler.lanes import ALIGN, Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel
-from scheduler.loop import Bell, store_word
+from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
+from scheduler.virtual_loop import LAUNCH, serve
 
+_LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
+_FEW_CORES = 4
+_SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
+_PREPARE_AFTER = 3  # runs: by then the evaluator has recorded what it can
 _HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
 
 
@@ -47,12 +54,20 @@ class VirtualMemory(Memory):
         self.host = _aligned(host_bytes) if self.block is None else self.block.array[:host_bytes]
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return self._device[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+        return _part(self._device, offset, shape, dtype)
+
+    def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """The slots themselves: copies to and from the GPU take the time they would, and none of the host's."""
+        return _part(self.host, host_offset, shape, dtype)
 
     def free(self) -> None:
         self._device = self.host = np.empty(0, np.uint8)
         self.block = None
+
+
+def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
 
 
 def _aligned(nbytes: int) -> Any:
@@ -61,7 +76,7 @@ def _aligned(nbytes: int) -> Any:
     return raw[start : start + nbytes]
 
 
-class Placed(NamedTuple):
+class Handles(NamedTuple):
     """Handles in the SM model: of a piece's last command, and of its last kernel (-1: it has none)."""
 
     last: int
@@ -74,8 +89,35 @@ class Piece:
     def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
         self.items, self.steps = items, steps
         self.kernels = [item for item in items if item.node.kind == "kernel"]
+        self._runs = 0
+        self._prepared: list[Callable[[], Any]] = []
+        self._placed: Placed | None = None
+        self._commands = sum(len(step.ints) if isinstance(step, SmProgram) else 1 for step in steps)
+        self._behind_kernel = 0
 
-    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> Placed:
+    def run(self) -> None:
+        """Computes the data. The arrays are the lane's, so what can be worked out beforehand is, once."""
+        if self._runs < _PREPARE_AFTER:
+            self._runs += 1
+            for item in self.items:
+                item.run()
+            if self._runs == _PREPARE_AFTER:
+                self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
+            return
+        with np.errstate(all="ignore"):
+            for call in self._prepared:
+                call()
+
+    def place_again(self, model: SmModel, stream: int, submit_ns: float) -> Handles:
+        """As `place`, without a trace: from the second time on a copy of what was submitted the first time."""
+        if self._placed is not None and (last := model.again(self._placed, stream, submit_ns)) >= 0:
+            return Handles(last, last - self._behind_kernel)
+        made = self.place(model, stream, submit_ns)
+        self._behind_kernel = made.last - made.kernel
+        self._placed = model.placed(made.last - self._commands + 1, made.last)
+        return made
+
+    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> Handles:
         """Puts the piece on a stream. `first_id` 0 leaves no trace."""
         last = kernel = -1
         launch = first_id
@@ -90,7 +132,7 @@ class Piece:
                 kind, nbytes = step
                 ends = n == len(self.steps) - 1
                 last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
-        return Placed(last, kernel)
+        return Handles(last, kernel)
 
 
 class VirtualBackend(Backend):
@@ -104,7 +146,12 @@ class VirtualBackend(Backend):
         self._pieces: dict[int, Piece] = {}
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
-        self._scratch = np.zeros(4, np.int64)
+        self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
+        self._nobody_waits.set()
+        self._stop_word = np.zeros(8, np.uint64)
+        # Spinning takes a core from somebody where there are few.
+        self._linger_ns = _LINGER_NS if (os.cpu_count() or 1) > _FEW_CORES else 0
+        self._scratch = np.zeros(8, np.int64)
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -169,7 +216,7 @@ class VirtualBackend(Backend):
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
-        with self._lock:
+        with self._sm_model():
             stream = self.sm.stream()
             handles = [self._piece(program, first, end) for first, end in bounds]
             whole = handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes))
@@ -229,7 +276,7 @@ class VirtualBackend(Backend):
         return float(model.now_ns) / (rounds * len(lanes))
 
     def release(self, launches: Launches) -> None:
-        with self._lock:
+        with self._sm_model():
             for handle in {*launches.handles, launches.whole}:
                 self._pieces.pop(handle, None)
 
@@ -238,16 +285,17 @@ class VirtualBackend(Backend):
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell, self._failed = state, bell, failed
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
-        self._flight: dict[int, int] = {}
-        self._draining: dict[int, int] = {}  # last kernels of segments → the word to set once all of one is on the SMs
+        self._flight, self._drain = (np.zeros((len(state.out), 2), np.int64) for _ in range(2))
+        self._in_flight = np.zeros(2, np.int64)  # how many there are of each
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopping = True
-        self._bell.ring()  # a loop that is not armed looks at the flag by itself
+        self._interrupt()
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
         self._bell.close()
 
     def to_trace_ns(self, host_ns: int) -> int:
@@ -255,7 +303,7 @@ class VirtualBackend(Backend):
 
     def call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
-        self._bell.ring()
+        self._interrupt()
 
     def _loop(self) -> None:
         # It computes many small products beside the front ends. With threads of its own for each of them, BLAS gave 400
@@ -264,84 +312,84 @@ class VirtualBackend(Backend):
             self._serve()
 
     def _serve(self) -> None:
-        state, bell = self._state, self._bell
+        state = self._state
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_TIMERSLACK, 1)  # by default the kernel lets a thread oversleep by 50 µs
+        ppoll, read = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.ppoll, libc.read))
         while not self._stopping:
-            while self._calls:
-                self._calls.popleft()()
-            now = time.monotonic_ns()
-            self._advance(now)
-            happened = core.step_and_wake(state, now, self._scratch)
-            if state.g[st.OUT_N]:
-                self._launch(state)
-            elif not happened and not bell.armed:
-                bell.arm()
-                continue
-            elif not happened:
-                bell.sleep(self._next_event_s())
-            if bell.armed:
-                bell.disarm()
+            with self._lock:
+                why = serve(
+                    state, self.sm.state, self._flight, self._drain, self._in_flight, self._stop_word,
+                    self._offset_ns, self._linger_ns, self._scratch, ppoll, read, self._bell.fd,
+                )  # fmt: skip
+                if why == LAUNCH:
+                    self._launch(state)
+            if self._stop_word[0]:
+                self._stop_word[0] = 0
+                while self._calls:
+                    self._calls.popleft()()
+                self._nobody_waits.wait()
 
-    def _advance(self, now_ns: int) -> None:
-        """Lets the GPU's time pass and sets the words of what has ended."""
-        with self._lock:
-            self.sm.run(max(self.sm.now_ns, now_ns - self._offset_ns))
-            now = self.sm.now_ns
-            for handle, word in list(self._draining.items()):
-                if self.sm.notify_ns(handle) <= now:
-                    store_word(word, 1)
-                    del self._draining[handle]
-            for handle in self.sm.completed():
-                word = self._flight.pop(int(handle), 0)
-                if word:
-                    store_word(word, 1)
+    @contextlib.contextmanager
+    def _sm_model(self) -> Iterator[SmModel]:
+        """The SM model, from another thread than the loop's, which gives way."""
+        with self._turns:
+            self._waiting += 1
+            self._nobody_waits.clear()
+        if self._thread is not None:
+            self._interrupt()
+        try:
+            with self._lock:
+                yield self.sm
+        finally:
+            with self._turns:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._nobody_waits.set()
+
+    def _interrupt(self) -> None:
+        self._stop_word[0] = 1
+        os.eventfd_write(self._bell.fd, 1)
 
     def _launch(self, state: State) -> None:
-        orders, state.g[st.OUT_N] = state.out[: state.g[st.OUT_N]].copy(), 0
+        orders, state.g[st.OUT_N] = state.out[: state.g[st.OUT_N]].tolist(), 0
         for order in orders:
-            lane, size, segment = int(order["lane"]), int(order["size"]), int(order["segment"])
-            launch = state.whole[lane, size] if segment == st.WHOLE else state.launch[lane, size, segment]
-            piece = self._pieces[int(launch["handle"])]
+            lane, size, segment, word = order
+            launch = state.whole if segment == st.WHOLE else state.launch[:, :, segment]
+            piece = self._pieces[int(launch["handle"][lane, size])]
+            # First: the GPU's time passes while its work is computed.
+            submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
+            stream, tracer = int(launch["stream"][lane, size]), self._tracer
+            if tracer is None:
+                placed = piece.place_again(self.sm, stream, submit)
+            else:
+                placed = piece.place(self.sm, stream, submit, tracer.note(order, piece, int(submit), stream))
+            at = int(self._in_flight[0])
+            self._flight[at], self._in_flight[0] = (placed.last, word), at + 1
+            if draining := int(launch["draining"][lane, size]):
+                at = int(self._in_flight[1])
+                self._drain[at], self._in_flight[1] = (placed.kernel, draining), at + 1
             try:
-                for item in piece.items:
-                    item.run()
+                piece.run()
             except Exception as e:
                 self._failed(e)
                 return
-            with self._lock:
-                submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
-                tracer = self._tracer
-                first_id = tracer.note(order, piece, int(submit), int(launch["stream"])) if tracer is not None else 0
-                placed = piece.place(self.sm, int(launch["stream"]), submit, first_id)
-                self._flight[placed.last] = int(order["word"])
-                if launch["draining"]:
-                    self._draining[placed.kernel] = int(launch["draining"])
-
-    def _next_event_s(self) -> float | None:
-        """How long nothing will happen by itself; None: ever."""
-        with self._lock:
-            event_ns = self.sm.next_event_ns
-        s = self._state
-        due_ns = int(s.request["deadline_ns"][s.due[0]]) if s.g[st.DUE_N] else st.NEVER
-        soonest = min(event_ns + self._offset_ns, due_ns)
-        if soonest >= st.NEVER:
-            return None
-        return max(0.0, (soonest - time.monotonic_ns()) * 1e-9)
 
     def sm_totals(self) -> tuple[float, Any, Any]:
-        with self._lock:
+        with self._sm_model():
             return self.sm.use_until(time.monotonic_ns() - self._offset_ns)
 
     # -- traces
 
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
-        with self._lock:
+        with self._sm_model():
             if self._tracer is not None:
                 raise TraceError("the engine is being traced already; traces cannot be nested")
             self.sm.clear_blocks()
             self._tracer = _Tracer(self.device)
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
-        with self._lock:
+        with self._sm_model():
             tracer, self._tracer = self._tracer, None
             assert tracer is not None
             blocks = self.sm.blocks()
@@ -368,8 +416,8 @@ class _Tracer:
                 (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
                  item.first * node.cluster, node.blocks, submit_ns, stream),
             )  # fmt: skip
-        where = (int(order["lane"]), int(order["size"]), int(order["segment"]))
-        self.pieces.append(TracedPiece(*where, tuple(int(i) for i in ids), replayed=False))
+        lane, size, segment, _ = order
+        self.pieces.append(TracedPiece(lane, size, segment, tuple(int(i) for i in ids), replayed=False))
         return int(ids[0])
 
     def finish(self, blocks: Records) -> TracedBlocks:

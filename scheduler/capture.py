@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +147,31 @@ class Recorded:
             return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
         if self.compute is not None:
             self.compute()
-        elif self.target is not None:
+        elif self.target is not None and not _same_memory(self.target, self.source):
             np.copyto(self.target, self.source)
         return None
+
+    def prepare(self) -> Callable[[], Any] | None:
+        """`run` with all done that can be done once: without its cost, and where floating-point warnings are off.
+
+        None: there is nothing to do.
+        """
+        if self.launcher is not None:
+            count = self.node.blocks // self.node.cluster
+            prepared: Callable[[], Any] | None = self.launcher.prepare(self.values, self.grid, self.first, count)
+            return prepared or self.run
+        if self.compute is None and self.target is not None:
+            return None if _same_memory(self.target, self.source) else partial(np.copyto, self.target, self.source)
+        return self.run
 
     def block_cost(self) -> BlockCost | None:
         """What a kernel's blocks cost, seen by running it; None for a copy."""
         counted = self.run()
         return self.cost if self.launcher is None else self.launcher.block_cost(counted, self.values)
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
 class Recording(LaneCapture):

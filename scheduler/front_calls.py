@@ -198,4 +198,18 @@ def find_client(keys: Words, clients: Any, key: int) -> int:
     return int(1 + home)
 
 
+def warm_up(state: State) -> None:
+    """Loads every function of this module, with tables that nobody else uses."""
+    scratch = np.zeros(1, np.int64)
+    view = make_view(state, 0, 0, scratch)  # the bell is not armed, and so its descriptor not used
+    claim(view, 0)
+    post(view, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    post_written(view, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    ready(view, 0, 0)
+    release(view, 0, 0)
+    ring(view)
+    take(view, np.zeros((1, COMPLETION_WORDS), np.int64))
+    find_client(state.client_key, state.client, 1)
+
+
 notice_edits(claim, post, post_written, ready, ring, release, take, find_client)

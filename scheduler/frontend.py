@@ -209,13 +209,17 @@ class FrontEnd:
         for watcher in self.watchers:
             for each in entries:
                 watcher(each)
+        failed: Exception | None = None
         for entry in self._numbers[:n].tolist():
             row = entry[E_REQUEST]
             if row < 0:
                 self._closed_models.pop(entry[E_MODEL])()
                 continue
             pending = self._pending.pop(row)
-            pending.finish(entry)
+            try:
+                pending.finish(entry)
+            except Exception as e:  # its lane, and those who come after it, have nothing to do with that
+                failed = e
             if entry[E_STATUS] == st.OK:
                 calls.release(self._view, entry[E_LANE], entry[E_SLOT])
             if pending.keep is not None:
@@ -223,6 +227,8 @@ class FrontEnd:
                 pending.keep = None
             self._rows.append(row)
         calls.ring(self._view)  # lanes whose outputs are read may be used again
+        if failed is not None:
+            raise failed
 
     def abandon(self) -> list[Pending]:
         """The core's process is gone: those who wait for an answer that will not come."""
@@ -245,6 +251,10 @@ class FrontEnd:
     @property
     def waiting(self) -> int:
         return len(self._pending)
+
+    def pending(self) -> list[Pending]:
+        """Those who wait for their completion."""
+        return list(self._pending.values())
 
     # -- who waits
 

@@ -59,6 +59,10 @@ class Memory(ABC):
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """An array over part of the device's block."""
 
+    def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """The device's array of a tensor whose slots are at `host_offset` of the host's block."""
+        return self.array(offset, shape, dtype)
+
     @abstractmethod
     def free(self) -> None: ...
 
@@ -131,7 +135,7 @@ class Lane:
         return {k: self._device_array(f"out:{k}", s, batch) for k, s in self.model.outputs.items()}
 
     def _device_array(self, key: str, spec: TensorSpec, batch: int) -> Any:
-        return self.memory.array(self.plan.device[key], (batch, *spec.shape), spec.dtype)
+        return self.memory.tensor(self.plan.device[key], self.plan.host[key], (batch, *spec.shape), spec.dtype)
 
     def scratch(self, bump: Bump, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """An array of the lane's arena."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,13 @@ def load_word(address: int) -> int:
     return int(load_at(np.uint64(address)))
 
 
-def notice_edits(*entries: Any) -> None:
+def notice_edits(*entries: Any, also: tuple[ModuleType, ...] = ()) -> None:
     """The disk cache looks at the file of an entry point only: let it see the core that is folded into it too."""
     folder = Path(__file__).parent
     for entry in entries:
         own = Path(entry.py_func.__code__.co_filename)
         files = [own, *sorted(folder.glob("core*.py")), folder / "state.py", folder / "atomics.py"]
+        files += [Path(module.__file__ or "") for module in also]
         stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
         cache: Any = getattr(entry, "_cache", None)
         if hasattr(cache, "_cache_file"):

@@ -23,7 +23,7 @@ from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loop import Bell
 from scheduler.model import Model
 from scheduler.policy import Policy
-from scheduler.requests import AsyncAnswer, Requester, Slot, SyncAnswer
+from scheduler.requests import Requester, Slot
 from scheduler.shared import SharedBlock
 from scheduler.state import FN_SIZE, GPU, JOB, Limits, State, new_state, over
 
@@ -147,8 +147,11 @@ class RemoteEngine(Requester):
         core.attach_policy(own, policy)
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:
+        """Those that are loaded. One that is being unloaded is still needed for the answers that are on their way."""
+        answering = {each.loaded.row for each in self._front.pending()}
+        kept = {row: each for row, each in self._by_row.items() if row in answering}
         self._models = dict(models)
-        self._by_row = {each.row: each for each in models.values()}
+        self._by_row = kept | {each.row: each for each in models.values()}
 
     def lose(self) -> None:
         """The process is gone. Whoever waits is told; nothing of it is used again."""
@@ -157,8 +160,9 @@ class RemoteEngine(Requester):
         front.detach_all()
         self._models, self._by_row = {}, {}
         for pending in left:
-            if isinstance(pending.finish, AsyncAnswer | SyncAnswer):
-                pending.finish.answer(EngineAwayError(AWAY))
+            answer = getattr(pending.finish, "answer", None)
+            if answer is not None:  # else it is a slot that is not submitted yet
+                answer(EngineAwayError(AWAY))
 
     # -- what an engine answers
 
@@ -167,7 +171,7 @@ class RemoteEngine(Requester):
         return {name: each.model for name, each in self._models.items()}
 
     def loaded_rows(self) -> dict[int, RemoteModel]:
-        return dict(self._by_row)
+        return {each.row: each for each in self._models.values()}
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Of this process's requests."""

@@ -7,6 +7,7 @@ are headers that come drop by drop: with the first limit alone each would hold i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -96,16 +97,27 @@ class Connection(web.RequestHandler):
 class Connections(web.Server):
     """Makes them."""
 
+    def __init__(self, connection: Callable[..., Connection], *handler: Any, **options: Any) -> None:
+        super().__init__(*handler, **options)
+        self._connection = connection
+
     def __call__(self) -> Connection:
-        return Connection(self, loop=self._loop, **self._kwargs)
+        return self._connection(self, loop=self._loop, **self._kwargs)
 
 
 class Runner(web.AppRunner):
-    """An `AppRunner` that takes `header_timeout_s` too."""
+    """An `AppRunner` that takes `header_timeout_s` too, and makes connections of another kind where asked to."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, app: web.Application, connection: Callable[..., Connection] = Connection, **more: Any) -> None:
+        super().__init__(app, **more)
+        self._connection = connection
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
         return Connections(
+            self._connection,
             made.request_handler,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,

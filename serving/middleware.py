@@ -23,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
 CLIENT = web.RequestKey("client", str)  # whose the request is; "": nobody in particular
 
-_encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 
 
 def open_to_all(handler: Handler) -> Handler:
@@ -38,7 +38,7 @@ def _is_open(request: web.Request) -> bool:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=_encode(value), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=encode_json(value), status=status, headers=headers, content_type="application/json")
 
 
 class Keys:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from signal import SIGINT, SIGTERM
 from typing import Any
 
@@ -17,7 +20,8 @@ from instrument.errors import PaellaError
 from scheduler.engine import Engine
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.connections import Runner
+from serving.connections import Connection, Runner
+from serving.fast_lane import FastConnection, Lane
 from serving.logs import configure, log
 from serving.middleware import SERVICE
 from serving.registry import Catalogue, Registry
@@ -26,6 +30,7 @@ from serving.service import Service
 Announce = Callable[[str], None]
 
 BACKLOG = 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PATIENCE_S = 10.0  # between signs of life while a model is loaded
 
 
@@ -55,7 +60,7 @@ class Server:
             access_log=o.access_log,
             service=service,
         )
-        self._listening = listening
+        self._listening, self._keys = listening, bool(keys)
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -66,8 +71,12 @@ class Server:
     async def start(self) -> None:
         """Listens; `url` says where."""
         o = self.options
+        connection: Callable[..., Connection] = Connection
+        if not self._keys and not o.access_log:  # both are aiohttp's middleware's
+            connection = partial(FastConnection, lane=Lane(self.service, o.client_header))
         self._runner = Runner(
             self.app,
+            connection,
             header_timeout_s=o.header_timeout_s,
             access_log=None,
             handler_cancellation=True,
@@ -159,11 +168,20 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
     log.log(level, "stopped")
 
 
+def keep_memory() -> None:
+    """Bodies of some hundred KB come and go: keep their memory, instead of returning and asking for it each time."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
 def run_server(
     engine: Engine, server: Callable[[], Server], options: ServerConfig, announce: Announce | None = None
 ) -> None:
     """A loop of its own, uvloop where it is installed; the engine is closed at the end."""
     configure(options.log_format, options.log_level)
+    keep_memory()
 
     async def main() -> None:
         try:

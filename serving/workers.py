@@ -13,21 +13,27 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from scheduler import front_calls
+from scheduler.core import attach_policy, predict_finish
+from scheduler.core_models import ModelProfile, SegmentProfile, install
 from scheduler.model import Model
 from scheduler.policy import Policy, find_policy, policy_names
+from scheduler.state import COMPLETION, Limits, new_state
 from serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
 from serving.config import Config, Source
-from serving.counters import Counters, Numbers, counter_table
+from serving.counters import Counters, Numbers, counter_table, note_items
 from serving.engine_host import EngineHost
 from serving.engine_link import EngineLink
 from serving.logs import configure, log
 from serving.registry import Registry, entry_of
-from serving.server import Announce, Server, load_models, loop_factory, run, url_of
+from serving.server import Announce, Server, keep_memory, load_models, loop_factory, run, url_of
 from serving.service import Service
 from serving.supervisor import READY, Process, Supervisor, Tell, listen
 
 SOCKET = "engine"
-ENGINE_PATIENCE_S = 2.0  # a worker without an engine starts to answer 503 after this
+ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
 
 
 class Policies:
@@ -51,6 +57,7 @@ def serve_workers(
     keys, tls = build_keys(config, source), build_tls(config, source)
     policies = Policies(build_policy(config, source))  # compiled before the fork: the others start with it
     check_fork(config)
+    warm_up(policies.configured)
     sockets = listen(options.host, options.port, options.workers)
     url = url_of(sockets[0].getsockname(), tls is not None)
     table = counter_table(options.workers)
@@ -75,6 +82,17 @@ def serve_workers(
 
         supervisor.run(sockets, ready)
     log.info("stopped")
+
+
+def warm_up(policy: Policy) -> None:
+    """Loads, or compiles, what workers run: those forked from this process have it, and answer at once."""
+    state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
+    attach_policy(state, policy)
+    install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
+    predict_finish(state, 0, 0)
+    front_calls.warm_up(state)
+    note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
+               np.zeros(0, COMPLETION))  # fmt: skip
 
 
 # -- the engine's process
@@ -136,6 +154,7 @@ class _Worker:
     def main(self, tell: Tell) -> int:
         options = self.config.server
         configure(options.log_format, options.log_level, process=f"worker {self.front}")
+        keep_memory()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(self._main(tell))
         return 0

@@ -75,6 +75,18 @@ class Program:
     epoch: int = field(default=-1)  # of the cost table that `ints` refers to
 
 
+@dataclass(slots=True)
+class Placed:
+    """Commands of one piece of work, as the core's tables have them."""
+
+    ints: NDArray[np.int64]
+    floats: NDArray[np.float64]
+    kernels: NDArray[np.int64]  # which of them are kernels,
+    graphs: NDArray[np.int64]  # and of which graph, counted from 0
+    stream: int
+    epoch: int
+
+
 class SmModel:
     """One GPU in simulated time. Streams with a greater `priority` go first (CUDA's numbers are the negatives)."""
 
@@ -228,6 +240,41 @@ class SmModel:
         self._s.cf[rows] = program.floats
         self._s.cf[rows, core.SUBMIT] = at
         return handle + n - 1
+
+    def placed(self, first: int, last: int) -> Placed:
+        """Commands as they were just submitted, to be submitted `again`."""
+        rows = np.arange(first, last + 1) & (len(self._s.ci) - 1)
+        ints = self._s.ci[rows].copy()
+        kernels = np.flatnonzero(ints[:, core.KIND] == core.LAUNCH)
+        _, graphs = np.unique(ints[kernels, core.GRAPH], return_inverse=True)
+        return Placed(ints, self._s.cf[rows].copy(), kernels, graphs, int(ints[0, core.STREAM]), self._cost_epoch)
+
+    def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
+        """The same commands once more, untraced; the handle of the last, or -1: their costs are gone, place them."""
+        if placed.epoch != self._cost_epoch or placed.stream != stream:
+            return -1
+        at = self._check(stream, submit_ns)
+        n = len(placed.ints)
+        handle, first = self._reserve(n)
+        s = self._s
+        if first + n > len(s.ci):  # around the end of the table
+            rows: Any = np.arange(first, first + n) & (len(s.ci) - 1)
+        else:
+            rows = slice(first, first + n)
+        if len(placed.kernels):
+            base = self.graph()
+            for _ in range(int(placed.graphs[-1])):
+                self.graph()
+            placed.ints[placed.kernels, core.GRAPH] = placed.graphs + base
+        placed.floats[:, core.SUBMIT] = at
+        s.ci[rows] = placed.ints
+        s.cf[rows] = placed.floats
+        return handle + n - 1
+
+    @property
+    def state(self) -> core.State:
+        """For a compiled loop that runs the model itself. Another one after every submission that needs more room."""
+        return self._s
 
     def copy(
         self, stream: int, nbytes: int, kind: CopyKind, *, report: bool = True, submit_ns: float | None = None

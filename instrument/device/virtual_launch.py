@@ -78,6 +78,12 @@ class VirtualLauncher(Launcher):
         """Computes the data of some blocks; what each of them cost."""
         return self.program.run(self.pick(values), grid, range(first, first + count))
 
+    def prepare(
+        self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int
+    ) -> Callable[[], None] | None:
+        """`evaluate` for the same arrays again and again, without its cost; None where nothing was recorded."""
+        return self.program.prepare(self.pick(values), grid, range(first, first + count))
+
     def _place(self, cost: Records, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> int:
         device, compiled = self.device, self.compiled
         cluster = compiled.source.cluster

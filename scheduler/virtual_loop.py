@@ -1,0 +1,93 @@
+"""The core's loop on the virtual GPU, compiled: the SM model's time, the core's steps, sleeping and waking.
+
+It comes back to Python only where there is something to compute, so that an idle engine and a busy one spend their time
+on the same work, and no other thread of the process waits for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device import sm_core
+from instrument.device.heaps import Ints, compiled
+from instrument.device.sm_core import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
+from instrument.device.sm_core import NOW as SM_NOW
+from scheduler.atomics import add_at, call_ppoll, call_write, load_at, store_at
+from scheduler.core import read_clock, step, wake_fronts
+from scheduler.loop import notice_edits
+from scheduler.state import DUE_N, NEVER, OUT_N, State, Words
+
+LAUNCH, INTERRUPTED = 1, 2
+SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
+# Flight: launches whose end is awaited. Drain: kernels of which all blocks are to be on the SMs. Columns of both:
+HANDLE, WORD = range(2)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
+
+
+@compiled
+def serve(
+    s: State, sm: sm_core.State, flight: Ints, drain: Ints, in_flight: Ints, stop: Words, offset_ns: float,
+    linger_ns: int, scratch: Ints, ppoll: int, read: int, bell_fd: int,
+) -> int:  # fmt: skip
+    """Until there is something to launch (LAUNCH: s.out), or `stop[0]` is set (INTERRUPTED).
+
+    `flight` has `in_flight[0]` rows, `drain` `in_flight[1]`. `offset_ns`: the host's clock less the GPU's. Idle for
+    `linger_ns`, with nothing due soon, it arms the bell, looks once more, and sleeps. `scratch` is 8 int64.
+    """
+    bell = s.bell.ctypes.data
+    last = read_clock(s, scratch)
+    armed = False
+    while True:
+        now = read_clock(s, scratch)
+        sm_core.run(sm, max(sm.t[SM_NOW], now - offset_ns), False)
+        k = 0
+        while k < in_flight[1]:
+            if sm.cf[drain[k, HANDLE] & (sm.ci.shape[0] - 1), NOTIFY] <= sm.t[SM_NOW]:
+                store_at(np.uint64(drain[k, WORD]), _ONE)
+                in_flight[1] -= 1
+                drain[k, HANDLE], drain[k, WORD] = drain[in_flight[1], HANDLE], drain[in_flight[1], WORD]
+            else:  # also while it is not a number
+                k += 1
+        handle = sm.g[DONE_HEAD]
+        for _ in range(sm.g[UNREPORTED]):
+            i = handle & (sm.ci.shape[0] - 1)
+            sm.ci[i, STATUS] = REPORTED
+            for k in range(in_flight[0]):
+                if flight[k, HANDLE] == handle:
+                    store_at(np.uint64(flight[k, WORD]), _ONE)
+                    in_flight[0] -= 1
+                    flight[k, HANDLE], flight[k, WORD] = flight[in_flight[0], HANDLE], flight[in_flight[0], WORD]
+                    break
+            handle = sm.ci[i, DONE_LINK]
+        sm.g[UNREPORTED] = 0
+        happened = step(s, now)
+        wake_fronts(s, scratch)
+        if s.g[OUT_N] > 0 or load_at(stop.ctypes.data) != _ZERO:
+            store_at(bell, _ZERO)
+            return LAUNCH if s.g[OUT_N] > 0 else INTERRUPTED
+        if happened > 0:
+            last = now
+            continue
+        soonest = min(sm_core.next_event(sm) + offset_ns, float(NEVER))
+        if s.g[DUE_N] > 0:
+            soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
+        if soonest - now < SPIN_NS or now - last < linger_ns:
+            continue
+        if not armed:
+            store_at(bell, _ONE)
+            add_at(bell, _ZERO)  # a full barrier
+            armed = True
+            continue
+        until = 0
+        if soonest < NEVER:
+            wait = np.int64(soonest - now)
+            scratch[4], scratch[5] = wait // 1_000_000_000, wait % 1_000_000_000
+            until = scratch[4:].ctypes.data
+        scratch[6] = np.int64(bell_fd) | (np.int64(1) << 32)  # struct pollfd: POLLIN
+        call_ppoll(np.uint64(ppoll), scratch[6:].ctypes.data, _ONE, np.uint64(until), _ZERO)
+        call_write(np.uint64(read), np.int32(bell_fd), scratch[7:].ctypes.data, np.uint64(8))  # read has its shape
+        store_at(bell, _ZERO)
+        armed = False
+
+
+notice_edits(serve, also=(sm_core,))

@@ -1,0 +1,524 @@
+"""The short way of an inference: from the bytes of a connection into a slot, and from the slot to the connection.
+
+`POST /v2/models/…/infer` as inference clients send it, with its length and without codings, needs no router, no
+middleware, no task and no request object. It is read here and answered from where completions are read. Everything else
+goes to aiohttp, byte for byte: other addresses, other framings, whatever looks unusual, and so every judgement on what
+is no proper HTTP. What a request means, its checks, its errors and its counts are the same on both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import PaellaError
+from scheduler import state as st
+from scheduler.errors import DeadlineError
+from scheduler.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
+from scheduler.frontend import Entry, FrontEnd, Pending
+from scheduler.model import Model
+from scheduler.requests import Outputs
+from serving.admission import Ticket
+from serving.connections import Connection
+from serving.errors import retry_after_s, status_of
+from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, HEADER_LENGTH, choose_coding
+from serving.logs import log, request_id
+from serving.middleware import encode_json
+from serving.protocol import Request, decode, encode
+from serving.registry import VERSION
+from serving.service import Service
+
+_LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
+_HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
+_START = b"POST /v2/models/"
+MOST_HEADERS = 100
+LONGEST_HEAD = 4096  # longer ones are aiohttp's
+REMEMBERED_HEADS = 512
+MOST_PIECES = 1024  # of a body
+READ_AHEAD_BYTES = 1 << 16  # of requests behind the one that is being answered
+
+# Headers that ask for more than this way offers.
+_UNUSUAL = frozenset(
+    (b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"te", b"trailer", b"traceparent", b"tracestate")
+)
+_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+_SINGLE = frozenset((b"content-length", _HEADER_LENGTH, b"x-request-id", b"host", b"connection", b"accept-encoding"))
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 500: b"Internal Server Error",
+            503: b"Service Unavailable"}  # fmt: skip
+_RESPONSE = (
+    b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\n%b%b"
+)
+_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a request's header says."""
+
+    model: str
+    version: str | None
+    length: int
+    json_length: str | None
+    client: str
+    id: str | None
+    accepts: str | None
+
+
+class Lane:
+    """What all connections of a server have in common."""
+
+    def __init__(self, service: Service, client_header: str) -> None:
+        self.service = service
+        self._client_header = client_header.lower().encode()
+        self._heads: dict[bytes, Head | None] = {}
+        self._date, self._date_at = b"", 0
+        self.thread = threading.get_ident()
+
+    def head(self, data: bytes) -> Head | None:
+        """From the first line to the empty one; None: aiohttp reads it. Clients send the same one again and again."""
+        try:
+            return self._heads[data]
+        except KeyError:
+            pass
+        if len(self._heads) >= REMEMBERED_HEADS:
+            self._heads.clear()
+        found = self._heads[data] = self._parse(data)
+        return found
+
+    def _parse(self, data: bytes) -> Head | None:
+        line = _LINE.match(data)
+        if line is None or len(data) > LONGEST_HEAD or not _HEADERS.fullmatch(data, line.end(), len(data) - 2):
+            return None
+        length = json_length = client = number = accepts = None
+        lines = data[line.end() : -4].split(b"\r\n")
+        if len(lines) > MOST_HEADERS:
+            return None
+        seen: set[bytes] = set()
+        for each in lines:
+            name, _, value = each.partition(b":")
+            name, value = name.lower(), value.strip(b" \t")
+            if name in _UNUSUAL or (name in seen and name in _SINGLE):
+                return None
+            if name == b"connection" and value.lower() != b"keep-alive":
+                return None
+            seen.add(name)
+            if name == b"content-length":
+                length = value
+            elif name == _HEADER_LENGTH:
+                json_length = value.decode("latin-1")
+            elif name == b"x-request-id":
+                number = value.decode("utf-8", "surrogateescape")
+            elif name == b"accept-encoding":
+                accepts = value.decode("latin-1")
+            if name == self._client_header:
+                client = value.decode("utf-8", "surrogateescape")
+        if length is None or not length.isdigit() or len(length) > 15 or int(length) > self.service.max_body_bytes:
+            return None
+        version = None if line[2] is None else line[2].decode()
+        return Head(line[1].decode(), version, int(length), json_length, client or "", number, accepts)
+
+    def date(self) -> bytes:
+        now = int(time.time())
+        if now != self._date_at:
+            self._date, self._date_at = formatdate(now, usegmt=True).encode(), now
+        return self._date
+
+    def response(
+        self, status: int, pieces: list[bytes | memoryview], kind: bytes, number: str, more: bytes, close: bool
+    ) -> bytes:
+        length = sum(map(len, pieces))
+        named = number.encode("utf-8", "surrogateescape")
+        end = b"Connection: close\r\n\r\n" if close else b"\r\n"
+        head = _RESPONSE % (status, _REASONS.get(status, b"Error"), kind, length, named, self.date(), more, end)
+        return b"".join((head, *pieces))
+
+
+class Work:
+    """One request that the engine has: its items, and what to do when they are done."""
+
+    __slots__ = ("client", "connection", "front", "head", "left", "model", "number", "over", "pending", "request",
+                 "results", "started_ns", "ticket")  # fmt: skip
+
+    def __init__(self, connection: FastConnection, head: Head, started_ns: int) -> None:
+        self.connection, self.head, self.started_ns = connection, head, started_ns
+        self.number = ""
+        self.over = False
+        self.model: Model
+        self.request: Request
+        self.front: FrontEnd
+        self.ticket: Ticket | None = None
+        self.pending: list[Pending] = []
+        self.results: dict[str, NDArray[Any]] | None = None
+        self.left = 1
+
+    def __call__(self, entry: Entry) -> None:
+        """The completion of the only item, wherever they are read. Its outputs are its own until this returns."""
+        if self.over:
+            return
+        engine = self.connection.lane.service.engine
+        if entry[E_STATUS] != st.OK:
+            self.answer(engine._result(entry))
+            return
+        loaded = engine._row(entry[E_MODEL])
+        assert loaded is not None
+        slot = entry[E_SLOT]
+        outputs = loaded.lane_of[entry[E_LANE]].outputs
+        self.finish({key: array[slot : slot + 1] for key, array in outputs.items()})
+
+    def answer(self, result: Outputs | Exception) -> None:
+        """The engine is away, or the request failed."""
+        if self.over:
+            return
+        assert isinstance(result, Exception)
+        for each in self.pending:
+            self.front.cancel(each)
+        self._leave(answered=isinstance(result, DeadlineError))
+        self.connection.failed(self, result)
+
+    def item(self, k: int, entry: Entry) -> None:
+        """As a call, for one of several items."""
+        if self.over:
+            return
+        engine = self.connection.lane.service.engine
+        found = engine._result(entry)
+        if isinstance(found, Exception):
+            self.answer(found)
+            return
+        if self.results is None:
+            specs = self.model.outputs
+            self.results = {key: np.empty((self.request.items, *s.shape), s.dtype) for key, s in specs.items()}
+        for key, array in found.items():
+            self.results[key][k] = array
+        self.left -= 1
+        if self.left == 0:
+            self.finish(self.results)
+
+    def finish(self, results: dict[str, NDArray[Any]]) -> None:
+        self._leave(answered=True)
+        self.connection.done(self, *encode(self.model, VERSION, self.request, results))
+
+    def cancel(self) -> None:
+        """The client has left."""
+        if not self.over:
+            for each in self.pending:
+                self.front.cancel(each)
+            self._leave(answered=False)
+
+    def _leave(self, answered: bool) -> None:
+        self.over = True
+        if self.ticket is not None:
+            self.ticket.leave(answered)
+
+
+class _Item:
+    __slots__ = ("k", "work")
+
+    def __init__(self, work: Work, k: int) -> None:
+        self.work, self.k = work, k
+
+    def __call__(self, entry: Entry) -> None:
+        self.work.item(self.k, entry)
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self.work.answer(result)
+
+
+class FastConnection(Connection):
+    """A connection whose inferences take the short way, and whose other requests are aiohttp's."""
+
+    __slots__ = ("_body", "_body_at", "_body_timer", "_closing", "_drained", "_head", "_held", "_reading_held",
+                 "_strange", "_unwanted", "_work", "lane")  # fmt: skip
+
+    def __init__(self, manager: Any, *, lane: Lane, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self.lane = lane
+        self._held = b""  # what has come and belongs to nobody yet
+        self._head: Head | None = None  # of the request whose body is being read
+        self._body: list[bytes] = []
+        self._body_at = 0
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._unwanted = 0  # bytes of a body whose request is answered already
+        self._work: Work | None = None  # what the engine has
+        self._strange = False  # aiohttp's parser may hold part of a request: it gets all that follows
+        self._reading_held = self._closing = False
+        self._drained: asyncio.Future[None] | None = None
+
+    # -- in
+
+    def data_received(self, data: bytes) -> None:
+        if self._strange or not data:  # nothing: aiohttp to itself
+            super().data_received(data)
+        elif self._head is not None:
+            self._read_body(data)
+        elif self._unwanted:
+            n = min(len(data), self._unwanted)
+            self._unwanted -= n
+            if n < len(data):
+                self.data_received(data[n:])
+        elif self._work is not None or self._paused:  # the next one when this one is answered, and its answer taken
+            self._held += data
+            if len(self._held) > READ_AHEAD_BYTES and not self._reading_held and self.transport is not None:
+                self._reading_held = True
+                self.transport.pause_reading()
+        else:
+            self._take(self._held + data if self._held else data)
+
+    def _take(self, data: bytes) -> None:
+        """At the beginning of a request."""
+        self._held = b""
+        if self._closing or self._force_close or self._close:
+            return
+        # After a request of its own, aiohttp waits for the next one: only then its answer is written.
+        idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+        if not data.startswith(_START) or not idle or self._messages or not self._keepalive:
+            self._give(data)
+            return
+        end = data.find(b"\r\n\r\n") + 4
+        head = self.lane.head(data[:end]) if end >= 4 else None
+        if head is None:
+            self._give(data)
+            return
+        if self._timer is not None:
+            self._disarm()
+        body_end = end + head.length
+        if len(data) >= body_end:
+            self._held = data[body_end:]
+            self._begin(head, memoryview(data)[end:body_end], time.monotonic_ns())
+            return
+        service = self.lane.service
+        try:  # before the body is read: it may be long
+            service.admission.check_room(service.registry.ready(head.model, head.version))
+        except PaellaError as e:
+            self._unwanted = body_end - len(data)
+            work = self._work = Work(self, head, time.monotonic_ns())
+            service.counters.enter()
+            self.failed(work, e)
+            return
+        self._head = head
+        self._body, self._body_at = [], 0
+        service.counters.enter()
+        timeout_s = service.body_timeout_s
+        if timeout_s is not None:
+            self._body_timer = self._loop.call_later(timeout_s, self._body_is_late)
+        self._read_body(data[end:])
+
+    def _give(self, data: bytes) -> None:
+        """To aiohttp. Whole requests leave nothing behind in its parser, and the next one may be ours again."""
+        end = data.find(b"\r\n\r\n")
+        head = data[: max(0, end) + 2].lower()
+        lengths = _LENGTH.findall(head)
+        self._strange = (
+            end < 0
+            or len(lengths) > 1
+            or end + 4 + (int(lengths[0]) if lengths else 0) != len(data)
+            or b"\r\ntransfer-encoding" in head
+            or b"\r\nupgrade" in head
+        )
+        super().data_received(data)
+
+    def _read_body(self, data: bytes) -> None:
+        head = self._head
+        assert head is not None
+        n = min(len(data), head.length - self._body_at)
+        self._body.append(data if n == len(data) else data[:n])
+        self._body_at += n
+        if len(self._body) == MOST_PIECES:  # drops: each is an object many times its size
+            self._body = [b"".join(self._body)]
+        if self._body_at < head.length:
+            return
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        body, self._body, self._head = b"".join(self._body), [], None
+        self._held = data[n:]
+        self.lane.service.counters.leave()
+        self._begin(head, memoryview(body), time.monotonic_ns())
+
+    def _body_is_late(self) -> None:
+        self._body_timer = None
+        head, self._head, self._body = self._head, None, []
+        self.lane.service.counters.leave()
+        if head is not None and self.transport is not None:
+            self._closing = True
+            body: list[bytes | memoryview] = [encode_json({"error": "the body did not arrive in time"})]
+            number = request_id(head.id)
+            self.transport.write(self.lane.response(408, body, b"application/json", number, b"", True))
+            self.transport.close()
+
+    def _begin(self, head: Head, body: memoryview, started_ns: int) -> None:
+        service = self.lane.service
+        work = self._work = Work(self, head, started_ns)
+        service.counters.enter()
+        try:
+            model = work.model = service.registry.ready(head.model, head.version)
+            service.admission.check_room(model)
+            request = work.request = decode(model, body, head.json_length)
+            deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
+            row = service.registry.entries[head.model].row
+            work.ticket = service.admission.enter(model, row, request.priority, deadline_ms)
+            try:
+                self._submit(work, model, request, deadline_ms)
+            except BaseException:
+                if not work.over:
+                    for each in work.pending:
+                        work.front.cancel(each)
+                    work._leave(answered=False)
+                raise
+        except Exception as e:
+            self.failed(work, e)
+
+    def _submit(self, work: Work, model: Model, request: Request, deadline_ms: float | None) -> None:
+        engine = self.lane.service.engine
+        loaded = engine._find(model.name)
+        work.front = engine._front
+        work.front.attach(self._loop)
+        client = work.head.client or None
+        inputs = request.inputs
+        work.left = request.items
+        for k in range(request.items):
+            finish: Callable[[Entry], None] = work if request.items == 1 else _Item(work, k)
+            item = {key: inputs[key][k] for key in model.inputs}
+            work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, finish))
+
+    # -- out
+
+    def failed(self, work: Work, error: Exception) -> None:
+        """As the middleware answers errors."""
+        work.over = True
+        service = self.lane.service
+        service.note_failure(work.head.model, error, time.monotonic_ns() - work.started_ns)
+        number, more = request_id(work.head.id), b""
+        status = status_of(error)[0] if isinstance(error, PaellaError) else 500
+        if status == 500:
+            fields = {"request": number, "path": f"/v2/models/{work.head.model}/infer"}
+            log.error("a request failed", exc_info=error, extra={"fields": fields})
+            said = f"internal error; the server's log has it under request {number}"
+        else:
+            said = str(error)
+            if status == 503:
+                assert isinstance(error, PaellaError)
+                more = b"Retry-After: %d\r\n" % retry_after_s(error)
+        self._write(work, status, [encode_json({"error": said})], b"application/json", number, more)
+
+    def done(self, work: Work, pieces: list[bytes | memoryview], json_length: int | None) -> None:
+        service = self.lane.service
+        number, more, kind = request_id(work.head.id), b"", b"application/json"
+        if json_length is not None:
+            more, kind = b"Inference-Header-Content-Length: %d\r\n" % json_length, b"application/octet-stream"
+        service.counters.of(work.head.model).note_answer(time.monotonic_ns() - work.started_ns)
+        if work.head.accepts is not None and (size := sum(map(len, pieces))) >= COMPRESS_FROM_BYTES:
+            coding = choose_coding(work.head.accepts, binary=json_length is not None)
+            if coding is not None:
+                more += b"Content-Encoding: %b\r\n" % coding.encode()
+                self._compress(work, b"".join(pieces), size, coding, kind, number, more)
+                return
+        self._write(work, 200, pieces, kind, number, more)
+
+    def _compress(
+        self, work: Work, body: bytes, size: int, coding: str, kind: bytes, number: str, more: bytes
+    ) -> None:
+        def pack() -> bytes:
+            packer = zlib.compressobj(wbits=_WBITS[coding])
+            return packer.compress(body) + packer.flush()
+
+        if size < COMPRESS_IN_THREAD_BYTES or threading.get_ident() != self.lane.thread:
+            self._write(work, 200, [pack()], kind, number, more)
+            return
+
+        def packed(future: asyncio.Future[bytes]) -> None:
+            self._write(work, 200, [future.result()], kind, number, more)
+
+        self._loop.run_in_executor(None, pack).add_done_callback(packed)
+
+    def _write(
+        self, work: Work, status: int, pieces: list[bytes | memoryview], kind: bytes, number: str, more: bytes
+    ) -> None:
+        """From the thread that reads completions: usually the loop's own."""
+        close = self.lane.service.draining or self._closing
+        response = self.lane.response(status, pieces, kind, number, more, close)
+        if threading.get_ident() == self.lane.thread:
+            self._send(work, response, close)
+        else:
+            self._loop.call_soon_threadsafe(self._send, work, response, close)
+
+    def _send(self, work: Work, response: bytes, close: bool) -> None:
+        if self._work is not work:  # the client has left
+            return
+        self._work = None
+        self.lane.service.counters.leave()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        if self.transport is None:
+            return
+        self.transport.write(response)
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        if close:
+            self._closing = True
+            self.transport.close()
+            return
+        if self._held or self._reading_held:
+            # Not from here: a chain of requests that fail at once would be as deep as it is long.
+            self._loop.call_soon(self._go_on)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._work is not None or self._head is not None or self._paused or self.transport is None:
+            return
+        if self._reading_held:
+            self._reading_held = False
+            self.transport.resume_reading()
+        if self._held and not self._strange:
+            self._take(self._held)
+
+    # -- the end
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        service = self.lane.service
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            service.counters.leave()
+            service.note_left(work.head.model)
+        elif self._head is not None:
+            service.counters.leave()
+            service.note_left(self._head.model)
+        self._head, self._held, self._body = None, b"", []
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        super().connection_lost(exc)
+
+    def close(self) -> None:
+        """After the answer that is on its way."""
+        if self._work is not None or self._head is not None:
+            self._closing = True
+        else:
+            super().close()
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        if self._work is not None or self._head is not None:
+            self._closing = True
+            self._drained = self._loop.create_future()
+            await asyncio.wait((self._drained,), timeout=timeout)
+        await super().shutdown(timeout)
+
+    def _process_keepalive(self) -> None:
+        if self._work is not None or self._head is not None:
+            self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        super()._process_keepalive()

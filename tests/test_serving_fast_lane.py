@@ -1,0 +1,208 @@
+"""The short way of an inference and aiohttp's are one server: the same answers, in order, however the bytes arrive."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from serving_server import infer_body, running
+
+from serving import fast_lane
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running([scale_model(batch=(1, 4))], max_body_bytes=100_000, body_timeout_s=0.5) as found:
+        yield found
+
+
+def post(value: float, number: int, *more: str, items: int = 1) -> bytes:
+    body = json.dumps(infer_body("x", np.full((items, 64), value, np.float32), id=str(number))).encode()
+    lines = ["POST /v2/models/scale/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *more, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+GET = b"GET /v2/models/scale HTTP/1.1\r\nHost: x\r\n\r\n"
+WRONG = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nnot"
+UNKNOWN = b"POST /v2/models/nope/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+INDEX = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class Client:
+    def __init__(self, server):
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._held = b""
+
+    def send(self, data):
+        self._socket.sendall(data)
+
+    def answer(self):
+        """Status, headers and content of the next answer."""
+        while b"\r\n\r\n" not in self._held:
+            self._more()
+        head, _, self._held = self._held.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines[1:])}
+        length = int(headers.get("content-length", 0))  # 100 Continue has none
+        while len(self._held) < length:
+            self._more()
+        body, self._held = self._held[:length], self._held[length:]
+        return int(lines[0].split()[1]), headers, body
+
+    def _more(self):
+        data = self._socket.recv(1 << 16)
+        assert data, "the connection was closed"
+        self._held += data
+
+    @property
+    def closed(self):
+        return self._socket.recv(1) == b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """How many requests each way has had."""
+    counts = {"short": 0, "aiohttp": 0}
+    begin, give = fast_lane.FastConnection._begin, fast_lane.FastConnection._give
+
+    def counted_begin(self, *args):
+        counts["short"] += 1
+        begin(self, *args)
+
+    def counted_give(self, data):
+        counts["aiohttp"] += 1
+        give(self, data)
+
+    monkeypatch.setattr(fast_lane.FastConnection, "_begin", counted_begin)
+    monkeypatch.setattr(fast_lane.FastConnection, "_give", counted_give)
+    return counts
+
+
+def check(answer, value, number, items=1):
+    status, _, body = answer
+    found = json.loads(body)
+    assert status == 200
+    assert found["id"] == str(number)
+    assert found["outputs"][0]["data"] == [2.0 * value] * 64 * items
+
+
+def test_both_ways_are_taken_on_one_connection(server, ways):
+    with Client(server) as client:
+        for k in range(3):
+            client.send(post(k, k))
+            check(client.answer(), k, k)
+            client.send(GET)
+            assert json.loads(client.answer()[2])["name"] == "scale"
+    assert ways == {"short": 3, "aiohttp": 3}
+
+
+requests = some.lists(
+    some.sampled_from(["one", "three", "get", "wrong", "unknown", "index", "closes"]), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60)
+@given(kinds=requests, cuts=some.lists(some.integers(0, 4000), max_size=6))
+def test_answers_come_in_order_however_the_bytes_are_cut(server, kinds, cuts):
+    """Pipelined, in pieces of any size: also where a piece ends within a header."""
+    stream = b""
+    for k, kind in enumerate(kinds):
+        stream += {"one": post(k, k), "three": post(k, k, items=3), "get": GET, "wrong": WRONG, "unknown": UNKNOWN,
+                   "index": INDEX, "closes": post(k, k, "Connection: close")}[kind]  # fmt: skip
+        if kind == "closes":
+            kinds = kinds[: k + 1]
+            break
+    edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
+    with Client(server) as client:
+        for low, high in pairwise(edges):
+            client.send(stream[low:high])
+        for k, kind in enumerate(kinds):
+            answer = client.answer()
+            if kind in ("one", "three", "closes"):
+                check(answer, k, k, 3 if kind == "three" else 1)
+            else:
+                assert answer[0] == {"get": 200, "index": 200, "wrong": 400, "unknown": 404}[kind]
+    server.wait_until(lambda: server.service.in_flight == 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("Content-Length: 5", 400),  # a second one
+        ("Transfer-Encoding: chunked", 400),
+        ("Content-Encoding: gzip", 400),
+        ("Bad Header: x", 400),
+        ("Inference-Header-Content-Length: x", 400),
+        ("Expect: 100-continue", 200),
+        ("traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", 200),
+    ],
+)
+def test_what_is_unusual_gets_the_answer_it_always_got(server, line, status):
+    with Client(server) as client:
+        client.send(post(1, 1, line))
+        found = client.answer()
+        if found[0] == 100:
+            found = client.answer()
+        assert found[0] == status
+    with Client(server) as client:
+        client.send(post(1, 1))
+        check(client.answer(), 1, 1)
+
+
+def test_request_ids_come_back_and_others_are_made(server):
+    with Client(server) as client:
+        client.send(post(1, 1, "X-Request-Id: mine"))
+        assert client.answer()[1]["x-request-id"] == "mine"
+        client.send(post(1, 1))
+        assert client.answer()[1]["x-request-id"] not in ("", "mine")
+
+
+def test_long_answers_are_compressed_for_who_asks(server):
+    with Client(server) as client:
+        client.send(post(0.123456789, 1, "Accept-Encoding: gzip, deflate", items=4))
+        status, headers, body = client.answer()
+        assert status == 200
+        assert headers["content-encoding"] == "gzip"
+        assert len(json.loads(gzip.decompress(body))["outputs"][0]["data"]) == 256
+        client.send(post(1, 1, "Accept-Encoding: gzip"))
+        assert "content-encoding" not in client.answer()[1]
+
+
+def test_a_body_that_does_not_come_is_a_408(server):
+    with Client(server) as client:
+        client.send(post(1, 1)[:-10])
+        status, _, body = client.answer()
+        assert status == 408
+        assert "did not arrive in time" in json.loads(body)["error"]
+        assert client.closed
+    server.wait_until(lambda: server.service.in_flight == 0)
+
+
+def test_a_refused_request_is_answered_before_its_body_and_the_next_one_is_served(server):
+    whole = post(1, 1).replace(b"/scale/", b"/nope1/")
+    with Client(server) as client:
+        client.send(whole[:-100])
+        assert client.answer()[0] == 404
+        client.send(whole[-100:] + post(2, 2))
+        check(client.answer(), 2, 2)
+
+
+def test_a_body_that_is_too_large_is_a_413(server):
+    with Client(server) as client:
+        head = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n"
+        client.send(head + b" " * 100_001)
+        assert client.answer()[0] == 413
