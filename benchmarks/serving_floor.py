@@ -14,10 +14,12 @@ say how much CPU each way takes in all; `cpu_us` has that for the server, proces
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +130,26 @@ class Running:
         self.process.communicate()
 
 
+@contextlib.contextmanager
+def server(kind: str) -> Iterator[str]:
+    """The URL of one that runs meanwhile."""
+    running = Running(kind)
+    try:
+        yield running.url
+    finally:
+        running.stop()
+
+
 def _children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def one_run(server: Running, load: Load) -> dict[str, Any]:
-    before = server.cpu_s()
-    result = run_bench(server.url, load)["all"]
+def one_run(asked: Running, load: Load) -> dict[str, Any]:
+    before = asked.cpu_s()
+    result = run_bench(asked.url, load)["all"]
     assert not result["errors"], result["errors"]
     requests = result["answered_per_s"] * (load.duration_s + load.warmup_s)
-    cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in server.cpu_s().items()}
+    cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in asked.cpu_s().items()}
     return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"], "cpu_us": cpu_us}
 
 
@@ -172,14 +184,14 @@ def measure(kinds: list[str], seconds: float, rounds: int) -> dict[str, Any]:
         for k in range(rounds + 1):  # the first round warms up
             for label, (model, binary, clients) in zip(labels, cases, strict=True):
                 load = Load((model,), concurrency=clients, binary=binary, duration_s=seconds, warmup_s=seconds / 4)
-                for kind, server in servers.items():
-                    found = one_run(server, load)
+                for kind, each in servers.items():
+                    found = one_run(each, load)
                     if k:
                         runs[label][kind].append(found)
             print(f"round {k} of {rounds}", flush=True)
     finally:
-        for server in servers.values():
-            server.stop()
+        for each in servers.values():
+            each.stop()
     return {label: {kind: compare(runs[label][kind], runs[label]["floor"]) for kind in kinds} for label in labels}
 
 
