@@ -121,17 +121,25 @@ def summary(found: dict[str, dict[str, float]], name: str) -> dict[str, float]:
     return {"median": float(np.median(sizes)), "p90": float(np.quantile(sizes, 0.9)), "n": len(sizes)}
 
 
-def fit_and_report(
-    measured: dict[str, Any], part: str, large_works: Callable[[Any], Any], pairs: Sequence[tuple[str, str]]
-) -> None:
-    """Fits, writes the profile, and reports what it predicts right and wrong."""
+def counted(
+    results: dict[str, Any], part: str, large_works: Callable[[Any], Any]
+) -> tuple[Any, list[Launch], dict[str, Any]]:
+    """The virtual part, and what the evaluator counts for the launches and large kernels that were measured."""
     device = pp.Device(f"virtual:{part}")
     cases = {c.name: c for c in TRITON_CASES if c.evaluable}
-    results = measured["results"]
     rows = [r for r in results["kernels"] if r["case"] in cases]
     with device:
         launches = [Launch(device, r, cases[r["case"]]) for r in track(rows, description="counting")]
         works = {name: _work_launch(device, work) for name, work in large_works(device).items()}
+    return device, launches, works
+
+
+def fit_and_report(
+    measured: dict[str, Any], part: str, large_works: Callable[[Any], Any], pairs: Sequence[tuple[str, str]]
+) -> None:
+    """Fits, writes the profile, and reports what it predicts right and wrong."""
+    results = measured["results"]
+    device, launches, works = counted(results, part, large_works)
     base = CostModel(device.part, _rates(device.part, results["alone"], works))
     recorded = [entry for entry in launches if entry.row["scale"] == RECORDED_SCALE]
     flows = np.array([flow_ns(entry, base) for entry in track(recorded, description="flows")])
@@ -169,14 +177,9 @@ def check_and_report(
     measured: dict[str, Any], part: str, large_works: Callable[[Any], Any], pairs: Sequence[tuple[str, str]]
 ) -> None:
     """What the profile as it is predicts of launches that nothing was fitted to."""
-    device = pp.Device(f"virtual:{part}")
-    cases = {c.name: c for c in TRITON_CASES if c.evaluable}
     results = measured["results"]
-    rows = [r for r in results["kernels"] if r["case"] in cases]
+    device, launches, works = counted(results, part, large_works)
     model = CostModel.for_part(device.part)
-    with device:
-        launches = [Launch(device, r, cases[r["case"]]) for r in track(rows, description="counting")]
-        works = {name: _work_launch(device, work) for name, work in large_works(device).items()}
     known = errors(launches, lambda _: model)
     plain = errors(launches, lambda _: replace(model, factors={}))
     report = {
@@ -187,7 +190,7 @@ def check_and_report(
         "kernels without their factor": plain,
         "recorded on": measured["on"],
     }
-    seeds = sorted({r["seed"] for r in rows})
+    seeds = sorted({each.row["seed"] for each in launches})
     print("written to", save(f"calibration_check{'_'.join(map(str, seeds))}_{part}", report))
     _print(report)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,14 @@ def read_until(stream: Any, text: str) -> str:
         assert line, "".join(lines)
         lines.append(line)
     return "".join(lines)
+
+
+def ask(server, method, path, body=None, headers=None):
+    """Status, headers and content of one request on a connection of its own."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        content = answer.read()
+    kind = answer.headers.get("Content-Type", "")
+    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import io
 import json
 import socket
 import zlib
-from http.client import HTTPConnection
 
 import aiohttp
 import numpy as np
@@ -19,7 +17,7 @@ from engine_models import faulty_model, scale_model
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
-from serving_server import DEVICE, infer_body, running
+from serving_server import DEVICE, ask, infer_body, running
 
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
@@ -46,17 +44,6 @@ def server():
     ]
     with running(models, max_body_bytes=100_000) as found:
         yield found
-
-
-def ask(server, method, path, body=None, headers=None):
-    """Status, headers and JSON of one request on a connection of its own."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request(method, path, body, headers or {})
-        answer = connection.getresponse()
-        content = answer.read()
-    kind = answer.headers.get("Content-Type", "")
-    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content
 
 
 def check_serves(server):

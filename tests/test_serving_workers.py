@@ -18,7 +18,7 @@ import pytest
 from engine_models import scale_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
-from serving_server import infer_body
+from serving_server import ask, infer_body
 
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
@@ -34,17 +34,6 @@ def models():
 def server():
     with processes("test_serving_workers:models") as found:
         yield found
-
-
-def ask(server, method, path, body=None, headers=None):
-    """Status, headers and content of one request on a connection of its own."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request(method, path, body, headers or {})
-        answer = connection.getresponse()
-        content = answer.read()
-    kind = answer.headers.get("Content-Type", "")
-    return answer.status, answer.headers, json.loads(content) if kind.startswith("application/json") else content
 
 
 def metric(server, name, **labels):
