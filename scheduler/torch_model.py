@@ -69,7 +69,6 @@ class _Bits:
 class Options:
     """How a module is run."""
 
-    dtype: Any  # of floating-point parameters and inputs; None: as they are
     autocast: Any  # dtype of torch.autocast; None: off
     channels_last: bool
     compile: bool
@@ -165,7 +164,6 @@ class Signature:
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
     keywords: bool  # inputs are passed by name
-    shape: str  # of what it returns: "tensor", "sequence" or "mapping"
 
     def call(self, call: Callable[..., Any], given: Mapping[str, Any], channels_last: bool) -> Any:
         if channels_last:
@@ -176,27 +174,27 @@ class Signature:
         return call(**given) if self.keywords else call(*given.values())
 
     def name_results(self, results: Any) -> dict[str, Any]:
-        return dict(zip(self.outputs, _tensors(results)[0].values(), strict=True))
+        return dict(zip(self.outputs, _tensors(results).values(), strict=True))
 
 
-def _tensors(results: Any) -> tuple[dict[str, Any], str]:
-    """Named tensors of whatever a module returned, and the form it came in."""
+def _tensors(results: Any) -> dict[str, Any]:
+    """Named tensors of whatever a module returned."""
     torch = needs_torch()
     if isinstance(results, torch.Tensor):
-        return {"output": results}, "tensor"
+        return {"output": results}
     if isinstance(results, Mapping):
-        found, form = dict(results), "mapping"
+        found = dict(results)
     elif isinstance(results, tuple) and hasattr(results, "_fields"):
-        found, form = dict(zip(results._fields, results, strict=True)), "mapping"
+        found = dict(zip(results._fields, results, strict=True))
     elif isinstance(results, tuple | list):
-        found, form = {f"output{k}": each for k, each in enumerate(results)}, "sequence"
+        found = {f"output{k}": each for k, each in enumerate(results)}
     else:
         raise ModelError(f"it returns a {type(results).__name__}; a model returns tensors, in a tuple or by name")
     found = {key: each for key, each in found.items() if each is not None}
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
             raise ModelError(f"its result {key!r} is a {type(each).__name__}, not a tensor")
-    return found, form
+    return found
 
 
 def from_torch(
@@ -232,13 +230,13 @@ def from_torch(
         given = {key: t.to(dtype) if t.is_floating_point() else t for key, t in given.items()}
     given = {key: t[:1].to(home) for key, t in given.items()}
     specs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
-    options = Options(dtype, autocast, channels_last, compile)
-    probe = Signature(specs, {}, keywords, "tensor")
+    options = Options(autocast, channels_last, compile)
+    probe = Signature(specs, {}, keywords)
     try:
         with torch.no_grad():
             cast = torch.autocast(home.type, autocast) if autocast is not None else contextlib.nullcontext()
             with cast:
-                results, form = _tensors(probe.call(call, given, channels_last))
+                results = _tensors(probe.call(call, given, channels_last))
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
     except Exception as e:
@@ -251,7 +249,7 @@ def from_torch(
                 "the batch"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return TorchModel(title, call, Signature(specs, outputs, keywords, form), options, batch=batch, **about)
+    return TorchModel(title, call, Signature(specs, outputs, keywords), options, batch=batch, **about)
 
 
 def _named_inputs(
