@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from serving.logs import log
@@ -26,12 +26,13 @@ _LATE = (
 class Connection(web.RequestHandler):
     """aiohttp's own, with `header_timeout_s`: from when it is open, then from a request's first byte, to its header."""
 
-    __slots__ = ("_began", "_header_timeout_s", "_timer")
+    __slots__ = ("_began", "_content", "_header_timeout_s", "_timer")
 
     def __init__(self, manager: web.Server, *, header_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._header_timeout_s, self._began = header_timeout_s, False
         self._timer: asyncio.TimerHandle | None = None
+        self._content: StreamReader | None = None  # the body of the last request whose header came
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -47,22 +48,24 @@ class Connection(web.RequestHandler):
         if self._request_count != before:  # a whole header
             if self._timer is not None:
                 self._disarm()
-            if self._current_request is not None:
-                self._spoil(self._current_request)
+            self._read_on(self._request_count - before)
         elif self._waiter is not None and not self._waiter.done():  # none, and no body is being read
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
 
-    def _spoil(self, request: web.BaseRequest) -> None:
-        """Where the body being read turns out to be none, its reader is told.
+    def _read_on(self, n: int) -> None:
+        """`n` messages have come. Where the body being read turns out to be none, its reader is told.
 
         aiohttp puts the error behind it, as if another request had been wrong, and the reader would wait for the rest.
+        Whether that reader has begun is a matter of luck: head and body may come one right after the other.
         """
-        if self._messages and not hasattr(self._messages[-1][0], "method") and not request.content.is_eof():
-            self._messages.pop()
-            self.close()  # after the answer
-            request.content.set_exception(web.RequestPayloadError("the body is not what its headers say"))
+        for message, content in list(self._messages)[-n:]:
+            if hasattr(message, "method"):
+                self._content = content
+            elif self._content is not None and not self._content.is_eof():
+                self._messages.pop()  # nothing follows an error
+                self._content.set_exception(web.RequestPayloadError("the body is not what its headers say"))
 
     def log_exception(self, *what: Any, **more: Any) -> None:
         """Of aiohttp itself: a body that cannot be read on after the answer is the client's mistake."""

@@ -118,7 +118,9 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
     elif isinstance(error, TimeoutError):
         return json_response({"error": "the body did not arrive in time"}, 408)
     elif isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
-        return json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
+        response = json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
+        response.force_close()  # where the next request would begin is not known
+        return response
     log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": request.path}})
     return json_response({"error": f"internal error; the server's log has it under request {number}"}, 500)
 

@@ -14,6 +14,8 @@ import pytest
 from engine_models import scale_model
 from serving_server import infer_body, read_until, running, serving
 
+from serving.connections import Connection
+
 X = np.arange(64, dtype=np.float32)[np.newaxis]
 BODY = json.dumps(infer_body("x", X)).encode()
 RIGHT = (2 * X[0]).tolist()
@@ -110,6 +112,35 @@ def test_a_compressed_body_that_ends_early_is_told_at_once(server):
         assert connection.recv(1) == b""  # one answer, and the end
     assert status == 400
     assert "decompressed" in found["error"]
+    check_serves(server)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_compressed_body_that_ends_early_is_told_however_soon_it_follows(server, monkeypatch, turns):
+    """The body comes so many turns of the event loop after its header: before, while and after its reader begins."""
+    received = Connection.data_received
+
+    def apart(self, data):
+        at = data.find(b"\r\n\r\n") + 4
+        received(self, data[:at])
+        later(self, data[at:], turns)
+
+    def later(self, data, n):
+        if n:
+            self._loop.call_soon(later, self, data, n - 1)
+        else:
+            received(self, data)
+
+    packed = zlib.compress(BODY)[:2]  # nothing of the body itself
+    header = head("scale", len(packed)).replace(b"\r\n\r\n", b"\r\nContent-Encoding: deflate\r\n\r\n")
+    monkeypatch.setattr(Connection, "data_received", apart)
+    with connect(server) as connection:
+        connection.sendall(header + packed)
+        status, found = answer_of(connection)
+        assert connection.recv(1) == b""  # one answer, and the end
+    assert status == 400
+    assert "decompressed" in found["error"]
+    monkeypatch.undo()
     check_serves(server)
 
 
