@@ -133,11 +133,12 @@ class trace:
     def _finish(self, session: Session) -> None:
         device = self._device
         lines, rings = device.end_trace()
-        session.adopt_replayed(rings["launch"])
+        tails = lines["tail"]
+        used = rings["launch"][:, : int(min(rings.shape[1], tails.max()))]  # rings are large, and mostly empty
+        session.adopt_replayed(used)
         launches, kernels = session.launches()
         # Whatever a graph captured elsewhere left here belongs to no launch we know.
-        rings["launch"][~np.isin(rings["launch"], launches["launch"])] = 0
-        tails = lines["tail"]
+        used[~np.isin(used, launches["launch"])] = 0
         marks = (Mark(self._begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
         decoded = decode(tails, rings, launches, marks)
         dropped = decoded.dropped + session.unreported

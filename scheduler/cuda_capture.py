@@ -49,6 +49,8 @@ _notifying: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.W
 
 def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
     """The same kernel, whose last block says when it starts; None where it reports something else, or cannot."""
+    if launcher.compiled.config.report == "notify":
+        return launcher
     if launcher not in _notifying:
         compiled, found = launcher.compiled, None
         if compiled.config.report is None:

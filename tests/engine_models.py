@@ -56,7 +56,9 @@ Reference = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 WIDTH, HIDDEN = 64, 128
 
 
-def scale_model(name: str = "scale", factor: float = 2.0, steps: int = 1, n: int = 64, **options: Any) -> Model:
+def scale_model(
+    name: str = "scale", factor: float = 2.0, steps: int = 1, n: int = 64, kernel: Any = scale, **options: Any
+) -> Model:
     """x · factor^steps, one kernel per step."""
 
     def fn(weights: Any, inputs: Any, outputs: Any) -> None:
@@ -64,7 +66,7 @@ def scale_model(name: str = "scale", factor: float = 2.0, steps: int = 1, n: int
         source = inputs["x"]
         for k in range(steps):
             target = outputs["y"] if k == steps - 1 else pp.empty(source.shape)
-            scale[(triton.cdiv(total, 128),)](source, target, factor, total, B=128)
+            kernel[(triton.cdiv(total, 128),)](source, target, factor, total, B=128)
             source = target
 
     specs = {"inputs": {"x": TensorSpec((n,))}, "outputs": {"y": TensorSpec((n,))}}

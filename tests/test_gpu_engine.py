@@ -411,10 +411,15 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     assert run.stdout.split() == ["refused", "closed"], run.stderr
 
 
-def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(loaded):
+@pytest.mark.parametrize("report", [None, "notify"])
+def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(engine, report):
     """One segment on the GPU at a time, and yet the next does not wait for the end of the one before."""
-    loaded.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
-    state, ahead = loaded.state, []
+    # A kernel that counts its blocks, as the others here, does not tell that as well.
+    model = scale_model("long", 2.0, steps=60, batch=(1, 2), kernel=pp.kernel(scale.fn, report=report))
+    engine.load(model)
+    engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
+    lanes = next(iter(engine.loaded_rows().values())).lanes
+    state, ahead = engine.state, []
 
     def note(entry):
         lane = state.lane[int(entry["lane"])]
@@ -422,15 +427,17 @@ def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(lo
             times = state.segment_ns[int(entry["lane"]), : int(lane["segments"])]
             ahead.append(bool((times[1:, 0] < times[:-1, 1]).any()))
 
-    stop = loaded.watch(note)
+    stop = engine.watch(note)
+    rng = np.random.default_rng(7)
 
     async def main():
-        work = list(requests(400, 7))
-        found = await asyncio.gather(*(loaded.infer(name, inputs) for name, inputs, _ in work))
-        for outputs, (_, _, expected) in zip(found, work, strict=True):
-            check(outputs, expected)
+        work = [random_inputs(model, rng) for _ in range(400)]
+        found = await asyncio.gather(*(engine.infer("long", inputs) for inputs in work))
+        for outputs, inputs in zip(found, work, strict=True):
+            check(outputs, scale_reference(2.0, 60)(inputs))
 
     asyncio.run(main())
     stop()
+    assert any(lane.draining.any() for lane in lanes)
     assert any(ahead)
     check_at_rest(state)
