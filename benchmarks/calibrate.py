@@ -154,6 +154,7 @@ def record(seed: int, out: Path | None) -> None:
         todo = [(c, s) for c in TRITON_CASES for s in scales if c.min_sm <= capability]
         for case, scale in track(todo, description="kernels"):
             rows.append(measure_case(device, case, scale, seed))
+        save(name_of(part, seed), {"kernels": rows}, device, out)  # kept whatever becomes of the pairs
         pairs = measure_pairs(device, seed)
     print("written to", save(name_of(part, seed), {"kernels": rows, **pairs}, device, out))
 

@@ -11,6 +11,8 @@ data, so the times say nothing there: it shows that the benchmark runs.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +222,8 @@ class Bench:
         }
 
 
-def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any]) -> None:
+    """Fills `found` as it goes."""
     kinds = QUICK if args.quick else KINDS
     n_light, n_sat, seconds = (20, 60, 0.02) if args.quick else (200, 4000, 0.8)
     fractions = (0.6, 0.8, 0.95)
@@ -236,13 +239,11 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     step("loading, batch 1")
     plain = Bench(args.device, kinds, layers, (1,), args.lanes, args.active)
     step("light load")
-    found: dict[str, Any] = {
-        "models": {
-            k.name: {"layers": n, "width": k.width, "tokens": k.tokens, "alone_us": t / 1e3, "share": s}
-            for k, n, t, s in zip(kinds, layers, plain.alone_ns.tolist(), plain.share.tolist(), strict=True)
-        },
-        "light": {},
+    found["models"] = {
+        k.name: {"layers": n, "width": k.width, "tokens": k.tokens, "alone_us": t / 1e3, "share": s}
+        for k, n, t, s in zip(kinds, layers, plain.alone_ns.tolist(), plain.share.tolist(), strict=True)
     }
+    found["light"] = {}
     for m, kind in enumerate(kinds):
         found["light"][kind.name] = plain.light(m, n_light)
         step("saturation")
@@ -281,7 +282,6 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     found["checked"] = plain.checked + batched.checked
     found["wrong"] = plain.wrong + batched.wrong
     found["targets"] = judge(found)
-    return found
 
 
 def judge(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -351,10 +351,17 @@ def main() -> None:
     args = parser.parse_args()
     device = pp.Device(args.device)
     start = time.monotonic()
-    with Progress(transient=True) as progress:
-        found = measure(args, progress)
-    show(found, device.title, time.monotonic() - start)
     name = "engine_h200" if isinstance(device, CudaDevice) else "engine_virtual"
+    found: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))
+    try:
+        with Progress(transient=True) as progress:
+            measure(args, progress, found)
+    except BaseException:
+        if found:
+            print(save(f"{name}_unfinished", found, device, args.out))
+        raise
+    show(found, device.title, time.monotonic() - start)
     print(save(name, found, device, args.out))
     if found["wrong"]:
         raise SystemExit(f"{found['wrong']} of {found['checked']} outputs are wrong")

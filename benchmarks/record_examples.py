@@ -158,17 +158,21 @@ def main() -> None:
     given = parser.parse_args()
     device = pp.Device.open(given.device)
     given.out.mkdir(parents=True, exist_ok=True)
+    bad = []  # told at the end: the others are recorded all the same
     for name in given.only or EXAMPLES:
         with device:
             t = EXAMPLES[name](device)
         if t.dropped or t.unfinished:
-            raise SystemExit(f"{name}: {t.dropped} records dropped, {t.unfinished} unfinished; not written")
+            bad.append(f"{name}: {t.dropped} records dropped, {t.unfinished} unfinished; not written")
+            continue
         path = given.out / f"{gpu_name(device)}-{name}.pptrace"
         t.save(path)
         print(t.summary())
         print(f"written to {path}: {path.stat().st_size:,} bytes\n")
         if path.stat().st_size > MOST_BYTES:
-            raise SystemExit(f"{path} is larger than the {MOST_BYTES:,} bytes an example may take")
+            bad.append(f"{path} is larger than the {MOST_BYTES:,} bytes an example may take")
+    if bad:
+        raise SystemExit("\n".join(bad))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import save
+from common import RESULTS, save
 from engine_h200 import KINDS, QUICK, Bench, choose_layers
 from rich.console import Console
 from rich.progress import Progress
@@ -55,13 +54,13 @@ def policies() -> list[tuple[dict[str, Any], Any]]:
     return found
 
 
-def one_process(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every combination for the number of queues this process was started with."""
+def one_process(args: argparse.Namespace) -> None:
+    """Every combination for the number of queues this process was started with, written quantum by quantum."""
     kinds = QUICK if args.quick else KINDS
     n = 80 if args.quick else 4000
     layers = choose_layers(args.device, kinds)
     rows: list[dict[str, Any]] = []
-    base = 0.0  # of streams: what 80 % refers to
+    base = args.base  # of streams: what 80 % refers to
     quanta = QUANTA_US[:1] if args.quick else QUANTA_US
     with Progress(transient=True) as progress:
         task = progress.add_task("runs", total=len(quanta) * len(policies()) * args.seeds)
@@ -81,9 +80,10 @@ def one_process(args: argparse.Namespace) -> list[dict[str, Any]]:
                     {"queues": args.queues, **what, "quantum_us": quantum_us, "throughput": throughput, "p99": p99}
                 )
                 progress.update(task, advance=args.seeds, description=f"{args.queues} queues, {quantum:g} µs")
-            assert not bench.wrong
             bench.engine.close()
-    return rows
+            args.write.write_text(json.dumps(rows))
+            if bench.wrong:
+                raise SystemExit(f"{bench.wrong} of {bench.checked} outputs are wrong")
 
 
 def main() -> None:
@@ -95,18 +95,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--queues", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--base", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.queues:
-        args.write.write_text(json.dumps(one_process(args)))
-        return
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for queues in QUEUES:
-            where = Path(folder) / f"{queues}.json"
-            command = [sys.executable, __file__, *sys.argv[1:], "--queues", str(queues), "--write", str(where)]
-            subprocess.run(command, check=True, env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)})
-            rows += json.loads(where.read_text())
-    base = next(np.median(r["throughput"]) for r in rows if r["active"] == "all")
+        return one_process(args)
+    rows: list[dict[str, Any]] = []
+    base = 0.0
+    # Beside the results, and kept there if this is ended before its time.
+    folder = args.out or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [folder / f"saturation_factors_{queues}.json" for queues in QUEUES]
+    for queues, where in zip(QUEUES, parts, strict=True):
+        command = [sys.executable, __file__, *sys.argv[1:], "--queues", str(queues), "--write", str(where)]
+        command += ["--base", str(base)]
+        subprocess.run(command, check=True, env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)})
+        rows += json.loads(where.read_text())
+        base = float(next(np.median(r["throughput"]) for r in rows if r["active"] == "all"))
     table = Table(title=f"throughput at saturation ÷ streams with 8 queues ({base:,.0f}/s)", box=None)
     for column in ("queues", "order", "active", "pieces", "ahead", "median", "least … most", "p99 at 80 %"):
         table.add_column(column, justify="right")
@@ -120,7 +124,10 @@ def main() -> None:
         )  # fmt: skip
     Console().print(table)
     device = pp.Device(args.device)
-    print(save("saturation_factors", {"streams_per_s": float(base), "runs": rows}, device, args.out))
+    print(save("saturation_factors", {"streams_per_s": base, "runs": rows}, device, args.out))
+    for where in parts:
+        where.unlink()
+    return None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from engine_models import mlp_model, random_inputs, scale_model
 import paellapy as pp
 from instrument.device.parts import part
 from instrument.device.sm_model import SmModel
+from instrument.records import WARP_SHIFT
 from scheduler import state as st
 from scheduler.engine import Engine
 from scheduler.monitor import EDGES_MS, Monitor
@@ -186,7 +187,7 @@ def test_of_a_real_gpu_only_kernels_that_report_tell_about_sms(engine, monkeypat
     monitor = Monitor(engine)
     sms = monitor.snapshot()["sms"]
     assert (sms["source"], sms["occupancy"], sms["busy"]) == ("none", None, None)
-    engine.device.model.lines["started"][7] = 2 + (16 << 32)  # two blocks of eight warps are on SM 7
+    engine.device.model.lines["started"][7] = 2 + (16 << WARP_SHIFT)  # two blocks of eight warps are on SM 7
     sms = monitor.snapshot()["sms"]
     assert sms["source"] == "sampled"
     assert sms["occupancy"] == [0.25 if sm == 7 else 0.0 for sm in range(132)]
