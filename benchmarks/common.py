@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import platform
 import subprocess
 import time
@@ -15,6 +17,7 @@ from instrument.versions import versions
 RESULTS = Path(__file__).parent / "results"
 
 
+@functools.cache
 def commit() -> str:
     """The commit measured; "+" marks uncommitted changes, "unknown" a tree without git."""
     try:
@@ -43,5 +46,8 @@ def save(name: str, results: Any, device: Device | None = None, folder: Path | N
     }
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"on": facts, "results": results}, indent=1) + "\n")
+    # Whole or not at all: what was measured before must survive a run that is stopped while it writes.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"on": facts, "results": results}, indent=1) + "\n")
+    os.replace(part, path)
     return path

@@ -3,8 +3,9 @@
     python benchmarks/paper.py run [--only fig11,light] [--seeds 5] [--seconds 1] [--budget 300] [--out DIR]
     python benchmarks/paper.py report [--out DIR]        # plots, and docs/results.md
 
-Points that are in DIR/paper.json already are not run again, and `--budget` stops after so many seconds: so it can run
-in pieces. The same arrivals go to every system; every output is compared with that of the module in eager mode.
+Points that are in DIR/paper.json already are not run again, each is kept as soon as it is measured, and `--budget`
+stops after so many seconds: so it can run in pieces. The same arrivals go to every system; every output is compared
+with that of the module in eager mode.
 `--tiny` takes models a CPU can compute: with `--device virtual:h200` it shows that everything runs.
 """
 
@@ -26,6 +27,7 @@ from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded
 from rich.progress import Progress
 
 import paellapy as pp
+from instrument.errors import PaellaError
 from scheduler.core_models import save_profiles
 from scheduler.policies.paella import with_threshold
 
@@ -252,6 +254,7 @@ EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
 def run(args: argparse.Namespace) -> None:
     options = Options(args.seeds, args.seconds, args.tiny)
     folder = args.out or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "paper.json"
     done: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     chosen = args.only.split(",") if args.only else list(EXPERIMENTS)
@@ -270,25 +273,29 @@ def run(args: argparse.Namespace) -> None:
         for (kinds, setup, priorities), group in groups.items():
             if time.monotonic() - began > args.budget:
                 break
-            for kind in kinds:
-                if kind.label not in references:
-                    references[kind.label] = kind.expected(where)
             progress.update(task, description=f"loading {len(kinds)} models")
-            loaded = Loaded(args.device, kinds, setup, priorities, references)
-            for kind, ns in zip(kinds, loaded.alone_ns, strict=True):
-                results["alone_us"].setdefault(kind.label, ns / 1e3)
-            for name, each in SETUPS.items():
-                if each == setup and kinds in (FIG11, TINY):
-                    save_profiles(folder / f"paper_profiles_{name}.json", loaded.profiles())
-            for point in group:
-                if time.monotonic() - began > args.budget:
-                    break
-                results["points"][point.key] = point.run(loaded)
-                progress.update(task, advance=1, description=point.key)
-            results["checked"] += loaded.checked
-            results["wrong"] += loaded.wrong
-            loaded.close()
-            save("paper", results, device, folder)
+            try:
+                for kind in kinds:
+                    if kind.label not in references:
+                        references[kind.label] = kind.expected(where)
+                loaded = Loaded(args.device, kinds, setup, priorities, references)
+                for kind, ns in zip(kinds, loaded.alone_ns, strict=True):
+                    results["alone_us"].setdefault(kind.label, ns / 1e3)
+                for name, each in SETUPS.items():
+                    if each == setup and kinds in (FIG11, TINY):
+                        save_profiles(folder / f"paper_profiles_{name}.json", loaded.profiles())
+                for point in group:
+                    if time.monotonic() - began > args.budget:
+                        break
+                    checked, wrong = loaded.checked, loaded.wrong
+                    results["points"][point.key] = point.run(loaded)
+                    results["checked"] += loaded.checked - checked
+                    results["wrong"] += loaded.wrong - wrong
+                    save("paper", results, device, folder)
+                    progress.update(task, advance=1, description=point.key)
+                loaded.close()
+            except (PaellaError, RuntimeError) as e:  # other engines may still work; this one is left as it is
+                progress.console.print(f"{setup} of {', '.join(k.label for k in kinds)}: {type(e).__name__}: {e}")
     left = sum(p.key not in results["points"] for p in points)
     print(f"{len(points) - left} points in {time.monotonic() - began:.0f} s, {left} left; ", end="")
     print(f"{results['checked']:,} outputs checked, {results['wrong']} wrong; {save('paper', results, device, folder)}")

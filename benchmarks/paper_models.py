@@ -51,7 +51,7 @@ class Kind:
     share: float = 0.0
     items: int = 1  # images in one request: a best-effort job is a batch by itself
 
-    def build(self) -> torch.nn.Module:
+    def build(self, device: str) -> torch.nn.Module:
         torch.manual_seed(sum(self.name.encode()))
         if self.name.startswith("tiny"):
             net: torch.nn.Module = Tiny(8 * int(self.name[4:]))
@@ -62,7 +62,7 @@ class Kind:
 
             extra = {"init_weights": False, "aux_logits": True} if self.name in ("googlenet", "inception_v3") else {}
             net = getattr(torchvision.models, self.name)(weights=None, **extra)
-        net = net.eval()
+        net = settle(net.to(device), self.shape[-3:], device)
         return Several(net, self.items) if self.items > 1 else net
 
     @property
@@ -81,18 +81,18 @@ class Kind:
         shape = (VARIANTS, *self.shape)
         return rng.integers(0, 30522, shape) if self.words else rng.standard_normal(shape).astype(np.float16)
 
-    def model(self, batch: tuple[int, ...], lanes: int, target_ms: float | None = None, priority: int = 0) -> pp.Model:
+    def model(self, batch: tuple[int, ...], lanes: int, priority: int, device: str) -> pp.Model:
+        # Built where it will run: it is tried once on its example, which takes minutes for large batches on a CPU.
         example = torch.zeros((1, *self.shape), dtype=torch.int64 if self.words else torch.float32)
         half = torch.float16
-        net = self.build()
+        net = self.build(device)
         if self.words:
             return pp.Model.from_torch(
-                net.to(half), example, name=self.name, batch=batch, lanes=lanes, target_ms=target_ms, priority=priority
+                net.to(half), example, name=self.name, batch=batch, lanes=lanes, priority=priority
             )
         return pp.Model.from_torch(
-            net, example, name=self.label, dtype=half, channels_last=self.items == 1, batch=batch, lanes=lanes,
-            target_ms=target_ms, priority=priority,
-        )  # fmt: skip
+            net, example, name=self.label, dtype=half, channels_last=True, batch=batch, lanes=lanes, priority=priority
+        )
 
     @property
     def label(self) -> str:
@@ -100,14 +100,26 @@ class Kind:
 
     def expected(self, device: str) -> NDArray[Any]:
         """What the module computes when it is simply called, in eager mode."""
-        net = self.build().to(device, torch.float16)
+        net = self.build(device).to(torch.float16)
         x = torch.from_numpy(self.inputs()).to(device)
         with torch.no_grad():
-            if self.items == 1 and not self.words:
+            if not self.words:
                 net = net.to(memory_format=torch.channels_last)
+            if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             rows = [net(each[None])[0].float().cpu().numpy() for each in x]
         return np.stack(rows)
+
+
+def settle(net: torch.nn.Module, shape: tuple[int, ...], device: str) -> torch.nn.Module:
+    """Batch norms that have seen data, as trained ones have: with their initial values resnet152 overflows in fp16."""
+    norms = [each for each in net.modules() if isinstance(each, torch.nn.BatchNorm2d)]
+    for each in norms:
+        each.momentum = None  # the mean over all it has seen
+    if norms:
+        with torch.no_grad():
+            net.train()(torch.randn(4, *shape, device=device))
+    return net.eval()
 
 
 class Several(torch.nn.Module):

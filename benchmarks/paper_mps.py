@@ -4,6 +4,7 @@
 
 Figure 11's requests, split by model; every process runs whole graphs, a stream each. The MPS daemon is started for the
 run, in a folder of its own, and stopped afterwards. Points are added to paper.json beside the other systems'.
+Run paper.py before, on the same machine: times alone are its own, since here models are measured while others load.
 `--device virtual:h200 --tiny` shows that it runs; every process then has a GPU of its own.
 """
 
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,10 @@ def mps(folder: Path, wanted: bool) -> Iterator[dict[str, str]]:
     try:
         yield env
     finally:
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env={**os.environ, **env}, check=False)
+        subprocess.run(
+            ["nvidia-cuda-mps-control"], input="quit -t 10\n", text=True, env={**os.environ, **env}, check=False,
+            timeout=30,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -109,6 +113,7 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
     ]
     try:
         alone = np.array([read(each)["alone_ns"] for each in track(children, description=f"loading, {percent} %")])
+        alone = np.array([results["alone_us"].get(k.label, ns / 1e3) * 1e3 for k, ns in zip(kinds, alone, strict=True)])
         todo = [(int(r), s) for s in range(args.seeds) for r in args.rates.split(",")]
         for rate, seed in track(todo, description=f"processes with {percent} % of the SMs"):
             at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
@@ -129,11 +134,17 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
             }  # fmt: skip
             results["wrong"] += sum(a["wrong"] for a in answers)
             results["checked"] += len(slow)
+            save("paper", results, None, args.out or RESULTS)
     finally:
         for each in children:
             assert each.stdin is not None
-            each.stdin.close()
-            each.wait(60)
+            with suppress(OSError):  # of one that has died
+                each.stdin.close()
+        for each in children:
+            try:
+                each.wait(30)
+            except subprocess.TimeoutExpired:
+                each.kill()
 
 
 def read(process: subprocess.Popen[str]) -> Any:

@@ -91,13 +91,13 @@ class Loaded:
         limits = Limits(segments=setup.segments)
         self.engine = Engine(device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits)
         self.priorities = list(priorities or [0] * len(kinds))
+        where = "cuda" if device.startswith("cuda") else "cpu"
         for kind, priority in zip(kinds, self.priorities, strict=True):
-            self.engine.load(kind.model(setup.batch, setup.lanes, None, priority))
+            self.engine.load(kind.model(setup.batch, setup.lanes, priority, where))
         names = [kind.label for kind in kinds]
         self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
         self.inputs = [kind.inputs() for kind in kinds]
         self.generator = Generator(self.engine, names, self.inputs)
-        where = "cuda" if device.startswith("cuda") else "cpu"
         self.expected = [
             references[kind.label] if references is not None else kind.expected(where) for kind in kinds
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +27,10 @@ class TorchPool:
     """One lane's memory in PyTorch's allocator."""
 
     def __init__(self, index: int) -> None:
-        torch = sys.modules["torch"]
+        torch: Any = sys.modules["torch"]
         self.index = index
-        self._pool: Any = torch.cuda.MemPool()
+        with torch.cuda.device(index):  # a pool belongs to the device that is current when it is made
+            self._pool: Any = torch.cuda.MemPool()
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +61,9 @@ def refusing_to_wait() -> Iterator[None]:
     """What would wait for the GPU raises, and so names its line: inside a capture CUDA only says that it failed."""
     torch: Any = sys.modules["torch"]
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says once that it does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except RuntimeError as e:

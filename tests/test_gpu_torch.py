@@ -131,6 +131,7 @@ def test_autocast(engine):
         np.testing.assert_allclose(found, wanted, atol=1e-2)
 
 
+@pytest.mark.filterwarnings("default")  # Inductor's own, about TF32 for one
 def test_a_compiled_module_with_triton_kernels(engine):
     net = Net(6)
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="compiled", compile=True, batch=(1, 2)))
