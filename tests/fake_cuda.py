@@ -357,6 +357,8 @@ def _scale(parameters: bytes, blocks: int) -> None:
     own = struct.calcsize("<QQfiQQ")
     descriptor = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
     first = int(descriptor["first"][0]) if len(descriptor) else 0
+    if len(descriptor) and descriptor["notify"][0]:
+        ctypes.c_uint64.from_address(int(descriptor["notify"][0])).value = 1
     low, high = first * _BLOCK, min(n, (first + blocks) * _BLOCK)
     if high > low:
         source, target = (np.ctypeslib.as_array((ctypes.c_float * high).from_address(a)) for a in (x, out))

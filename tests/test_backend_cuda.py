@@ -91,6 +91,28 @@ def test_a_long_kernel_is_captured_in_slices(run):
     """)
 
 
+@pytest.mark.parametrize(("report", "tells"), [(None, True), ("notify", True), ("count", False)])
+def test_the_last_kernel_of_a_segment_tells_where_it_can(run, report, tells):
+    run(f"""
+        from dataclasses import replace
+        from scheduler.policy import find_policy
+        kernel = pp.kernel(scale.fn, report={report!r})
+        with Engine("cuda", quantum_us=50) as engine:
+            engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=2, kernel=kernel))
+            loaded = next(iter(engine.loaded_rows().values()))
+            segments = len(engine.profile("six")[0].bounds)
+            assert segments == 8  # one each for six kernels and two copies
+            for sizes in loaded.launches:
+                assert all(each.notified == (set(range(1, 7)) if {tells} else set()) for each in sizes)
+            engine.set_policy(replace(find_policy("srpt"), look_ahead=1))
+            for answer in many(engine, ["six"], 50):
+                assert (answer["y"] == 64).all()
+            told = [lane.draining[:segments].astype(bool).tolist() for lane in loaded.lanes]
+            assert told == [[{tells} and 0 < k < 7 for k in range(segments)]] * 2, told
+    """)
+
+
 def test_a_trace_swaps_graphs_in_and_out(run):
     run("""
         with Engine("cuda", quantum_us=5) as engine:
