@@ -110,7 +110,8 @@ class Engine(Requester):
                     f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
                     f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
                 )
-            loaded = self._loader.load(model, wanted, alone=self._front.waiting == 0)
+            alone = self._front.waiting == 0 and not self.state.g[st.LIVE]  # the latter are of other processes too
+            loaded = self._loader.load(model, wanted, alone)
             install(self.state, loaded)
             self._by_row[loaded.row] = loaded
             self._front.command(st.OPEN_MODEL, loaded.row)
