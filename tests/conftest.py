@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -9,8 +11,10 @@ from instrument.device import Device
 from instrument.errors import NoDeviceError
 
 # On a machine shared with others an example may take any time: that says nothing about the code.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples for everyone, so that a failure is the change's and not the day's; PAELLAPY_EXPLORE=1 tries others.
+settings.register_profile("shared", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile("explore" if os.environ.get("PAELLAPY_EXPLORE") else "shared")
 
 
 def _gpu_or_reason() -> str | None:
