@@ -25,9 +25,7 @@ from aiohttp import web
 from browser import Browser
 from common import commit
 
-from instrument.kernel import Kernel
 from paellapy import demo
-from paellapy.demo import kernels as demo_kernels
 from paellapy.serve_demo import digit_request
 from scheduler.engine import Engine
 from serving.config import ServerConfig
@@ -47,9 +45,6 @@ MEANWHILE_S = 20.0  # of load before the picture: the curves reach back so far
 @contextlib.asynccontextmanager
 async def demo_server(device: str, policy: str) -> AsyncIterator[str]:
     """The demo models with targets, on a free port; its URL."""
-    for kernel in vars(demo_kernels).values():
-        if isinstance(kernel, Kernel):
-            kernel.report = "count"  # of a real GPU only counters tell what is on its SMs
     with Engine(device, policy) as engine:
         targets = TARGETS_MS["virtual" if engine.device.name.startswith("virtual") else "cuda"]
         models = [demo.load(name) for name in demo.names()]

@@ -14,7 +14,7 @@ Why the reports look as they do (H200, see docs/architecture.md):
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -36,6 +36,7 @@ _STARTED, _ENDED, _TAIL = (field_offset(SM_LINE, n) for n in ("started", "ended"
 class PassConfig:
     """What to do to a kernel. Part of every cache key.
 
+    `also_notify` makes a kernel that counts or traces tell, besides, when its last block starts.
     `exits` says how the end of a block is seen: "auto" decides from the code (instrument/exits.py).
     `pointer_param` names the parameter that points to the descriptor; None adds a parameter passed by value.
     """
@@ -44,6 +45,7 @@ class PassConfig:
     sliced: bool = False
     exits: Exits = "auto"
     pointer_param: int | None = None
+    also_notify: bool = False
 
     def __post_init__(self) -> None:
         if self.report is not None and self.report not in get_args(Report):
@@ -55,10 +57,20 @@ class PassConfig:
 
     @property
     def changes_anything(self) -> bool:
-        return self.report is not None or self.sliced
+        return self.report is not None or self.sliced or self.also_notify
+
+    @property
+    def notifies(self) -> bool:
+        return self.report == "notify" or self.also_notify
+
+    def notifying(self) -> PassConfig:
+        """The same, and it tells when its last block starts."""
+        return self if self.notifies else replace(self, also_notify=True)
 
     def key(self) -> str:
-        return f"{self.report}/{self.sliced}/{self.exits}/{self.pointer_param}/{pass_version()}"
+        return (
+            f"{self.report}/{self.sliced}/{self.exits}/{self.pointer_param}/{self.also_notify}/{pass_version()}"
+        )
 
 
 def pass_version() -> str:
@@ -101,7 +113,7 @@ class _Editor:
             self._report_start_and_end(trace=self.config.report == "trace")
         if self.config.sliced:
             slice_entry(self.module, self.entry, self._load)
-        if self.config.report == "notify":
+        if self.config.notifies:
             self._notify()  # after slicing: the last block of *this launch* is the one that tells
 
     # -- the descriptor
@@ -369,10 +381,15 @@ $paellapy_leaving:"""
 	setp.ne.u32 %paellapy_np, %paellapy_nt, %paellapy_nu;
 	@%paellapy_np bra $paellapy_notified;"""
         index = self._thread_index_bits("%paellapy_nt", "%paellapy_nu")
+        shared = ""  # with the report of start and end, which declares them where there is one
+        if self.config.report not in ("count", "trace"):
+            shared = """
+	.reg .b64 %paellapy_desc, %paellapy_magic;
+	.reg .pred %paellapy_foreign;"""
         self.entry.insert_prologue(f"""
 	.reg .b32 %paellapy_nt, %paellapy_nu;
-	.reg .b64 %paellapy_na, %paellapy_nw, %paellapy_desc, %paellapy_magic;
-	.reg .pred %paellapy_np, %paellapy_foreign;{tests}
+	.reg .b64 %paellapy_na, %paellapy_nw;
+	.reg .pred %paellapy_np;{shared}{tests}
 	{index}
 	setp.ne.u32 %paellapy_np, %paellapy_nt, 0;
 	@%paellapy_np bra $paellapy_notified;{self._guard_pointer("$paellapy_notified")}

@@ -48,16 +48,17 @@ _notifying: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.W
 
 
 def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
-    """The same kernel, whose last block says when it starts; None where it reports something else, or cannot."""
-    if launcher.compiled.config.report == "notify":
+    """The same kernel, whose last block says when it starts; None where the pass cannot do that."""
+    if launcher.compiled.config.notifies:
         return launcher
     if launcher not in _notifying:
-        compiled, found = launcher.compiled, None
-        if compiled.config.report is None:
-            with contextlib.suppress(InstrumentError):
-                config = replace(compiled.config, report="notify")
-                found = launcher.device.prepare(compiled.source, config, launcher.pick)
-        _notifying[launcher] = found
+        compiled = launcher.compiled
+        try:
+            _notifying[launcher] = launcher.device.prepare(
+                compiled.source, compiled.config.notifying(), launcher.pick
+            )
+        except InstrumentError:
+            _notifying[launcher] = None
     return _notifying[launcher]
 
 

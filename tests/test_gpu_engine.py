@@ -411,10 +411,9 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     assert run.stdout.split() == ["refused", "closed"], run.stderr
 
 
-@pytest.mark.parametrize("report", [None, "notify"])
+@pytest.mark.parametrize("report", [None, "count", "notify"])
 def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(engine, report):
     """One segment on the GPU at a time, and yet the next does not wait for the end of the one before."""
-    # A kernel that counts its blocks, as the others here, does not tell that as well.
     model = scale_model("long", 2.0, steps=60, batch=(1, 2), kernel=pp.kernel(scale.fn, report=report))
     engine.load(model)
     engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))

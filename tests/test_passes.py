@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
 from corpus_sources import source_of
@@ -26,9 +28,10 @@ def configs(target: str, sliceable: bool) -> list[PassConfig]:
     """Every variant for one target; for the others those that add every piece of code once."""
     if target == "sm_90":
         chosen = [PassConfig(level, sliced) for level in (None, *LEVELS) for sliced in (False, True)]
+        chosen += [PassConfig("count", sliced=True, also_notify=True), PassConfig("trace", also_notify=True)]
     else:
         chosen = [PassConfig("count"), PassConfig("trace", sliced=True), PassConfig("notify", sliced=True)]
-    return chosen if sliceable else [PassConfig(c.report) for c in chosen]
+    return chosen if sliceable else [replace(c, sliced=False) for c in chosen]
 
 
 def variants() -> list[object]:
@@ -70,7 +73,8 @@ def test_every_variant_assembles_with_few_more_registers(case: Case | CudaCase, 
 def test_kernels_launched_by_triton_take_the_descriptor_by_pointer(case: Case) -> None:
     source = source_of(case)
     before = Module.parse(source.ptx).entry().param_names()
-    for config in (PassConfig("trace", exits=source.exits, pointer_param=-1), PassConfig("notify", pointer_param=-1)):
+    for config in (PassConfig("trace", exits=source.exits, pointer_param=-1), PassConfig("notify", pointer_param=-1),
+                   PassConfig("count", exits=source.exits, pointer_param=-1, also_notify=True)):  # fmt: skip
         ptx = passes.apply(source.ptx, config)
         assert Module.parse(ptx).entry().param_names() == before, "the signature is Triton's"
         if config.report == "trace":

@@ -82,7 +82,7 @@ class CudaLauncher(Launcher):
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
         self._rings: Any = None  # the rings the buffers in _free point to
-        self._notify = compiled.config.report == "notify"
+        self._notify = compiled.config.notifies
         self._sliced = compiled.config.sliced
 
     def _allow_shared(self, nbytes: int) -> None:
@@ -154,7 +154,7 @@ class CudaLauncher(Launcher):
         if self._trace:
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
-        elif self._notify:
+        if self._notify:
             if device.capture is not None and device.capture.mine and device.capture.notify_word:
                 address = device.capture.notify_word
             else:

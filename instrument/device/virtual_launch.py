@@ -70,7 +70,7 @@ class VirtualLauncher(Launcher):
         first, count = part or (0, gx * gy * gz)
         cost = self.evaluate(values, (gx, gy, gz), first, count)
         handle = self._place(cost, values, (gx, gy, gz), first, count)
-        if self.compiled.config.report == "notify":
+        if self.compiled.config.notifies:
             return VirtualNotification(self.device, handle)
         return None
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from instrument.kernel import kernel
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["M"])
 def linear(
     x, weight, bias, residual, out, M, K: tl.constexpr, N: tl.constexpr,
@@ -39,7 +39,7 @@ def linear(
     tl.store(out + where, acc, mask=inside)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["M"])
 def classify(
     x, weight, bias, out, M, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
@@ -59,7 +59,7 @@ def classify(
     tl.store(where, powers / tl.sum(powers, axis=1)[:, None], mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["B"])
 def conv3x3(
     x, weight, bias, out, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
@@ -90,7 +90,7 @@ def conv3x3(
     tl.store(out + m[:, None] * F + f[None, :], acc, mask=(m < M)[:, None] & (f < F)[None, :])
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["B"])
 def max_pool2x2(x, out, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Halves height and width: x (B, H, W, C), out (B, H/2, W/2, C)."""
@@ -103,7 +103,7 @@ def max_pool2x2(x, out, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BL
     tl.store(out + i, tl.maximum(top, bottom), mask=inside)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["B"])
 def upsample2x(x, out, B, H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
     """Doubles height and width of single-channel images, bilinear: x (B, H, W), out (B, 2H, 2W)."""
@@ -120,7 +120,7 @@ def upsample2x(x, out, B, H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(out + i, 0.75 * near + 0.25 * far, mask=inside)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit
 def mean_pool(x, out, T: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
     """The mean over tokens or pixels: x (B, T, N), out (B, N). Grid: images, columns."""
@@ -132,7 +132,7 @@ def mean_pool(x, out, T: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl
     tl.store(out + image * N + n, tl.sum(values, axis=0) / T, mask=n < N)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit
 def patch_embed(
     x, weight, bias, position, out, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -153,7 +153,7 @@ def patch_embed(
     tl.store(out + (image * T + t[:, None]) * N + n[None, :], acc, mask=inside)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit(do_not_specialize=["M"])
 def layer_norm(x, gain, bias, out, M, eps, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Rows of x (M, N) to mean 0 and variance 1, then gain and bias; a whole row in one block."""
@@ -167,7 +167,7 @@ def layer_norm(x, gain, bias, out, M, eps, N: tl.constexpr, BM: tl.constexpr, BN
     tl.store(out + m[:, None] * N + n[None, :], centred * scale[:, None] * g[None, :] + b[None, :], mask=inside)
 
 
-@kernel(report="notify")
+@kernel
 @triton.jit
 def attention(qkv, out, scale, T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
     """Every token looks at every token: qkv (B, T, 3, HEADS, D), out (B, T, HEADS, D). Grid: heads, images."""
