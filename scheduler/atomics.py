@@ -118,6 +118,12 @@ def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> _Generat
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def call_back(typing: Any, function: Any) -> _Generated:
+    """int32 f(void): Python's own, which takes the GIL"""
+    return _call(_I32, [], types.int32(types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def call_write(typing: Any, function: Any, descriptor: Any, buffer: Any, count: Any) -> _Generated:
     """ssize_t write(int, const void *, size_t)"""
     signature = types.int64(types.uint64, types.int32, types.uint64, types.uint64)

@@ -25,7 +25,6 @@ from instrument.device.virtual import VirtualArray, VirtualDevice
 from instrument.errors import TraceError
 from instrument.records import Records
 from instrument.tracing import Session
-from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from scheduler.engine_trace import TracedBlocks, TracedPiece
@@ -36,7 +35,7 @@ from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
-from scheduler.virtual_loop import LAUNCH, serve
+from scheduler.virtual_loop import ORDER, serve
 
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4
@@ -96,7 +95,10 @@ class Piece:
         self._behind_kernel = 0
 
     def run(self) -> None:
-        """Computes the data. The arrays are the lane's, so what can be worked out beforehand is, once."""
+        """Computes the data, with floating-point warnings off.
+
+        The arrays are the lane's, so what can be worked out beforehand is, once.
+        """
         if self._runs < _PREPARE_AFTER:
             self._runs += 1
             for item in self.items:
@@ -104,9 +106,8 @@ class Piece:
             if self._runs == _PREPARE_AFTER:
                 self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
             return
-        with np.errstate(all="ignore"):
-            for call in self._prepared:
-                call()
+        for call in self._prepared:
+            call()
 
     def place_again(self, model: SmModel, stream: int, submit_ns: float) -> Handles:
         """As `place`, without a trace: from the second time on a copy of what was submitted the first time."""
@@ -286,7 +287,8 @@ class VirtualBackend(Backend):
         self._state, self._bell, self._failed = state, bell, failed
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._flight, self._drain = (np.zeros((len(state.out), 2), np.int64) for _ in range(2))
-        self._in_flight = np.zeros(2, np.int64)  # how many there are of each
+        self._orders = np.zeros((len(state.out), len(ORDER)), np.int64)
+        self._in_flight = np.zeros(3, np.int64)  # how many there are of each
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
         self._thread.start()
 
@@ -308,7 +310,7 @@ class VirtualBackend(Backend):
     def _loop(self) -> None:
         # It computes many small products beside the front ends. With threads of its own for each of them, BLAS gave 400
         # requests a second where one thread gave 2300 to 3800 (32 clients of mlp and cnn, two cores).
-        with threadpool_limits(1, "blas"):
+        with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
             self._serve()
 
     def _serve(self) -> None:
@@ -316,14 +318,15 @@ class VirtualBackend(Backend):
         libc = ctypes.CDLL(None)
         libc.prctl(_SET_TIMERSLACK, 1)  # by default the kernel lets a thread oversleep by 50 µs
         ppoll, read = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.ppoll, libc.read))
+        launch = ctypes.CFUNCTYPE(ctypes.c_int32)(self._launch)
+        address = ctypes.cast(launch, ctypes.c_void_p).value or 0
         while not self._stopping:
             with self._lock:
-                why = serve(
-                    state, self.sm.state, self._flight, self._drain, self._in_flight, self._stop_word,
-                    self._offset_ns, self._linger_ns, self._scratch, ppoll, read, self._bell.fd,
+                self._serving = self.sm.state
+                serve(
+                    state, self._serving, self._orders, self._flight, self._drain, self._in_flight, self._stop_word,
+                    self._offset_ns, self._linger_ns, self._scratch, address, ppoll, read, self._bell.fd,
                 )  # fmt: skip
-                if why == LAUNCH:
-                    self._launch(state)
             if self._stop_word[0]:
                 self._stop_word[0] = 0
                 while self._calls:
@@ -351,29 +354,32 @@ class VirtualBackend(Backend):
         self._stop_word[0] = 1
         os.eventfd_write(self._bell.fd, 1)
 
-    def _launch(self, state: State) -> None:
-        orders, state.g[st.OUT_N] = state.out[: state.g[st.OUT_N]].tolist(), 0
-        for order in orders:
-            lane, size, segment, word = order
-            launch = state.whole if segment == st.WHOLE else state.launch[:, :, segment]
-            piece = self._pieces[int(launch["handle"][lane, size])]
-            # First: the GPU's time passes while its work is computed.
-            submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
-            stream, tracer = int(launch["stream"][lane, size]), self._tracer
-            if tracer is None:
-                placed = piece.place_again(self.sm, stream, submit)
-            else:
-                placed = piece.place(self.sm, stream, submit, tracer.note(order, piece, int(submit), stream))
-            at = int(self._in_flight[0])
-            self._flight[at], self._in_flight[0] = (placed.last, word), at + 1
-            if draining := int(launch["draining"][lane, size]):
-                at = int(self._in_flight[1])
-                self._drain[at], self._in_flight[1] = (placed.kernel, draining), at + 1
-            try:
-                piece.run()
-            except Exception as e:
-                self._failed(e)
-                return
+    def _launch(self) -> int:
+        """The loop's orders; not 0 where it is to come back: the SM model has other tables now."""
+        try:
+            for order in self._orders[: int(self._in_flight[2])].tolist():
+                self._carry_out(*order)
+        except BaseException as e:  # compiled code called: nobody above would see it
+            self._failed(e)
+        return int(self.sm.state is not self._serving)
+
+    def _carry_out(
+        self, lane: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
+    ) -> None:
+        piece, tracer = self._pieces[handle], self._tracer
+        # First: the GPU's time passes while its work is computed.
+        submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
+        if tracer is None:
+            placed = piece.place_again(self.sm, stream, submit)
+        else:
+            first = tracer.note((lane, size, segment), piece, int(submit), stream)
+            placed = piece.place(self.sm, stream, submit, first)
+        at = int(self._in_flight[0])
+        self._flight[at], self._in_flight[0] = (placed.last, word), at + 1
+        if draining:
+            at = int(self._in_flight[1])
+            self._drain[at], self._in_flight[1] = (placed.kernel, draining), at + 1
+        piece.run()
 
     def sm_totals(self) -> tuple[float, Any, Any]:
         with self._sm_model():
@@ -404,7 +410,7 @@ class _Tracer:
         self.session = Session(device)
         self.pieces: list[TracedPiece] = []
 
-    def note(self, order: Any, piece: Piece, submit_ns: int, stream: int) -> int:
+    def note(self, order: tuple[int, int, int], piece: Piece, submit_ns: int, stream: int) -> int:
         """Ids for one launch of a piece; the first of them."""
         ids = self.session.reserve(max(1, len(piece.kernels)))
         for launch, item in zip(ids, piece.kernels, strict=False):
@@ -416,7 +422,7 @@ class _Tracer:
                 (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
                  item.first * node.cluster, node.blocks, submit_ns, stream),
             )  # fmt: skip
-        lane, size, segment, _ = order
+        lane, size, segment = order
         self.pieces.append(TracedPiece(lane, size, segment, tuple(int(i) for i in ids), replayed=False))
         return int(ids[0])
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scheduler.model import Model, TensorSpec
 from serving.datatypes import check_datatype, datatype
 from serving.errors import RequestError
+from serving.repeats import LONGEST, Repeated, find, keep
 
 Parameters = dict[str, Any]
 
@@ -84,6 +85,7 @@ class Request:
     outputs: list[Output]
     priority: int | None  # the engine's: larger goes first; None: the model's own
     timeout_us: float | None
+    repeated: Repeated | None = None  # its JSON, where that may come again
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
@@ -103,6 +105,11 @@ _LISTS: dict[str, Callable[[Any], list[Any]]] = {
 def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
     """A request of the model, or the RequestError that says what is wrong with it."""
     header, tail = split(memoryview(body), header_length)
+    kept = bytes(header) if len(tail) and len(header) <= LONGEST else None
+    if kept is not None and (repeated := find(model, kept, len(tail))) is not None:
+        number, items, outputs, level, timeout_us = repeated.meaning
+        return Request(number, items, True, repeated.arrays(tail), outputs, engine_priority(model, level), timeout_us,
+                       repeated)  # fmt: skip
     try:
         request = _decode(header)
     except NOT_JSON as e:
@@ -122,8 +129,14 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     if not batched:
         arrays = {key: array[np.newaxis] for key, array in arrays.items()}
     outputs = _outputs(model, request)
-    priority, timeout_us = _scheduling(model, request.parameters)
-    return Request(request.id, items, batched, arrays, outputs, priority, timeout_us)
+    level, timeout_us = _scheduling(request.parameters)
+    repeated = None
+    if kept is not None and batched and not any(a.dtype.kind == "b" for a in arrays.values()) and all(
+        isinstance(tensor.data, msgspec.UnsetType) for tensor in request.inputs
+    ):
+        repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us))
+        keep(model, kept, repeated)
+    return Request(request.id, items, batched, arrays, outputs, engine_priority(model, level), timeout_us, repeated)
 
 
 def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
@@ -267,8 +280,8 @@ def _flag(parameters: Parameters, name: str, default: bool) -> bool:
     return value
 
 
-def _scheduling(model: Model, parameters: Parameters) -> tuple[int | None, float | None]:
-    """The engine's priority, and the microseconds there are."""
+def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
+    """The priority, and the microseconds there are."""
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
         raise RequestError(
@@ -276,7 +289,7 @@ def _scheduling(model: Model, parameters: Parameters) -> tuple[int | None, float
         )
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
         raise RequestError(f"the parameter timeout is {_short(timeout_us)}; it is in microseconds, from 0 (none) up")
-    return engine_priority(model, level), timeout_us or None
+    return level, timeout_us or None
 
 
 def engine_priority(model: Model, level: int | None) -> int | None:
@@ -303,6 +316,9 @@ def encode(
 
     `results` are [items, …] per output.
     """
+    repeated = request.repeated
+    if repeated is not None and repeated.answer is not None:
+        return [repeated.answer, *(_raw(results[output.name]) for output in request.outputs)], len(repeated.answer)
     tensors: list[ResponseTensor] = []
     tail: list[bytes | memoryview] = []
     for output in request.outputs:
@@ -312,7 +328,7 @@ def encode(
             array, name = classify(array, output.classes), "BYTES"
         shape = list(array.shape if request.batched else array.shape[1:])
         if output.binary:
-            data = _texts(array) if name == "BYTES" else np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            data = _texts(array) if name == "BYTES" else _raw(array)
             tail.append(data)
             tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
         else:
@@ -320,7 +336,13 @@ def encode(
             values = (flat.astype(np.float32) if name in ("FP16", "BF16") else flat).tolist()
             tensors.append(ResponseTensor(output.name, name, shape, data=values))
     header = _encode(ResponseBody(model.name, version, tensors, request.id))
+    if repeated is not None and all(output.binary and not output.classes for output in request.outputs):
+        repeated.answer = header
     return [header, *tail], len(header) if tail else None
+
+
+def _raw(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:

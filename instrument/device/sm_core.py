@@ -663,6 +663,26 @@ def next_event(s: State) -> float:
 
 
 @compiled
+def submit_again(
+    ci: Ints, cf: Floats, ints: Ints, floats: Floats, kernels: Ints, graphs: Ints, last_graph: int, at: float,
+    handle: int,
+) -> int:  # fmt: skip
+    """Commands as they once were, from `handle` on; how many numbers of graphs they take after `last_graph`."""
+    for k in range(ints.shape[0]):
+        i = (handle + k) & (ci.shape[0] - 1)
+        for column in range(ints.shape[1]):
+            ci[i, column] = ints[k, column]
+        for column in range(floats.shape[1]):
+            cf[i, column] = floats[k, column]
+        cf[i, SUBMIT] = at
+    taken = 0
+    for k in range(kernels.shape[0]):
+        ci[(handle + kernels[k]) & (ci.shape[0] - 1), GRAPH] = last_graph + 1 + graphs[k]
+        taken = max(taken, graphs[k] + 1)
+    return taken
+
+
+@compiled
 def fetch_completed(g: Ints, ci: Ints, into: Ints) -> None:
     """Hand over the completions since the last call, in order of time; `into` has room for all of them."""
     handle = g[DONE_HEAD]

@@ -255,20 +255,11 @@ class SmModel:
             return -1
         at = self._check(stream, submit_ns)
         n = len(placed.ints)
-        handle, first = self._reserve(n)
+        handle, _ = self._reserve(n)
         s = self._s
-        if first + n > len(s.ci):  # around the end of the table
-            rows: Any = np.arange(first, first + n) & (len(s.ci) - 1)
-        else:
-            rows = slice(first, first + n)
-        if len(placed.kernels):
-            base = self.graph()
-            for _ in range(int(placed.graphs[-1])):
-                self.graph()
-            placed.ints[placed.kernels, core.GRAPH] = placed.graphs + base
-        placed.floats[:, core.SUBMIT] = at
-        s.ci[rows] = placed.ints
-        s.cf[rows] = placed.floats
+        self._graphs += core.submit_again(
+            s.ci, s.cf, placed.ints, placed.floats, placed.kernels, placed.graphs, self._graphs, at, handle
+        )
         return handle + n - 1
 
     @property
