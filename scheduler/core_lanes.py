@@ -35,11 +35,13 @@ from scheduler.state import (
     NEVER,
     NONE,
     OK,
+    OPEN,
     QUEUED_N,
     READY_N,
     READY_WAIT,
     RESERVED_MASK,
     RESERVED_SHIFT,
+    RUN_MODE,
     RUNNING,
     SLOTTED,
     TOUCHED_N,
@@ -372,6 +374,18 @@ def look_at_held(s: State) -> None:
         else:
             set_running(s, lane)
             touch(s, lane)
+
+
+@inlined
+def reading_matters(s: State) -> bool:
+    """Whether anything waits for a lane whose outputs are being read. Else the core may hear of it later."""
+    if s.g[MODE] != RUN_MODE:
+        return bool(s.g[HELD_N] > 0)
+    for k in range(s.g[HELD_N]):
+        m = s.model[s.lane[s.held[k]].model]
+        if m.state != OPEN or m.queued > 0 or m.filling < 0:
+            return True
+    return False
 
 
 @inlined

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled
-from scheduler.atomics import add_at, call_write, load_at, store_at
+from scheduler.atomics import call_write, load_at, store_at
 from scheduler.core import read_clock, run, step, wake_fronts
-from scheduler.loop import notice_edits
+from scheduler.core_lanes import reading_matters
+from scheduler.loop import arm, notice_edits
 from scheduler.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words
 
 _ZERO = np.uint64(0)
@@ -33,8 +34,7 @@ def serve(
             return INTERRUPTED
         if s.g[MODE] == FAIL_MODE and s.g[ERROR] != 0 and not reported:
             return BROKEN
-        store_at(armed.ctypes.data, np.uint64(1))
-        add_at(armed.ctypes.data, _ZERO)  # a full barrier
+        arm(armed.ctypes.data, reading_matters(s))
         happened = step(s, read_clock(s, scratch))
         wake_fronts(s, scratch)
         # A live request may expire, so the loop sleeps only where there is none.

@@ -16,7 +16,7 @@ from instrument.device.heaps import compiled, inlined
 from scheduler import state as st
 from scheduler.atomics import add_at, and_at, call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from scheduler.core_rings import SLOTS, STAGED, reserve_at
-from scheduler.loop import notice_edits
+from scheduler.loop import notice_edits, wakes
 from scheduler.state import COMPLETION, SUBMISSION, State, Words
 
 # Indices of a view. Addresses, but for the last.
@@ -106,9 +106,8 @@ def publish(
 
 
 @inlined
-def wake_core(view: Words) -> None:
-    # The exchange is a full barrier: what was posted before is visible to a loop that armed the bell after.
-    if exchange_at(view[V_BELL], _ONE, _ZERO):
+def wake_core(view: Words, for_request: bool) -> None:
+    if wakes(view[V_BELL], for_request):
         store_at(view[V_SCRATCH], _ONE)
         call_write(view[V_WRITE], np.int32(view[V_BELL_FD]), view[V_SCRATCH], _WORD)
 
@@ -127,7 +126,7 @@ def post(
     """Hand something to the core and wake it; False when the ring is full. A claimed slot is still to be written."""
     there = publish(view, kind, request, serial, model, generation, lane, slot, client, priority, arrival_ns,
                     deadline_ns, source)  # fmt: skip
-    wake_core(view)
+    wake_core(view, True)
     return there
 
 
@@ -141,7 +140,7 @@ def post_written(
                     deadline_ns, 0)  # fmt: skip
     if there:
         written(view, lane, slot)
-    wake_core(view)
+    wake_core(view, True)
     return there
 
 
@@ -149,18 +148,18 @@ def post_written(
 def ready(view: Words, lane: int, slot: int) -> None:
     """The inputs of a claimed slot are written."""
     written(view, lane, slot)
-    wake_core(view)
+    wake_core(view, True)
 
 
 @compiled
-def ring(view: Words) -> None:
-    """The core has something to look at."""
-    wake_core(view)
+def ring_read(view: Words) -> None:
+    """Outputs have been released: wake the core where somebody waits for their lane."""
+    wake_core(view, False)
 
 
 @compiled
 def release(view: Words, lane: int, slot: int) -> None:
-    """The outputs of a completed request are read. Ring when all that were taken are."""
+    """The outputs of a completed request are read. `ring_read` when all that were taken are."""
     word = view[V_HOLD] + _LINE * np.uint64(lane) + _WORD * (np.uint64(slot) >> _SIX)
     and_at(word, _ALL ^ (_ONE << (np.uint64(slot) & _SIXTY_THREE)))
 
@@ -207,9 +206,9 @@ def warm_up(state: State) -> None:
     post_written(view, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     ready(view, 0, 0)
     release(view, 0, 0)
-    ring(view)
+    ring_read(view)
     take(view, np.zeros((1, COMPLETION_WORDS), np.int64))
     find_client(state.client_key, state.client, 1)
 
 
-notice_edits(claim, post, post_written, ready, ring, release, take, find_client)
+notice_edits(claim, post, post_written, ready, ring_read, release, take, find_client)

@@ -226,7 +226,7 @@ class FrontEnd:
                 self.stage.give(pending.keep)
                 pending.keep = None
             self._rows.append(row)
-        calls.ring(self._view)  # lanes whose outputs are read may be used again
+        calls.ring_read(self._view)
         if failed is not None:
             raise failed
 

@@ -10,30 +10,40 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import compiled
-from scheduler.atomics import add_at, call_write, exchange_at, load_at, store_at
+from instrument.device.heaps import compiled, inlined
+from scheduler.atomics import add_at, exchange_at, load_at, store_at
 from scheduler.state import Words
+
+# What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
+# outputs that have been read, because nobody waits for their lanes.
+AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
+
+
+@inlined
+def wakes(word: int, for_request: bool) -> bool:
+    """Whether the caller has to write to the bell's descriptor.
+
+    A full barrier: what was posted before is visible to a loop that armed the bell after. Only the first of those who
+    ring has to write; the loop looks at everything when it wakes.
+    """
+    return bool(exchange_at(word, ANYTHING, AWAKE)) or (for_request and bool(exchange_at(word, REQUESTS, AWAKE)))
+
+
+@inlined
+def arm(word: int, for_anything: bool) -> None:
+    store_at(word, ANYTHING if for_anything else REQUESTS)
+    add_at(word, 0)  # a full barrier
 
 
 @compiled
 def _disarms(word: np.ndarray) -> bool:
-    # A full barrier: what was posted before is visible to a loop that armed the bell after. Only the first of those who
-    # ring has to write; the loop looks at everything when it wakes.
-    return bool(exchange_at(word.ctypes.data, np.uint64(1), np.uint64(0)))
+    return wakes(word.ctypes.data, True)
 
 
 @compiled
 def _set(word: np.ndarray, value: int) -> None:
     store_at(word.ctypes.data, value)
     add_at(word.ctypes.data, 0)
-
-
-@compiled
-def ring_bell(word: np.ndarray, descriptor: int, write: int, scratch: np.ndarray) -> None:
-    """`Bell.ring` for compiled front ends: `write` is the address of the C function, `scratch` one int64."""
-    if exchange_at(word.ctypes.data, np.uint64(1), np.uint64(0)):
-        scratch[0] = 1
-        call_write(np.uint64(write), np.int32(descriptor), scratch.ctypes.data, np.uint64(8))
 
 
 @compiled
@@ -60,7 +70,7 @@ def notice_edits(*entries: Any, also: tuple[ModuleType, ...] = ()) -> None:
             cache._cache_file._source_stamp = stamp
 
 
-notice_edits(_disarms, _set, ring_bell, store_word, load_word)
+notice_edits(_disarms, _set, store_word, load_word)
 
 
 class Bell:

@@ -13,9 +13,10 @@ from instrument.device import sm_core
 from instrument.device.heaps import Ints, compiled, inlined
 from instrument.device.sm_core import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
 from instrument.device.sm_core import NOW as SM_NOW
-from scheduler.atomics import add_at, call_back, call_ppoll, call_write, load_at, store_at
+from scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
 from scheduler.core import read_clock, step, wake_fronts
-from scheduler.loop import notice_edits
+from scheduler.core_lanes import reading_matters
+from scheduler.loop import arm, notice_edits
 from scheduler.state import DUE_N, NEVER, OUT_N, WHOLE, State, Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
@@ -87,6 +88,9 @@ def serve(
             last = now
             continue
         if happened > 0:
+            if armed:  # for what was so before it happened
+                store_at(bell, _ZERO)
+                armed = False
             last = now
             continue
         soonest = min(sm_core.next_event(sm) + offset_ns, float(NEVER))
@@ -95,8 +99,7 @@ def serve(
         if soonest - now < SPIN_NS or now - last < linger_ns:
             continue
         if not armed:
-            store_at(bell, _ONE)
-            add_at(bell, _ZERO)  # a full barrier
+            arm(bell, reading_matters(s))
             armed = True
             continue
         until = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 
@@ -660,3 +661,21 @@ def test_segments_say_when_their_last_block_has_started(engine):
     check_at_rest(engine.state)
     assert any(lane.draining[: segments - 1].all() for lane in loaded.lanes)
     assert not any(lane.draining[segments - 1] for lane in loaded.lanes)  # nothing follows the last
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_outputs_read_while_the_core_sleeps_free_their_lane_for_the_next_request(engine, lanes):
+    """The core is not woken for every answer that has been read, only where somebody waits for the lane."""
+    engine.load(scale_model(batch=(1,), lanes=lanes))
+    x = {"x": np.arange(64, dtype=np.float32)}
+    for _ in range(200):
+        np.testing.assert_array_equal(engine.infer_sync("scale", x)["y"], 2 * x["x"])
+        while not engine.bell.armed:  # until it is asleep
+            os.sched_yield()
+
+    async def several():
+        return await asyncio.gather(*(engine.infer("scale", x) for _ in range(50)))
+
+    assert all((found["y"] == 2 * x["x"]).all() for found in asyncio.run(several()))
+    engine.unload("scale")  # waits for the lanes whose outputs were read last
+    check_at_rest(engine.state)

@@ -1,0 +1,108 @@
+"""A request whose JSON was seen before means what it meant then, and its answer reads the same."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from scheduler.model import Model, TensorSpec
+from serving import repeats
+from serving.errors import RequestError
+from serving.protocol import Request, decode, encode
+
+DTYPES = ("float32", "int8", "float64", "bool", "uint16")
+
+
+def make_model(dtypes, **options):
+    specs = {f"t{k}": TensorSpec((k + 1, 2), np.dtype(dtype)) for k, dtype in enumerate(dtypes)}
+    return Model("m", lambda w, i, o: None, inputs=specs, outputs=specs, batch=(1, 4), **options)
+
+
+NAMES = {"float32": "FP32", "int8": "INT8", "float64": "FP64", "bool": "BOOL", "uint16": "UINT16"}
+
+
+def make_request(model, items, parameters, number=""):
+    """JSON and tensors, all binary."""
+    tensors, arrays = [], {}
+    rng = np.random.default_rng()
+    for name, spec in model.inputs.items():
+        array = rng.integers(0, 2, (items, *spec.shape)).astype(spec.dtype)
+        size = {"binary_data_size": array.nbytes}
+        tensors.append(
+            {"name": name, "datatype": NAMES[spec.dtype.name], "shape": list(array.shape), "parameters": size}
+        )
+        arrays[name] = array
+    body = {"inputs": tensors, "parameters": parameters, "id": number}
+    return json.dumps(body).encode(), arrays
+
+
+def read(model, header, arrays):
+    return decode(model, header + b"".join(a.tobytes() for a in arrays.values()), str(len(header)))
+
+
+def facts(request: Request):
+    return request.id, request.items, request.batched, request.outputs, request.priority, request.timeout_us
+
+
+def written(model, request, results):
+    pieces, length = encode(model, "1", request, results)
+    return b"".join(pieces), length
+
+
+@given(
+    dtypes=some.lists(some.sampled_from(DTYPES), min_size=1, max_size=3),
+    items=some.integers(1, 4),
+    binary=some.booleans(),
+    priority=some.none() | some.integers(0, 20),
+    number=some.text(max_size=5),
+)
+def test_seen_before_or_not_it_is_the_same_request_and_answer(dtypes, items, binary, priority, number):
+    parameters = {"binary_data_output": binary, "timeout": 5}
+    if priority is not None:
+        parameters["priority"] = priority
+    model = make_model(dtypes, priority=3)
+    header, _ = make_request(model, items, parameters, number)
+    for _ in range(3):
+        _, arrays = make_request(model, items, parameters, number)
+        again, first = read(model, header, arrays), read(make_model(dtypes, priority=3), header, arrays)
+        assert facts(again) == facts(first)
+        for name, array in arrays.items():
+            assert again.inputs[name].dtype == array.dtype
+            np.testing.assert_array_equal(again.inputs[name], array)
+        assert written(model, again, arrays) == written(model, first, arrays)
+
+
+def test_json_that_was_right_with_its_tensors_is_wrong_with_fewer_or_more():
+    model = make_model(["float32"])
+    header, arrays = make_request(model, 2, {})
+    assert read(model, header, arrays).repeated is not None
+    assert read(model, header, arrays).repeated is read(model, header, arrays).repeated
+    body = header + arrays["t0"].tobytes()
+    for wrong, said in ((body[:-1], "bytes are left"), (body + b"1", "belong to no input")):
+        with pytest.raises(RequestError, match=said):
+            decode(model, wrong, str(len(header)))
+
+
+def test_another_model_of_the_same_name_reads_for_itself():
+    header, arrays = make_request(make_model(["float32"]), 1, {})
+    assert read(make_model(["float32"]), header, arrays).repeated is not None
+    with pytest.raises(RequestError, match="is FP64, not FP32"):
+        read(make_model(["float64"]), header, arrays)
+
+
+def test_what_is_remembered_is_bounded_and_goes_with_the_model():
+    model = make_model(["int8"])
+    for k in range(3 * repeats.REMEMBERED):
+        read(model, *make_request(model, 1, {}, str(k)))
+        assert len(repeats._repeats[model]) <= repeats.REMEMBERED
+    long, arrays = make_request(model, 1, {}, "x" * repeats.LONGEST)
+    assert read(model, long, arrays).repeated is None
+    before = len(repeats._repeats)
+    del model
+    gc.collect()
+    assert len(repeats._repeats) < before
