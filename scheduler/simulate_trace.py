@@ -73,9 +73,9 @@ class TracedGpu(BlocksGpu):
     def _start(self, lane: int, out: Any) -> int:
         piece = self._own.pieces[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
         now = self.sim.now_ns
-        first_id = self._tracer.note(out, piece, int(now), self.streams[lane])
-        _, last = piece.place(self.sim, self.streams[lane], now, first_id)
-        return last
+        order = (lane, int(out["size"]), int(out["segment"]))
+        first_id = self._tracer.note(order, piece, int(now), self.streams[lane])
+        return piece.place(self.sim, self.streams[lane], now, first_id).last
 
     def _ended(self, entry: Any) -> None:
         self._entries.append(entry.copy())
