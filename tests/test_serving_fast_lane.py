@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from engine_models import scale_model
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as some
 from serving_server import infer_body, running
 
@@ -127,6 +127,7 @@ def test_answers_come_in_order_however_the_bytes_are_cut(server, kinds, cuts):
             kinds = kinds[: k + 1]
             break
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
+    note(f"{kinds} cut at {edges}")
     with Client(server) as client:
         for low, high in pairwise(edges):
             client.send(stream[low:high])
