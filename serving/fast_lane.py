@@ -14,224 +14,26 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from email.utils import formatdate
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from instrument.errors import PaellaError
-from scheduler import state as st
-from scheduler.errors import DeadlineError
-from scheduler.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
-from scheduler.frontend import Entry, FrontEnd, Pending
+from scheduler.frontend import Entry
 from scheduler.model import Model
-from scheduler.requests import Outputs
-from serving.admission import Ticket
 from serving.connections import Connection
 from serving.errors import retry_after_s, status_of
-from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, HEADER_LENGTH, choose_coding
+from serving.fast_head import Head, Lane
+from serving.fast_work import Item, Work
+from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_coding
 from serving.logs import log, request_id
 from serving.middleware import encode_json
-from serving.protocol import Request, decode, encode
-from serving.registry import VERSION
-from serving.service import Service
+from serving.protocol import Request, decode
 
-_LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
-_HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
-MOST_HEADERS = 100
-LONGEST_HEAD = 4096  # longer ones are aiohttp's
-REMEMBERED_HEADS = 512
 MOST_PIECES = 1024  # of a body
 READ_AHEAD_BYTES = 1 << 16  # of requests behind the one that is being answered
 
-# Headers that ask for more than this way offers.
-_UNUSUAL = frozenset(
-    (b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"te", b"trailer", b"traceparent", b"tracestate")
-)
-_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
-_SINGLE = frozenset((b"content-length", _HEADER_LENGTH, b"x-request-id", b"host", b"connection", b"accept-encoding"))
-_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 500: b"Internal Server Error",
-            503: b"Service Unavailable"}  # fmt: skip
-_RESPONSE = (
-    b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\n%b%b"
-)
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a request's header says."""
-
-    model: str
-    version: str | None
-    length: int
-    json_length: str | None
-    client: str
-    id: str | None
-    accepts: str | None
-
-
-class Lane:
-    """What all connections of a server have in common."""
-
-    def __init__(self, service: Service, client_header: str) -> None:
-        self.service = service
-        self._client_header = client_header.lower().encode()
-        self._heads: dict[bytes, Head | None] = {}
-        self._date, self._date_at = b"", 0
-        self.thread = threading.get_ident()
-
-    def head(self, data: bytes) -> Head | None:
-        """From the first line to the empty one; None: aiohttp reads it. Clients send the same one again and again."""
-        try:
-            return self._heads[data]
-        except KeyError:
-            pass
-        if len(self._heads) >= REMEMBERED_HEADS:
-            self._heads.clear()
-        found = self._heads[data] = self._parse(data)
-        return found
-
-    def _parse(self, data: bytes) -> Head | None:
-        line = _LINE.match(data)
-        if line is None or len(data) > LONGEST_HEAD or not _HEADERS.fullmatch(data, line.end(), len(data) - 2):
-            return None
-        length = json_length = client = number = accepts = None
-        lines = data[line.end() : -4].split(b"\r\n")
-        if len(lines) > MOST_HEADERS:
-            return None
-        seen: set[bytes] = set()
-        for each in lines:
-            name, _, value = each.partition(b":")
-            name, value = name.lower(), value.strip(b" \t")
-            if name in _UNUSUAL or (name in seen and name in _SINGLE):
-                return None
-            if name == b"connection" and value.lower() != b"keep-alive":
-                return None
-            seen.add(name)
-            if name == b"content-length":
-                length = value
-            elif name == _HEADER_LENGTH:
-                json_length = value.decode("latin-1")
-            elif name == b"x-request-id":
-                number = value.decode("utf-8", "surrogateescape")
-            elif name == b"accept-encoding":
-                accepts = value.decode("latin-1")
-            if name == self._client_header:
-                client = value.decode("utf-8", "surrogateescape")
-        if length is None or not length.isdigit() or len(length) > 15 or int(length) > self.service.max_body_bytes:
-            return None
-        version = None if line[2] is None else line[2].decode()
-        return Head(line[1].decode(), version, int(length), json_length, client or "", number, accepts)
-
-    def date(self) -> bytes:
-        now = int(time.time())
-        if now != self._date_at:
-            self._date, self._date_at = formatdate(now, usegmt=True).encode(), now
-        return self._date
-
-    def response(
-        self, status: int, pieces: list[bytes | memoryview], kind: bytes, number: str, more: bytes, close: bool
-    ) -> bytes:
-        length = sum(map(len, pieces))
-        named = number.encode("utf-8", "surrogateescape")
-        end = b"Connection: close\r\n\r\n" if close else b"\r\n"
-        head = _RESPONSE % (status, _REASONS.get(status, b"Error"), kind, length, named, self.date(), more, end)
-        return b"".join((head, *pieces))
-
-
-class Work:
-    """One request that the engine has: its items, and what to do when they are done."""
-
-    __slots__ = ("client", "connection", "front", "head", "left", "model", "number", "over", "pending", "request",
-                 "results", "started_ns", "ticket")  # fmt: skip
-
-    def __init__(self, connection: FastConnection, head: Head, started_ns: int) -> None:
-        self.connection, self.head, self.started_ns = connection, head, started_ns
-        self.number = ""
-        self.over = False
-        self.model: Model
-        self.request: Request
-        self.front: FrontEnd
-        self.ticket: Ticket | None = None
-        self.pending: list[Pending] = []
-        self.results: dict[str, NDArray[Any]] | None = None
-        self.left = 1
-
-    def __call__(self, entry: Entry) -> None:
-        """The completion of the only item, wherever they are read. Its outputs are its own until this returns."""
-        if self.over:
-            return
-        engine = self.connection.lane.service.engine
-        if entry[E_STATUS] != st.OK:
-            self.answer(engine._result(entry))
-            return
-        loaded = engine._row(entry[E_MODEL])
-        assert loaded is not None
-        slot = entry[E_SLOT]
-        outputs = loaded.lane_of[entry[E_LANE]].outputs
-        self.finish({key: array[slot : slot + 1] for key, array in outputs.items()})
-
-    def answer(self, result: Outputs | Exception) -> None:
-        """The engine is away, or the request failed."""
-        if self.over:
-            return
-        assert isinstance(result, Exception)
-        for each in self.pending:
-            self.front.cancel(each)
-        self._leave(answered=isinstance(result, DeadlineError))
-        self.connection.failed(self, result)
-
-    def item(self, k: int, entry: Entry) -> None:
-        """As a call, for one of several items."""
-        if self.over:
-            return
-        engine = self.connection.lane.service.engine
-        found = engine._result(entry)
-        if isinstance(found, Exception):
-            self.answer(found)
-            return
-        if self.results is None:
-            specs = self.model.outputs
-            self.results = {key: np.empty((self.request.items, *s.shape), s.dtype) for key, s in specs.items()}
-        for key, array in found.items():
-            self.results[key][k] = array
-        self.left -= 1
-        if self.left == 0:
-            self.finish(self.results)
-
-    def finish(self, results: dict[str, NDArray[Any]]) -> None:
-        self._leave(answered=True)
-        self.connection.done(self, *encode(self.model, VERSION, self.request, results))
-
-    def cancel(self) -> None:
-        """The client has left."""
-        if not self.over:
-            for each in self.pending:
-                self.front.cancel(each)
-            self._leave(answered=False)
-
-    def _leave(self, answered: bool) -> None:
-        self.over = True
-        if self.ticket is not None:
-            self.ticket.leave(answered)
-
-
-class _Item:
-    __slots__ = ("k", "work")
-
-    def __init__(self, work: Work, k: int) -> None:
-        self.work, self.k = work, k
-
-    def __call__(self, entry: Entry) -> None:
-        self.work.item(self.k, entry)
-
-    def answer(self, result: Outputs | Exception) -> None:
-        self.work.answer(result)
 
 
 class FastConnection(Connection):
@@ -387,7 +189,7 @@ class FastConnection(Connection):
         inputs = request.inputs
         work.left = request.items
         for k in range(request.items):
-            finish: Callable[[Entry], None] = work if request.items == 1 else _Item(work, k)
+            finish: Callable[[Entry], None] = work if request.items == 1 else Item(work, k)
             item = {key: inputs[key][k] for key in model.inputs}
             work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, finish))
 

@@ -21,7 +21,8 @@ from scheduler.engine import Engine
 from serving.app import create_app
 from serving.config import ServerConfig
 from serving.connections import Connection, Runner
-from serving.fast_lane import FastConnection, Lane
+from serving.fast_head import Lane
+from serving.fast_lane import FastConnection
 from serving.logs import configure, log
 from serving.middleware import SERVICE
 from serving.registry import Catalogue, Registry
