@@ -7,7 +7,6 @@ words. `run` is the loop for real time.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from scheduler.core_reclaim import reclaim
 from scheduler.core_requests import undue
 from scheduler.core_rings import address
 from scheduler.core_submit import fail_all, take_submissions
+from scheduler.loop import notice_edits
 from scheduler.policy import Policy
 from scheduler.state import (
     BUSY_NS,
@@ -190,15 +190,4 @@ def attach_libc(state: State) -> None:
     state.fn[F_WRITE] = _address(libc.write)
 
 
-def _notice_edits() -> None:
-    """The disk cache looks at the file of an entry point only: let it see the files that are folded into it too."""
-    folder = Path(__file__).parent
-    files = [*sorted(folder.glob("core*.py")), folder / "state.py", folder / "atomics.py"]
-    stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-    for entry in (step, step_and_wake, run, predict, reclaim):
-        cache: Any = getattr(entry, "_cache", None)
-        if hasattr(cache, "_cache_file"):
-            cache._cache_file._source_stamp = stamp
-
-
-_notice_edits()
+notice_edits(step, step_and_wake, run, predict, reclaim)

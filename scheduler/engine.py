@@ -86,7 +86,7 @@ class Engine(Requester):
         self._loader = Loader(self._backend, self.memory, self.limits, quantum_us * 1e3)
         self._models: dict[str, LoadedModel] = {}
         self._by_row: dict[int, LoadedModel] = {}
-        self.bell = Bell(self._backend.sleeps_in_read, self.state.bell)
+        self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
         self._tap = Tap(self.state) if self.limits.fronts > 1 else None
         self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs

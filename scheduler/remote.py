@@ -114,7 +114,7 @@ class RemoteEngine(Requester):
         self.failure: BaseException | None = None
         self.policy = ""
         self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}
-        self._front = FrontEnd(self.state, self.limits, 0, Bell(word=self.state.bell), -1)
+        self._front = FrontEnd(self.state, self.limits, 0, Bell(self.state.bell), -1)
         self._front.closed = True
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._models: dict[str, RemoteModel] = {}
@@ -132,7 +132,7 @@ class RemoteEngine(Requester):
         # Addresses of compiled functions are those of the process that wrote them: predictions need our own.
         self.state = shared._replace(fn=np.zeros(FN_SIZE, np.uint64), job=np.zeros(2, JOB))
         self.limits = link.limits
-        bell = Bell(word=self.state.bell, fd=link.bell_fd)
+        bell = Bell(self.state.bell, fd=link.bell_fd)
         self._front = FrontEnd(
             self.state, link.limits, link.front, bell, link.wake_fd, SharedStage(link.stage, link.stage_address)
         )

@@ -2,7 +2,7 @@
 
 It calls Python only where there is something to compute, so that an idle engine and a busy one spend their time on the
 same work, and no other thread of the process waits for it meanwhile. Calling costs less than coming back: handing over
-all these tables again takes 10 µs, half of what a small kernel takes to compute.
+all these tables again would take about half as long as computing a small kernel does.
 """
 
 from __future__ import annotations

@@ -53,6 +53,12 @@ def test_every_block_belongs_to_a_launch_of_a_model_and_to_a_segment(results: di
         assert (jobs["end_ns"] >= segment["end_ns"]).any()
 
 
+def test_a_request_ends_with_the_copy_of_its_outputs_not_with_its_last_kernel(results: dict[str, Results]) -> None:
+    for result in results.values():
+        t = traced(result)
+        assert t.jobs["end_ns"].max() > t.blocks["end_ns"].max()
+
+
 def test_streams_launch_whole_programs(results: dict[str, Results]) -> None:
     assert set(traced(results["streams"]).segments["segment"].tolist()) == {-1}
 
