@@ -19,7 +19,9 @@ RESULTS = Path(__file__).parent / "results"
 
 @functools.cache
 def commit() -> str:
-    """The commit measured; "+" marks uncommitted changes, "unknown" a tree without git."""
+    """The commit measured; "+" marks uncommitted changes. $PAELLAPY_COMMIT names it in a tree copied without git."""
+    if named := os.environ.get("PAELLAPY_COMMIT"):
+        return named
     try:
         run = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
