@@ -1,6 +1,6 @@
 """What a decision of the dispatcher core costs, and how fast segments are simulated. One CPU core, no GPU.
 
-    python -m benchmarks.core_speed
+    python benchmarks/core_speed.py
 
 A decision is one launch and all that belongs to it: a segment's completion is seen and accounted for, ranks are made
 fresh, and the next segment is chosen among all that wait, and launched. Every fourth ends a request, which is answered
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import save
+from common import save
 from instrument.device.heaps import compiled
 from instrument.device.parts import part
 from scheduler import state as st

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from scheduler import core_rings as rings
 from scheduler import state as st
-from scheduler.atomics import call_clock, call_launch, copy_bytes, load_at, store_at
+from scheduler.atomics import call_clock, call_launch, call_write, copy_bytes, load_at, store_at
 from scheduler.engine import Engine
-from scheduler.loop import ring_bell
+from scheduler.loop import wakes
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -29,6 +29,13 @@ GIVE_UP_NS = 60_000_000_000
 def clock(fn: Any, scratch: Any) -> int:
     call_clock(fn[st.F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
     return int(scratch[0] * 1_000_000_000 + scratch[1])
+
+
+@compiled
+def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
+    if wakes(word.ctypes.data, True):
+        scratch[0] = 1
+        call_write(write, np.int32(bell), scratch.ctypes.data, np.uint64(8))
 
 
 @compiled

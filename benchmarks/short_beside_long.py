@@ -1,6 +1,6 @@
 """A short model beside a flood of long ones, simulated: what each policy makes of it.
 
-    python -m benchmarks.short_beside_long
+    python benchmarks/short_beside_long.py
 
 The short model (4 segments, 0.1 ms) is asked for 500 times a second, at random. Sixty-four clients ask for the long
 one (80 segments, 4 ms) without pause, through 32 lanes; each of its batches fills a quarter of the GPU.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import save
+from common import save
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.policy import policy_names
 from scheduler.results import Results

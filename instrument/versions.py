@@ -16,10 +16,11 @@ def _installed() -> tuple[tuple[str, str], ...]:
         try:
             found.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:
-            continue
+            if package == "paellapy":  # run from its source tree, uninstalled
+                found.append((package, "0+source"))
     return tuple(found)
 
 
 def versions() -> dict[str, str]:
-    """Package → version, of those that are installed."""
+    """Package → version, of those that are installed; paellapy itself is always among them."""
     return dict(_installed())

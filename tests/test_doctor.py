@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from instrument import versions
 from instrument.errors import NoDeviceError
 from paellapy import cli, doctor
 
@@ -45,3 +48,15 @@ def test_errors_are_one_line_on_the_command_line(
         cli.main()
     assert stopped.value.code == 1
     assert capsys.readouterr().err.strip() == "paellapy: no such GPU; use another"
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    versions._installed.cache_clear()
+    try:
+        assert versions.versions()["paellapy"] == "0+source"
+    finally:
+        versions._installed.cache_clear()

@@ -1,0 +1,47 @@
+"""The benchmarks run: every script starts, and the engine's own do on a virtual GPU what they do on a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+PARTS = {"common", "kernels", "browser", "calibration_model", "engine_load", "serving_kernels"}  # of others
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in PARTS)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_does(name: str) -> None:
+    if name == "serving_litserve":
+        pytest.importorskip("litserve", reason="LitServe is not installed; `pip install litserve`")
+    path = BENCHMARKS / f"{name}.py"
+    if "argparse" in path.read_text():
+        assert "usage:" in run(str(path), "--help")
+    else:
+        run("-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import {name}")
+
+
+def test_the_engine_is_compared_with_streams_and_every_output_is_right(tmp_path: Path) -> None:
+    said = run(str(BENCHMARKS / "engine_h200.py"), "--device", "virtual:h200", "--quick", "--out", str(tmp_path))
+    assert "0 wrong" in said
+    assert json.loads((tmp_path / "engine_virtual.json").read_text())["on"]["commit"]
+
+
+def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) -> None:
+    options = ["--tiny", "--device", "virtual:h200", "--seeds", "1", "--seconds", "0.05", "--only", "light,saturation"]
+    said = run(str(BENCHMARKS / "paper.py"), "run", *options, "--out", str(tmp_path))
+    assert "0 left" in said
+    assert " 0 wrong" in said
