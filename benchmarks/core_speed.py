@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import numpy as np
-
 from common import save
+
 from instrument.device.heaps import compiled
 from instrument.device.parts import part
 from scheduler import state as st

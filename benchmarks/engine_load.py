@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scheduler import core_rings as rings
 from scheduler import state as st
 from scheduler.atomics import call_clock, call_launch, call_write, copy_bytes, load_at, store_at
+from scheduler.core_lanes import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
 
@@ -78,11 +79,18 @@ def drive(
             row = free[n_free - 1]
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
-            while rings.post(
-                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, i + 1, 0, rows[m], 0,
-                priority[m], arrival[i], due, source[m, which[i]], False,
-            ) == rings.RING_FULL:  # fmt: skip
+            while True:
+                # As a server does it: straight into a slot of the lane that is open, if one is.
+                at = rings.post(
+                    s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, i + 1, 0, rows[m], 0,
+                    priority[m], arrival[i], due, source[m, which[i]], True,
+                )  # fmt: skip
+                if at != rings.RING_FULL:
+                    break
                 ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
+            if at >= 0:
+                copy_inputs(s, source[m, which[i]], at // rings.SLOTS, at % rings.SLOTS, rows[m])
+                rings.mark_ready(s.lane_ready, at // rings.SLOTS, at % rings.SLOTS)
             owner[row] = i
             n_free -= 1
             posted = True
@@ -117,7 +125,7 @@ def launch_alone(s: Any, lane: int, size: int, times: Any, scratch: Any) -> None
     w = s.whole[lane, size]
     for k in range(times.shape[0]):
         begin = clock(s.fn, scratch)
-        if call_launch(s.fn[st.F_GRAPH_LAUNCH], w.handle, w.stream) != 0:
+        if call_launch(s.fn[st.F_GRAPH_LAUNCH], w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
             times[k] = -1
             return
         while load_at(w.word) == np.uint64(0):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from common import save
+
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.policy import policy_names
 from scheduler.results import Results

@@ -35,7 +35,6 @@ class Launches:
     bounds: Bounds
     handles: list[int]
     whole: int
-    stream: int
     keep: list[Any] = field(default_factory=list)
     notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
 
@@ -89,6 +88,10 @@ class Backend(ABC):
 
     @abstractmethod
     def release(self, launches: Launches) -> None: ...
+
+    @abstractmethod
+    def pool(self, state: State, priority: int) -> int:
+        """The row of `state.stream` whose streams have this priority on the GPU; filled when it is first asked for."""
 
     @abstractmethod
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:

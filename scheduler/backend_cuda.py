@@ -22,6 +22,7 @@ from instrument.tracing import trace
 from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import ModelCapture
+from scheduler.copier import Copier
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
 from scheduler.cuda_loop import BROKEN, serve
@@ -105,11 +106,11 @@ class CudaBackend(Backend):
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
         device.activate()
-        self._capture_stream = CudaStream(device, 0)
+        self._captures: dict[int, CudaStream] = {}
         self._probe_stream = CudaStream(device, 0)
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
-        self._streams: dict[int, CudaStream] = {}
+        self._pools: dict[int, list[CudaStream]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_word = np.zeros(8, np.uint64)
         self._scratch = np.zeros(8, np.int64)
@@ -166,12 +167,17 @@ class CudaBackend(Backend):
         assert isinstance(memory, CudaMemory)
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
             memory.torch_pool = TorchPool(self.device.index)
-        return capture_program(
-            self.device, self._capture_stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool
-        )
+        stream = self._capture_stream(lane.model.priority)
+        return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
+
+    def _capture_stream(self, priority: int) -> CudaStream:
+        """Kernels in a graph have the priority of the stream they were captured on, wherever the graph is launched."""
+        if priority not in self._captures:
+            self._captures[priority] = CudaStream(self.device, priority)
+        return self._captures[priority]
 
     def node_times_ns(self, program: Program) -> list[float]:
-        return node_times_ns(program.body, self._capture_stream.handle)
+        return node_times_ns(program.body, self._capture_stream(program.model.priority).handle)
 
     def wave_blocks(self, program: Program) -> list[int]:
         device = self.device
@@ -179,9 +185,7 @@ class CudaBackend(Backend):
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
         self.device.activate()
-        stream = self._streams.get(id(lane))
-        if stream is None:
-            stream = self._streams[id(lane)] = CudaStream(self.device, lane.model.priority)
+        stream = self._capture_stream(lane.model.priority)
         words = int(lane.words.ctypes.data)
         handles: list[int] = []
         try:
@@ -194,10 +198,10 @@ class CudaBackend(Backend):
                 driver().cuGraphExecDestroy(handle)
             raise
         notified = frozenset(program.marks.values())
-        return Launches(program, bounds, handles[:-1], handles[-1], stream.handle, [lane, stream], notified)
+        return Launches(program, bounds, handles[:-1], handles[-1], [lane], notified)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
-        stream = self._capture_stream.handle
+        stream = self._capture_stream(launches.program.model.priority).handle
         gate = self._gate if len(launches.program.nodes) <= _GATED_NODES else None
         cut = launch_times_ns([launches.handles] * (repeats + 1), stream, gate)
         whole = launch_times_ns([[launches.whole]] * (repeats + 1), stream, gate)
@@ -209,21 +213,20 @@ class CudaBackend(Backend):
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
         self.device.activate()
         cu = driver()
+        streams = [each.handle for each in self._streams(lanes[0].program.model.priority)[: len(lanes)]]
         for timed in (False, True):  # the first time warms up
             began = time.perf_counter_ns()
             for _ in range(rounds if timed else 1):
-                for each in lanes:
-                    check(cu.cuGraphLaunch(each.whole, each.stream), "timing a graph")
-            for each in lanes:
-                check(cu.cuStreamSynchronize(each.stream), "timing graphs that run at once")
+                for each, stream in zip(lanes, streams, strict=False):
+                    check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
+            for stream in streams:
+                check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
         return (time.perf_counter_ns() - began) / (rounds * len(lanes))
 
     def release(self, launches: Launches) -> None:
         self.device.activate()
         for handle in (*launches.handles, launches.whole):
             driver().cuGraphExecDestroy(handle)
-        if isinstance(launches.keep[0], Lane):
-            self._streams.pop(id(launches.keep[0]), None)
         launches.keep.clear()
         launches.handles.clear()
 
@@ -232,12 +235,27 @@ class CudaBackend(Backend):
             program.body.destroy()
         super().discard(program)
 
+    def _streams(self, priority: int) -> list[CudaStream]:
+        """As many as the GPU has hardware queues, made one after the other: CUDA gives each a queue of its own then."""
+        level = CudaStream.level(priority)
+        if level not in self._pools:
+            self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.POOL_STREAMS)]
+        return self._pools[level]
+
+    def pool(self, state: State, priority: int) -> int:
+        self.device.activate()
+        streams = self._streams(priority)
+        row = list(self._pools).index(CudaStream.level(priority))
+        state.stream[row] = [each.handle for each in streams]
+        return row
+
     # -- the loop
 
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell, self._failed = state, bell, failed
         state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
         state.g[st.BACKEND] = st.CUDA
+        self._copier = Copier(state)
         for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -293,6 +311,7 @@ class CudaBackend(Backend):
         self._interrupt()
         for thread in self._threads:
             thread.join()
+        self._copier.close()
         self._bell.close()
 
     # -- traces
@@ -365,7 +384,6 @@ class _CudaTrace:
         # Leaving waits for the GPU, so nothing that records is in flight afterwards.
         self._inner.__exit__(None)
         for launches in self._traced:
-            launches.keep[0] = None  # the lane's stream stays with the plain graphs
             self._backend.release(launches)
         t = self._result
         return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished)

@@ -25,6 +25,7 @@ from instrument.device.virtual import VirtualArray, VirtualDevice
 from instrument.errors import TraceError
 from instrument.records import Records
 from instrument.tracing import Session
+from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from scheduler.engine_trace import TracedBlocks, TracedPiece
@@ -218,10 +219,9 @@ class VirtualBackend(Backend):
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
         with self._sm_model():
-            stream = self.sm.stream()
             handles = [self._piece(program, first, end) for first, end in bounds]
             whole = handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes))
-        return Launches(program, bounds, handles, whole, stream, notified=frozenset(program.marks.values()))
+        return Launches(program, bounds, handles, whole, notified=frozenset(program.marks.values()))
 
     def _piece(self, program: Program, first: int, end: int) -> int:
         key = (program.content(), first, end)
@@ -280,6 +280,12 @@ class VirtualBackend(Backend):
         with self._sm_model():
             for handle in {*launches.handles, launches.whole}:
                 self._pieces.pop(handle, None)
+
+    def pool(self, state: State, priority: int) -> int:
+        if not state.stream.any():
+            with self._sm_model():
+                state.stream[0] = [self.sm.stream() for _ in range(st.POOL_STREAMS)]
+        return 0
 
     # -- the loop
 

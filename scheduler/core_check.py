@@ -61,6 +61,7 @@ def check_integrity(s: State) -> None:
     _check_queues(s)
     _check_lanes(s)
     _check_sets(s)
+    _check_streams(s)
     _check_occupancy(s)
 
 
@@ -155,6 +156,14 @@ def _check_queues(s: State) -> None:
 
 def _bits(masks: Table) -> int:
     return sum(int(each).bit_count() for each in masks)
+
+
+def _check_streams(s: State) -> None:
+    found = np.zeros_like(s.stream_jobs)
+    for lane in s.flight[: s.g[FLIGHT_N]]:
+        found[s.lane["pool"][lane], s.lane["stream_at"][lane]] += 1
+    _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
+    _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
 
 
 def _check_lanes(s: State) -> None:

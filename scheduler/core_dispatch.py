@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from instrument.device.heaps import inlined
-from scheduler.atomics import call_admit, call_launch, load_at, store_at
+from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
 from scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
 from scheduler.core_requests import charge, fill_lane_job, rank_lane
 from scheduler.state import (
@@ -22,9 +22,11 @@ from scheduler.state import (
     DEMAND_LIMIT,
     ERROR,
     F_ADMIT,
+    F_CLOCK,
     F_GRAPH_LAUNCH,
     FILLING,
     FLIGHT_N,
+    LAUNCH_NS,
     LAUNCHES,
     LOOK_AHEAD,
     MAX_ACTIVE,
@@ -33,6 +35,7 @@ from scheduler.state import (
     OUT_N,
     PREEMPTIONS,
     QUEUED_N,
+    QUEUES,
     READY_N,
     REFRESH,
     REFRESH_AT,
@@ -93,6 +96,34 @@ def measure(s: State) -> None:
 
 
 @inlined
+def take_stream(s: State, lane: int) -> None:
+    """One that no other job in flight has, if there is one: on a stream, and so in its hardware queue, jobs wait for
+    each other. What is in flight of one job stays on one stream; with nothing in flight it may change.
+    """
+    a = s.lane[lane]
+    at = 0
+    for k in range(s.g[QUEUES]):
+        if s.stream_jobs[a.pool, k] < s.stream_jobs[a.pool, at]:
+            at = k
+        if s.stream_jobs[a.pool, at] == 0:
+            break
+    s.stream_jobs[a.pool, at] += 1
+    a.stream_at = at
+
+
+@inlined
+def leave_stream(s: State, lane: int) -> None:
+    s.stream_jobs[s.lane[lane].pool, s.lane[lane].stream_at] -= 1
+    s.lane[lane].stream_at = NONE
+
+
+@inlined
+def clock_ns(s: State) -> int:
+    call_clock(s.fn[F_CLOCK], np.int32(1), s.clock.ctypes.data)  # CLOCK_MONOTONIC
+    return int(s.clock[0] * 1_000_000_000 + s.clock[1])
+
+
+@inlined
 def launch(s: State, lane: int, now: int) -> bool:
     """Launch the lane's next segment, or all of it; False when the backend refuses."""
     a = s.lane[lane]
@@ -101,6 +132,7 @@ def launch(s: State, lane: int, now: int) -> bool:
         s.flight[s.g[FLIGHT_N]] = lane
         a.flight_at = s.g[FLIGHT_N]
         s.g[FLIGHT_N] += 1
+        take_stream(s, lane)
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
@@ -119,10 +151,10 @@ def launch(s: State, lane: int, now: int) -> bool:
         out.word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, k].word
         s.g[OUT_N] += 1
         return True
-    if a.whole:
-        error = call_launch(s.fn[F_GRAPH_LAUNCH], s.whole[lane, a.size].handle, s.whole[lane, a.size].stream)
-    else:
-        error = call_launch(s.fn[F_GRAPH_LAUNCH], s.launch[lane, a.size, k].handle, s.launch[lane, a.size, k].stream)
+    handle = s.whole[lane, a.size].handle if a.whole else s.launch[lane, a.size, k].handle
+    began = clock_ns(s)
+    error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
+    s.t[LAUNCH_NS] += clock_ns(s) - began
     if error != 0:
         s.g[ERROR] = error
     return bool(error == 0)
@@ -292,6 +324,7 @@ def segment_done(s: State, lane: int, now: int) -> None:
     if a.issued > a.done:
         account(s, lane, a.done, 1.0, -1.0)
         return
+    leave_stream(s, lane)
     s.g[FLIGHT_N] -= 1
     last = s.flight[s.g[FLIGHT_N]]
     s.flight[a.flight_at] = last

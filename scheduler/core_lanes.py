@@ -6,10 +6,12 @@ once, and compiled once into the step, which would otherwise be many times its s
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from instrument.device.heaps import inlined
-from scheduler.atomics import copy_bytes, load_at, or_at, store_at
+from scheduler.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from scheduler.core_requests import complete, post_done, rank_lane
 from scheduler.core_rings import ONE, address, bit_at, bit_of, reserve
@@ -20,7 +22,11 @@ from scheduler.state import (
     CHANGED,
     CLOSED,
     CLOSING,
+    COPIER,
+    COPY_BELL,
+    COPY_TAIL,
     DEMAND,
+    F_WRITE,
     FAIL_MODE,
     FILLING,
     FIRST,
@@ -54,6 +60,7 @@ _SHIFT = np.uint64(RESERVED_SHIFT)
 _GENERATION_SHIFT = np.uint64(GENERATION_SHIFT)
 _ZERO = np.uint64(0)
 _ALL = np.uint64((1 << 64) - 1)
+LONG_COPY = 16_384  # bytes; what is shorter takes less time than to have it done
 
 
 @inlined
@@ -168,6 +175,35 @@ def look_again(s: State, lane: int) -> None:
 
 
 @inlined
+def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
+    for k in range(s.model[m].n_inputs):
+        n = s.input_bytes[m, k]
+        copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
+        source += np.uint64(n)
+
+
+@inlined
+def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
+    """Another thread copies, and marks the slot ready as a front end would; here decisions go on."""
+    tail = load_at(address(s.copy_ring, COPY_TAIL))
+    cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
+    cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
+    store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
+    if exchange_at(address(s.copy_ring, COPY_BELL), ONE, _ZERO):
+        s.clock[2] = 1
+        call_write(s.fn[F_WRITE], np.int32(s.g[COPIER]), s.clock[2:].ctypes.data, np.uint64(8))
+
+
+@inlined
+def wait_for_copy(s: State, row: int) -> None:
+    """Before a request is given up whose inputs are being copied: afterwards they may be gone."""
+    r = s.request[row]
+    if r.lane >= 0 and r.source != _ZERO and s.g[COPIER] >= 0:
+        while load_at(bit_at(s.lane_ready, r.lane, r.slot)) & bit_of(r.slot) == _ZERO:
+            pass
+
+
+@inlined
 def move_in(s: State, lane: int, row: int) -> bool:
     """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
     m = s.lane[lane].model
@@ -179,12 +215,15 @@ def move_in(s: State, lane: int, row: int) -> bool:
     s.model[m].queued -= 1
     s.g[QUEUED_N] -= 1
     source = s.request[row].source
-    if source != _ZERO:
-        for k in range(s.model[m].n_inputs):
-            n = s.input_bytes[m, k]
-            copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
-            source += np.uint64(n)
-    or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
+    n = np.int64(0)
+    for k in range(s.model[m].n_inputs):
+        n += s.input_bytes[m, k]
+    if source != _ZERO and s.g[COPIER] >= 0 and n >= LONG_COPY:
+        hand_to_copier(s, source, lane, slot, m)
+    else:
+        if source != _ZERO:
+            copy_inputs(s, source, lane, slot, m)
+        or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
     put(s, lane, slot, row)
     return True
 
@@ -315,6 +354,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
         s.g[QUEUED_N] -= 1
         ask(s, m)
     else:
+        wait_for_copy(s, row)
         s.slot[lane, r.slot] = NONE
         s.lane[lane].live -= 1
         look_again(s, lane)

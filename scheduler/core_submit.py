@@ -9,7 +9,7 @@ import numpy as np
 from instrument.device.heaps import inlined
 from scheduler.atomics import load_at, store_at
 from scheduler.core_heaps import heap_add, queue_add
-from scheduler.core_lanes import ask, close_lane, free_lane, put, touch
+from scheduler.core_lanes import ask, close_lane, free_lane, put, touch, wait_for_copy
 from scheduler.core_requests import called, checked_rank, complete, enter, fill_job, post_done
 from scheduler.core_rings import address
 from scheduler.state import (
@@ -166,6 +166,7 @@ def fail_all(s: State, now: int) -> None:
     for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
             if s.request[row].state == SLOTTED:
+                wait_for_copy(s, row)
                 s.slot[s.request[row].lane, s.request[row].slot] = NONE
             complete(s, row, FAILED, now)
     for m in range(s.model.shape[0]):
@@ -174,11 +175,12 @@ def fail_all(s: State, now: int) -> None:
         ask(s, m)
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
     s.t[DEMAND] = 0.0
+    s.stream_jobs[...] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]
         if a.model >= 0:
             a.live = 0
-            a.ready_at = a.active_at = a.flight_at = NONE
+            a.ready_at = a.active_at = a.flight_at = a.stream_at = NONE
             if a.state == RUNNING or (a.state == FILLING and close_lane(s, lane)):
                 free_lane(s, lane)
     gpu = s.gpu[0]

@@ -112,7 +112,7 @@ class Engine(Requester):
                 )
             alone = self._front.waiting == 0 and not self.state.g[st.LIVE]  # the latter are of other processes too
             loaded = self._loader.load(model, wanted, alone)
-            install(self.state, loaded)
+            install(self.state, loaded, self._backend.pool(self.state, model.priority))
             self._by_row[loaded.row] = loaded
             self._front.command(st.OPEN_MODEL, loaded.row)
             self._models[model.name] = loaded

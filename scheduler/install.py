@@ -20,8 +20,8 @@ def capacity(state: State, device: Device) -> None:
     gpu["capacity_issue"] = 1e9 / Timing().grid_issue_ns
 
 
-def install(state: State, loaded: LoadedModel) -> None:
-    """Fills the model's rows: from here on it only waits to be opened."""
+def install(state: State, loaded: LoadedModel, pool: int) -> None:
+    """Fills the model's rows: from here on it only waits to be opened. It launches on the streams of this pool."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
     loaded.row, rows = core_models.install(state, profile)
@@ -33,12 +33,13 @@ def install(state: State, loaded: LoadedModel) -> None:
     for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
         words, draining = lane.words, lane.draining
         words[:] = draining[:] = 0
+        state.lane["pool"][row] = pool
         for k, array in enumerate(lane.inputs.values()):
             state.input_address[row, k] = array.ctypes.data
         for size, launches in enumerate(sizes):
             segments = state.launch[row, size, : len(launches.handles)]
-            segments["handle"], segments["stream"] = launches.handles, launches.stream
+            segments["handle"] = launches.handles
             for i in range(len(launches.handles)):
                 segments["word"][i] = words.ctypes.data + 8 * i
                 segments["draining"][i] = draining.ctypes.data + 8 * i if i in launches.notified else 0
-            state.whole[row, size] = (launches.whole, launches.stream, words[-1:].ctypes.data, 0)
+            state.whole[row, size] = (launches.whole, words[-1:].ctypes.data, 0)

@@ -50,7 +50,7 @@ class BlocksGpu:
         self.f = f
         self.s = state
         self.sim = SmModel(part, seed, timing=timing, history=1 << 14)
-        self.streams = [self.sim.stream() for _ in state.lane]
+        self._streams = [self.sim.stream() for _ in range(st.POOL_STREAMS)]
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
             for k, program in enumerate(model.sizes.values()):
@@ -142,7 +142,10 @@ class BlocksGpu:
     def _start(self, lane: int, out: Any) -> int:
         """Puts what the core launches on the lane's stream; the handle whose completion ends it."""
         program = self.segments[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
-        return self.sim.launch_program(self.streams[lane], program, trace=False)
+        return self.sim.launch_program(self.stream_of(lane), program, trace=False)
+
+    def stream_of(self, lane: int) -> int:
+        return self._streams[int(self.s.lane["stream_at"][lane])]
 
     def _collect(self) -> None:
         f, s = self.f, self.s

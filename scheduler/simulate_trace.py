@@ -74,8 +74,8 @@ class TracedGpu(BlocksGpu):
         piece = self._own.pieces[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
         now = self.sim.now_ns
         order = (lane, int(out["size"]), int(out["segment"]))
-        first_id = self._tracer.note(order, piece, int(now), self.streams[lane])
-        return piece.place(self.sim, self.streams[lane], now, first_id).last
+        first_id = self._tracer.note(order, piece, int(now), self.stream_of(lane))
+        return piece.place(self.sim, self.stream_of(lane), now, first_id).last
 
     def _ended(self, entry: Any) -> None:
         self._entries.append(entry.copy())

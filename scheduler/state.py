@@ -8,18 +8,19 @@ them (`over`). Three parties touch them:
 * **front ends** own request rows (`front_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
+* **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
 * **the core** (`core.step`) owns everything else.
 
 Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_ready`, `lane_hold`,
-`slot_front`, `filling`, `wake`, the rings' heads, tails and sequence numbers, and the completion words that launches
-write. A front end may die between any two of its instructions: whose a reserved slot is follows from one word, what it
-has written and read are bits that can be set for it, and `core_reclaim.reclaim` takes back all it had.
+`slot_front`, `filling`, `wake`, `copy_ring`, the rings' heads, tails and sequence numbers, and the completion words
+that launches write. A front end may die between any two of its instructions: whose a reserved slot is follows from one
+word, what it has written and read are bits that can be set for it, and `core_reclaim.reclaim` takes back all it had.
 
 A request's way, the direct one: claim a cell of `submit` → `reserve` a slot → publish the cell → write the inputs →
 `mark_ready`. The staged one, when no lane is open: publish with lane −1 and the address of the inputs (items of all
-inputs one after the other); the core copies them into a slot once there is one. Then, both: the lane gets its turn,
-closes, is launched in segments, and one DONE entry per request appears in `done`. Where `HOLD` is on, the lane's output
-slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
+inputs one after the other); the core copies them into a slot once there is one, or has the copier do it. Then, both:
+the lane gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where `HOLD`
+is on, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
 """
 
 from __future__ import annotations
@@ -67,18 +68,25 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL) = range(38)  # fmt: skip
+ TAPPED, TAP_TAIL, QUEUES, COPIER) = range(40)  # fmt: skip
 G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
-# State.t, floats: the fair-queueing clocks, and what the GPU gives when several jobs share it
+# State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, and where the loop's own
+# time goes
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT) = range(10)  # fmt: skip
-T_SIZE = 10
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS) = range(11)  # fmt: skip
+T_SIZE = 11
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
 FN_SIZE = 8
+
+# State.stream: pools of streams, one for each priority that models have on the GPU
+POOLS, POOL_STREAMS = 8, 32
+
+# State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
+COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
 
 # State.ring: heads and tails, each on its own cache line (row, column 0)
 SUBMIT_TAIL, SUBMIT_HEAD, DONE_TAIL, DONE_HEAD = range(4)
@@ -174,15 +182,20 @@ LANE = np.dtype(
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
         ("touched", "i8"),  # 1: listed in State.touched
+        ("pool", "i8"),  # of streams; by the installer
+        ("stream_at", "i8"),  # the stream it has while it is in flight
     ],
     align=True,
 )
 
 # [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
-# (a CUDA graph exec), on `stream`; when done it writes a number other than 0 to the u64 at `word`, which the core reads
+# (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
 # and clears. Segments of one lane complete in order.
 # `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
-LAUNCH = np.dtype([("handle", "u8"), ("stream", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
+LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
+
+# Inputs on their way into a slot, by the copier.
+COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8")], align=True)
 
 REQUEST = np.dtype(
     [
@@ -346,6 +359,8 @@ class State(NamedTuple):
     input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
     launch: Table  # LAUNCH[L, B, S], by the installer
     whole: Table  # LAUNCH[L, B], by the installer
+    stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer; the first g[QUEUES] are used
+    stream_jobs: NDArray[np.int64]  # [POOLS, POOL_STREAMS] lanes in flight on each
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
     request: Table  # REQUEST[R]
@@ -361,6 +376,8 @@ class State(NamedTuple):
     submit: Table  # [F, …] SUBMISSION rings, capacity a power of two
     done: Table  # [F, …] COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
     ring: Words  # [F, 4, 8] heads and tails. Atomic
+    copy: Table  # COPY ring, with a cell for every request row: it never overflows
+    copy_ring: Words  # [3, 8] Atomic
     wake: Words  # [F, 8] column 0: 1: the front end wants to be woken by the next completion. Atomic
     wake_fd: NDArray[np.int64]  # [F, 2] eventfd of each front end, or -1; and the tail it was last woken for
     bell: Words  # [8] column 0: the core's loop sleeps, or is about to. Atomic
@@ -370,6 +387,7 @@ class State(NamedTuple):
     tap: Table  # COMPLETION: the latest of all front ends, while g[TAPPED]
     out: Table  # OUT
     job: Table  # JOB[2]: the core's scratch; readers bring their own
+    clock: NDArray[np.int64]  # [8] scratch of the core's thread
 
 
 def _power_of_two(n: int) -> int:
@@ -416,6 +434,8 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "input_address": ((n.lanes, n.inputs), words),
         "launch": ((n.lanes, n.sizes, n.segments), LAUNCH),
         "whole": ((n.lanes, n.sizes), LAUNCH),
+        "stream": ((POOLS, POOL_STREAMS), words),
+        "stream_jobs": ((POOLS, POOL_STREAMS), ints),
         "segment_ns": ((n.lanes, n.segments, 2), ints),
         "word": ((n.lanes, n.segments + 1), words),
         "request": ((n.requests,), REQUEST),
@@ -431,6 +451,8 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "submit": ((n.fronts, _power_of_two(2 * rows)), SUBMISSION),
         "done": ((n.fronts, _power_of_two(rows + n.models)), COMPLETION),
         "ring": ((n.fronts, 4, 8), words),
+        "copy": ((_power_of_two(n.requests),), COPY),
+        "copy_ring": ((3, 8), words),
         "wake": ((n.fronts, 8), words),
         "wake_fd": ((n.fronts, 2), ints),
         "bell": ((8,), words),
@@ -440,6 +462,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "tap": ((TAP_SIZE if n.fronts > 1 else 1,), COMPLETION),
         "out": ((n.lanes * (n.segments + 1),), OUT),
         "job": ((2,), JOB),
+        "clock": ((8,), ints),
     }
 
 
@@ -482,7 +505,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
-    for column in ("model", "ready_at", "active_at", "flight_at"):
+    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at"):
         state.lane[column] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE
@@ -494,6 +517,8 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
     state.g[REFRESH] = 3
+    state.g[QUEUES] = POOL_STREAMS
+    state.g[COPIER] = NONE
     state.t[GAIN] = 1.0
     state.t[DEMAND_LIMIT] = np.inf
     return state

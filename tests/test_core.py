@@ -240,8 +240,9 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     bench = Bench([profile(lanes=2)])
     bench.state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
     bench.state.g[st.BACKEND] = st.CUDA
-    bench.state.whole["handle"], bench.state.whole["stream"] = 77, 5
-    bench.state.launch["handle"], bench.state.launch["stream"] = 78, 6
+    core.attach_libc(bench.state)
+    bench.state.whole["handle"], bench.state.launch["handle"] = 77, 78
+    bench.state.stream[0, :2] = 5, 6
     first = bench.submit()
     bench.step()
     assert calls == [(77, 5)]
@@ -306,7 +307,7 @@ class RealTime:
         s.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
         s.g[st.BACKEND] = st.CUDA
         s.launch["handle"], s.whole["handle"] = s.launch["word"], s.whole["word"]
-        s.launch["stream"], s.whole["stream"] = np.arange(len(s.lane))[:, None, None], np.arange(len(s.lane))[:, None]
+        s.stream[0] = np.arange(st.POOL_STREAMS)
         self.stop = np.zeros(1, np.uint64)
         self.eventfd = os.eventfd(0)
         s.wake_fd[0, 0] = self.eventfd

@@ -69,13 +69,17 @@ class CudaStream(Stream):
     def __init__(self, device: CudaDevice, priority: int) -> None:
         cu = driver()
         device.activate()
-        lowest, highest = check(cu.cuCtxGetStreamPriorityRange(), "reading stream priorities")
-        # CUDA's smaller numbers go first; ours are the other way round.
-        level = max(highest, min(lowest, -priority))
+        level = self.level(priority)
         non_blocking = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.handle = int(check(cu.cuStreamCreateWithPriority(non_blocking, level), "creating a stream"))
         self.device = device
         weakref.finalize(self, cu.cuStreamDestroy, self.handle)
+
+    @staticmethod
+    def level(priority: int) -> int:
+        """CUDA's name for a priority of ours: its smaller numbers go first, and there are few."""
+        lowest, highest = check(driver().cuCtxGetStreamPriorityRange(), "reading stream priorities")
+        return max(int(highest), min(int(lowest), -priority))
 
     def synchronize(self) -> None:
         self.device.not_in_capture("waits for a stream")

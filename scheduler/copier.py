@@ -1,0 +1,75 @@
+"""A thread that copies long inputs into slots, so that the core's thread goes on deciding meanwhile.
+
+A request that finds no open lane leaves its inputs where they are; the core gives it a slot later. An image takes 40 µs
+to copy then, a batch of them milliseconds: in the core's thread no segment would be launched in that time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.device.heaps import compiled
+from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
+from scheduler.core_lanes import copy_inputs
+from scheduler.core_rings import address, bit_at, bit_of
+from scheduler.loop import notice_edits
+from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, NONE, State, Words
+
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
+
+
+@compiled
+def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int) -> None:
+    """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`."""
+    looks = 0
+    while load_at(stop.ctypes.data) == _ZERO:
+        head = load_at(address(s.copy_ring, COPY_HEAD))
+        if head != load_at(address(s.copy_ring, COPY_TAIL)):
+            cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
+            copy_inputs(s, cell.source, cell.lane, cell.slot, cell.model)
+            or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
+            store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
+            looks = 0
+            continue
+        looks += 1
+        if looks < _LOOKS:
+            continue
+        if looks == _LOOKS:  # say that it will sleep, and look once more
+            store_at(address(s.copy_ring, COPY_BELL), _ONE)
+            add_at(address(s.copy_ring, COPY_BELL), _ZERO)  # a full barrier
+            continue
+        call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read has its shape
+        store_at(address(s.copy_ring, COPY_BELL), _ZERO)
+        looks = 0
+
+
+class Copier:
+    """The thread. It belongs to the process of the core, and ends after the core's loop."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._stop = np.zeros(8, np.uint64)
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
+        self._thread.start()
+        state.g[COPIER] = self._fd
+
+    def _run(self) -> None:
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        copy_until(self._state, self._stop, np.zeros(1, np.int64), self._fd, read)
+
+    def close(self) -> None:
+        self._state.g[COPIER] = NONE
+        self._stop[0] = 1
+        os.eventfd_write(self._fd, 1)
+        self._thread.join()
+        os.close(self._fd)
+
+
+notice_edits(copy_until)
