@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,29 @@ def test_readme_quotes_the_measured_costs() -> None:
 
 
 _QUOTED = ("count", "trace", "notify", "one counter")
+
+
+def test_the_virtual_gpu_s_errors_are_those_of_the_recordings() -> None:
+    page, readme = (ROOT / "docs" / "virtual-gpu.md").read_text(), (ROOT / "README.md").read_text()
+    fresh, fitted = (_errors(f"calibration_{name}_h200") for name in ("check1", "error"))
+    rows = re.findall(r"^\| .* \((\d+) (?:launches|pairs)\) \| ([\d.]+) % \| ([\d.]+) % \|$", page, re.M)
+    assert rows == [*fresh, *fitted]
+    assert f"off by {fresh[0][1]} % in the median, {fresh[0][2]} % at the 90th percentile" in readme
+    assert f"expect\n{fitted[-1][1]} %" in readme
+
+
+def _errors(name: str) -> list[tuple[str, str, str]]:
+    """Number, median and 90th percentile of each line of the page's table."""
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+    times = {kernel: row["time_error"] for kernel, row in results["kernels"].items()}
+    resident = [row["resident_error"] for row in results["kernels"].values()]
+    plain = [row["time_error"] for row in results["kernels without their factor"].values()]
+    pairs = [row["error"] for pair, row in results["concurrent kernels"].items() if "+" in pair]
+    lines = [list(times.values()), resident, pairs, plain]
+    if largest := [error for kernel, error in times.items() if kernel.endswith("×24")]:
+        others = [error for kernel, error in times.items() if not kernel.endswith("×24")]
+        lines = [lines[0], others, largest, resident, plain, pairs]
+    return [(str(len(e)), *(f"{q:.1%}"[:-1] for q in np.quantile(np.abs(e), (0.5, 0.9)))) for e in lines]
 
 
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
