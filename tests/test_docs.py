@@ -32,6 +32,8 @@ def test_readme_quotes_the_measured_costs() -> None:
         cells = [cell.strip() for cell in quoted[1].split("|")]
         expected = [f"{row['plain_us']:.1f}", *(f"{row[v]['ratio']:.3f}" for v in _QUOTED)]
         assert cells == expected
+    launches = json.loads((ROOT / "benchmarks" / "results" / "launch_overhead.json").read_text())["results"]
+    assert f"{launches['pp.kernel, count']['ratio']:.2f} times what Triton's own launcher takes" in readme
 
 
 _QUOTED = ("count", "trace", "notify", "one counter")
