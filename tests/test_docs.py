@@ -62,6 +62,21 @@ def _errors(name: str) -> list[tuple[str, str, str]]:
     return [(str(len(e)), *(f"{q:.1%}"[:-1] for q in np.quantile(np.abs(e), (0.5, 0.9)))) for e in lines]
 
 
+def test_the_serving_page_quotes_what_was_measured_on_the_gpu() -> None:
+    page, readme = (ROOT / "docs" / "serving.md").read_text(), (ROOT / "README.md").read_text()
+    results = json.loads((ROOT / "benchmarks" / "results" / "serving_demo.json").read_text())
+    assert results["on"]["device"] == "NVIDIA H200"
+    found = results["results"]["found"]
+    titles = {"engine": "engine, no HTTP", "one": "one process", "1": "1 worker"}
+    for kind, row in found.items():
+        alone = [f"{row[m]['p50'] * 1e3:.0f} / {row[m]['p99'] * 1e3:.0f}" for m in ("mlp", "cnn", "transformer")]
+        many = row["many"]
+        cells = [*alone, f"{many['per_s']:,.0f}", f"{many['p50']:.2f} / {many['p99']:.2f}"]
+        assert f"| {titles.get(kind, f'{kind} workers')} | {' | '.join(cells)} |" in page
+    for kind in ("one", "8"):
+        assert f"{found[kind]['many']['per_s']:,.0f}" in readme
+
+
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     captions = make_pictures.make(tmp_path)
