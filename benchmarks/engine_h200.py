@@ -3,7 +3,9 @@
     python benchmarks/engine_h200.py [--device cuda|virtual:h200] [--quick] [--seeds 3] [--out DIR]
 
 Four models of Triton kernels, about 0.3, 0.6, 1.2 and 3 ms long alone (as torchvision's CNNs are at batch 1), asked for
-in inverse proportion to their length.
+in inverse proportion to their length, with lognormal gaps (σ = 1.5, as Paella's clients have them). `streams` is whole
+graphs on a stream for every job with CUDA's own 8 hardware queues; `streams, 32 queues` the same with as many as there
+are. CUDA reads the number when a process first uses the GPU, so `streams` runs in a process of its own.
 Every output is compared with that of the same function run without the engine. On a virtual GPU the host computes the
 data, so the times say nothing there: it shows that the benchmark runs.
 """
@@ -11,8 +13,12 @@ data, so the times say nothing there: it shows that the benchmark runs.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +28,7 @@ import numpy as np
 import triton
 import triton.language as tl
 from common import save
-from engine_load import Generator, Run
+from engine_load import Generator, Run, lognormal_gaps
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
@@ -37,6 +43,9 @@ from scheduler.policy import Policy
 OUTPUT = 64
 INPUTS = 4  # different inputs per model
 PROBE_LAYERS = 16
+SIGMA = 1.5
+FRACTIONS = (0.6, 0.8, 0.95)
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TARGETS = {"light": 1.02, "p99": 0.5, "saturation": 1.0, "batching": 1.8}
 
 
@@ -160,7 +169,7 @@ class Bench:
         layers: list[int],
         batch: tuple[int, ...],
         lanes: int,
-        active: int,
+        active: int | None,
         quantum_us: float = 100.0,
     ) -> None:
         self.engine = Engine(device, max_active=active, quantum_us=quantum_us)
@@ -192,20 +201,21 @@ class Bench:
         return self.check(self.generator.run(np.zeros(n, np.int64), model, which, outstanding))
 
     def offer(self, policy: str | Policy, rate: float, n: int, seed: int) -> Run:
-        """Poisson arrivals, whatever the engine makes of them."""
+        """Arrivals in bursts, whatever the engine makes of them."""
         self.engine.set_policy(policy)
         model, which = self.requests(n, seed)
-        at = np.cumsum(np.random.default_rng(seed + 1000).exponential(1e9 / rate, n)).astype(np.int64) + 1
+        at = lognormal_gaps(np.random.default_rng(seed + 1000), rate, SIGMA, n)
         return self.check(self.generator.run(at, model, which, 1 << 30))
 
     def light(self, model: int, n: int) -> dict[str, float]:
-        """One request at a time, against one launch of the same graph."""
+        """One request at a time, against a copy of its inputs and one launch of the same graph."""
         self.engine.set_policy("paella")
         which = np.arange(n, dtype=np.int64) % INPUTS
         run = self.check(self.generator.run(np.zeros(n, np.int64), np.full(n, model, np.int64), which, 1))
         found = {"engine_us": float(np.median(run.latency_ns[n // 4 :])) / 1e3}
         if isinstance(self.engine.device, CudaDevice):
-            found["graph_us"] = float(np.median(self.generator.alone_ns(model, 0, n)[n // 4 :])) / 1e3
+            found["graph_us"] = float(np.median(self.generator.alone_ns(model, 0, n, True)[n // 4 :])) / 1e3
+            found["launch_us"] = float(np.median(self.generator.alone_ns(model, 0, n, False)[n // 4 :])) / 1e3
         else:
             found["graph_us"] = float(self.alone_ns[model]) / 1e3
         found["ratio"] = found["engine_us"] / found["graph_us"]
@@ -222,20 +232,50 @@ class Bench:
         }
 
 
+def sizes(quick: bool) -> tuple[tuple[Kind, ...], int, int, float]:
+    """Models, requests at light load and at saturation, and seconds of the others."""
+    return (QUICK, 20, 60, 0.02) if quick else (KINDS, 200, 4000, 0.8)
+
+
+def mixed(bench: Bench, policy: str, base: float, seconds: float, seeds: int, name: str) -> list[dict[str, Any]]:
+    rows = []
+    for fraction in FRACTIONS:
+        for seed in range(seeds):
+            n = max(40, int(base * fraction * seconds))
+            run = bench.offer(policy, base * fraction, n, seed)
+            rows.append({"load": fraction, "seed": seed, "policy": name, **bench.slowdown(run)})
+    return rows
+
+
+def streams_alone(args: argparse.Namespace) -> None:
+    """What `streams` does, in a process that has CUDA's own number of queues."""
+    kinds, _, n_sat, seconds = sizes(args.quick)
+    layers = choose_layers(args.device, kinds)
+    bench = Bench(args.device, kinds, layers, (1,), args.lanes, 8)
+    bench.saturate("streams", max(20, n_sat // 10), 64, 99)  # warm
+    found = [bench.saturate("streams", n_sat, 64, seed).throughput for seed in range(args.seeds)]
+    rows = mixed(bench, "streams", float(np.median(found)), seconds, args.seeds, "streams")
+    bench.engine.close()
+    facts = {"layers": layers, "saturation": found, "mixed": rows, "checked": bench.checked, "wrong": bench.wrong}
+    args.streams.write_text(json.dumps(facts))
+
+
 def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any]) -> None:
     """Fills `found` as it goes."""
-    kinds = QUICK if args.quick else KINDS
-    n_light, n_sat, seconds = (20, 60, 0.02) if args.quick else (200, 4000, 0.8)
-    fractions = (0.6, 0.8, 0.95)
-    policies = ("streams", "srpt", "slack")
+    kinds, n_light, n_sat, seconds = sizes(args.quick)
+    ours = ("streams", "srpt", "slack")
     seeds = range(args.seeds)
-    steps = len(kinds) + 3 * args.seeds + len(fractions) * len(policies) * args.seeds + 4 * args.seeds + 3
-    task = progress.add_task("loading", total=steps)
+    task = progress.add_task("streams, in a process of its own", total=len(kinds) + 7 * args.seeds + 6)
 
     def step(what: str) -> None:
         progress.update(task, advance=1, description=what)
 
-    layers = choose_layers(args.device, kinds)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "streams.json"
+        command = [sys.executable, *sys.argv, "--streams", str(path)]
+        subprocess.run(command, check=True, env={**os.environ, QUEUES: "8"})
+        streams = json.loads(path.read_text())
+    layers, base = streams["layers"], float(np.median(streams["saturation"]))
     step("loading, batch 1")
     plain = Bench(args.device, kinds, layers, (1,), args.lanes, args.active)
     step("light load")
@@ -248,21 +288,15 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
         found["light"][kind.name] = plain.light(m, n_light)
         step("saturation")
     plain.saturate("streams", max(20, n_sat // 10), 64, 99)  # warm
-    found["saturation"] = {}
-    for policy in policies:
-        found["saturation"][policy] = []
+    found["saturation"], found["mixed"] = {"streams": streams["saturation"]}, streams["mixed"]
+    for policy in ours:
+        name = "streams, 32 queues" if policy == "streams" else policy
+        found["saturation"][name] = []
         for seed in seeds:
-            found["saturation"][policy].append(plain.saturate(policy, n_sat, 64, seed).throughput)
-            step(f"saturation, {policy}")
-    base = float(np.median(found["saturation"]["streams"]))
-    found["mixed"] = []
-    for fraction in fractions:
-        for seed in seeds:
-            for policy in policies:
-                n = max(40, int(base * fraction * seconds))
-                run = plain.offer(policy, base * fraction, n, seed)
-                found["mixed"].append({"load": fraction, "seed": seed, "policy": policy, **plain.slowdown(run)})
-                step(f"{fraction:.0%} load, {policy}")
+            found["saturation"][name].append(plain.saturate(policy, n_sat, 64, seed).throughput)
+            step(f"saturation, {name}")
+        found["mixed"] += mixed(plain, policy, base, seconds, args.seeds, name)
+        step(f"mixed load, {name}")
     plain.engine.close()
     batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.lanes // 2), args.active)
     step("saturation with batches")
@@ -279,8 +313,8 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
             found["batched_mixed"].append({"load": 0.95, "seed": seed, "policy": policy, **batched.slowdown(run)})
             step(f"95% load with batches, {policy}")
     batched.engine.close()
-    found["checked"] = plain.checked + batched.checked
-    found["wrong"] = plain.wrong + batched.wrong
+    found["checked"] = streams["checked"] + plain.checked + batched.checked
+    found["wrong"] = streams["wrong"] + plain.wrong + batched.wrong
     found["targets"] = judge(found)
 
 
@@ -345,10 +379,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="two small models and few requests")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--active", type=int, default=8, help="batches of all models that share the GPU")
+    parser.add_argument("--active", type=int, help="batches of all models that share the GPU; default: by demand")
+    parser.add_argument("--streams", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lanes", type=int, default=16, help="batches of one model that may be in flight")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    if args.streams:
+        return streams_alone(args)
     device = pp.Device(args.device)
     start = time.monotonic()
     name = "engine_h200" if isinstance(device, CudaDevice) else "engine_virtual"
@@ -365,6 +402,7 @@ def main() -> None:
     print(save(name, found, device, args.out))
     if found["wrong"]:
         raise SystemExit(f"{found['wrong']} of {found['checked']} outputs are wrong")
+    return None
 
 
 if __name__ == "__main__":

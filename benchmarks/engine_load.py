@@ -120,11 +120,16 @@ def drive(
 
 
 @compiled
-def launch_alone(s: Any, lane: int, size: int, times: Any, scratch: Any) -> None:
-    """One launch of a lane's whole graph, seen complete by spinning on its word: nothing can be quicker."""
+def launch_alone(s: Any, lane: int, size: int, source: Any, times: Any, scratch: Any) -> None:
+    """One launch of a lane's whole graph, seen complete by spinning on its word: nothing can be quicker.
+
+    With `source` the inputs are first copied to where the graph reads them, as for every request.
+    """
     w = s.whole[lane, size]
     for k in range(times.shape[0]):
         begin = clock(s.fn, scratch)
+        if source.shape[0] > 0:
+            copy_inputs(s, source[k % source.shape[0]], lane, 0, s.lane[lane].model)
         if call_launch(s.fn[st.F_GRAPH_LAUNCH], w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
             times[k] = -1
             return
@@ -132,6 +137,16 @@ def launch_alone(s: Any, lane: int, size: int, times: Any, scratch: Any) -> None
             pass
         times[k] = clock(s.fn, scratch) - begin
         store_at(w.word, np.uint64(0))
+
+
+def lognormal_gaps(rng: np.random.Generator, rate: float, sigma: float, n: int) -> NDArray[np.int64]:
+    """Arrival times with lognormal gaps of the given mean rate, as Paella's clients have them."""
+    gaps = rng.lognormal(np.log(1e9 / rate) - sigma**2 / 2, sigma, n)
+    return np.cumsum(gaps).astype(np.int64) + 1
+
+
+def poisson(rng: np.random.Generator, rate: float, n: int) -> NDArray[np.int64]:
+    return np.cumsum(rng.exponential(1e9 / rate, n)).astype(np.int64) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +234,11 @@ class Generator:
             int(self._scratch[7]),
         )  # fmt: skip
 
-    def alone_ns(self, model: int, size: int, repeats: int) -> NDArray[np.int64]:
-        """Times of single whole launches, without the engine."""
+    def alone_ns(self, model: int, size: int, repeats: int, copied: bool) -> NDArray[np.int64]:
+        """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each."""
         times = np.zeros(repeats, np.int64)
-        launch_alone(self.engine.state, self.loaded[model].lane_rows[0], size, times, self._scratch)
+        source = self._source[model, : len(self.inputs[model]) if copied else 0]
+        launch_alone(self.engine.state, self.loaded[model].lane_rows[0], size, source, times, self._scratch)
         return times
 
 

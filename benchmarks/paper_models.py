@@ -98,17 +98,20 @@ class Kind:
     def label(self) -> str:
         return self.name if self.items == 1 else f"{self.name} x{self.items}"
 
-    def expected(self, device: str) -> NDArray[Any]:
-        """What the module computes when it is simply called, in eager mode."""
-        net = self.build(device).to(torch.float16)
+    def expected(self, device: str) -> tuple[NDArray[Any], float]:
+        """What the module computes when it is simply called, in eager mode; and how far fp32 is from that."""
+        net = self.build(device)
         x = torch.from_numpy(self.inputs()).to(device)
         with torch.no_grad():
+            full = np.stack([net(each[None] if self.words else each[None].float())[0].cpu().numpy() for each in x])
+            net = net.to(torch.float16)
             if not self.words:
                 net = net.to(memory_format=torch.channels_last)
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             rows = [net(each[None])[0].float().cpu().numpy() for each in x]
-        return np.stack(rows)
+        found = np.stack(rows)
+        return found, float(np.abs(found - full).max())
 
 
 def settle(net: torch.nn.Module, shape: tuple[int, ...], device: str) -> torch.nn.Module:

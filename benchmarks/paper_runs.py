@@ -11,6 +11,7 @@ from engine_load import Generator, Run
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
+from scheduler import core
 from scheduler import state as st
 from scheduler.core_models import ModelProfile
 from scheduler.engine import Engine
@@ -28,15 +29,17 @@ class Setup:
     active: int = 8
     quantum_us: float = 100.0
     segments: int = 256
+    queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
 
 
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
 PLAIN = Setup((1,), 12)
-BATCHED = Setup((1, 2, 4, 8), 4)
+DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwise
+BATCHED = Setup((1, 2, 4, 8), 6)
 BATCHER = Setup((1, 2, 4, 8), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
 
-SETUPS = {"plain": PLAIN, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}
+SETUPS = {"plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -47,33 +50,23 @@ class System:
     active: int | float | None = None  # None: the policy's own
 
 
-CROWDED = 2.0
 SYSTEMS = {
     "one stream": System(PLAIN, "serial"),
-    "streams": System(PLAIN, "streams"),
+    "streams": System(DEFAULTS, "streams"),
+    "streams, 32 queues": System(PLAIN, "streams"),
     "srpt, 8 active": System(PLAIN, "srpt", 8),
     "edf, 8 active": System(PLAIN, "edf", 8),
-    "srpt": System(PLAIN, "srpt", CROWDED),
-    "edf": System(PLAIN, "edf", CROWDED),
-    "slack": System(PLAIN, "slack", CROWDED),
-    "paella": System(PLAIN, "paella", CROWDED),
+    "srpt": System(PLAIN, "srpt", core.CROWDED),
+    "edf": System(PLAIN, "edf", core.CROWDED),
+    "slack": System(PLAIN, "slack", core.CROWDED),
+    "paella": System(PLAIN, "paella", core.CROWDED),
     "dynamic batcher": System(BATCHER, "streams"),
-    "srpt, batches": System(BATCHED, "srpt", CROWDED),
-    "edf, batches": System(BATCHED, "edf", CROWDED),
-    "slack, batches": System(BATCHED, "slack", CROWDED),
-    "paella, batches": System(BATCHED, "paella", CROWDED),
+    "srpt, batches": System(BATCHED, "srpt", core.CROWDED),
+    "edf, batches": System(BATCHED, "edf", core.CROWDED),
+    "slack, batches": System(BATCHED, "slack", core.CROWDED),
+    "paella, batches": System(BATCHED, "paella", core.CROWDED),
     "kernel by kernel, srpt": System(KERNELS, "srpt", 8),  # last: it takes longest
 }
-
-
-def lognormal_gaps(rng: np.random.Generator, rate: float, sigma: float, n: int) -> NDArray[np.int64]:
-    """Arrival times with lognormal gaps of the given mean rate, as Paella's clients have them."""
-    gaps = rng.lognormal(np.log(1e9 / rate) - sigma**2 / 2, sigma, n)
-    return np.cumsum(gaps).astype(np.int64) + 1
-
-
-def poisson(rng: np.random.Generator, rate: float, n: int) -> NDArray[np.int64]:
-    return np.cumsum(rng.exponential(1e9 / rate, n)).astype(np.int64) + 1
 
 
 class Loaded:
@@ -85,7 +78,7 @@ class Loaded:
         kinds: Sequence[Kind],
         setup: Setup,
         priorities: Sequence[int] | None = None,
-        references: dict[str, NDArray[Any]] | None = None,
+        references: dict[str, tuple[NDArray[Any], float]] | None = None,
     ) -> None:
         self.kinds, self.setup = kinds, setup
         limits = Limits(segments=setup.segments)
@@ -98,15 +91,16 @@ class Loaded:
         self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
         self.inputs = [kind.inputs() for kind in kinds]
         self.generator = Generator(self.engine, names, self.inputs)
-        self.expected = [
-            references[kind.label] if references is not None else kind.expected(where) for kind in kinds
-        ]
+        found = [references[kind.label] if references is not None else kind.expected(where) for kind in kinds]
+        self.expected, self.rounding = [each for each, _ in found], [rounding for _, rounding in found]
         share = np.array([kind.share for kind in kinds])
         self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
         self.checked = self.wrong = 0
 
     def check(self, run: Run) -> None:
-        """Every output against the module's own, with fp16's tolerance."""
+        """Every output against the module's own in eager mode: within 2 % of the largest, or, where fp16 itself is
+        further than that from fp32, as near as that.
+        """
         for m, kind in enumerate(self.kinds):
             rows = np.flatnonzero((run.model == m) & (run.status == st.OK))
             if not len(rows):
@@ -116,7 +110,7 @@ class Loaded:
             dtype = next(iter(spec.values())).dtype
             found = run.outputs[rows][:, : wanted.shape[1] * dtype.itemsize].copy().view(dtype).astype(np.float32)
             scale = np.abs(wanted).max() + 1e-6
-            bad = ~(np.abs(found - wanted).max(axis=1) <= 0.02 * scale)
+            bad = ~(np.abs(found - wanted).max(axis=1) <= max(0.02 * scale, self.rounding[m]))
             self.checked += len(rows)
             self.wrong += int(bad.sum())
             if bad.any():

@@ -236,7 +236,7 @@ class CudaBackend(Backend):
         super().discard(program)
 
     def _streams(self, priority: int) -> list[CudaStream]:
-        """As many as the GPU has hardware queues, made one after the other: CUDA gives each a queue of its own then."""
+        """Made one after the other: CUDA deals them out to the hardware queues in turn."""
         level = CudaStream.level(priority)
         if level not in self._pools:
             self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.POOL_STREAMS)]

@@ -16,6 +16,7 @@ from scheduler.core_requests import charge, fill_lane_job, rank_lane
 from scheduler.state import (
     ACTIVE_N,
     BACKEND,
+    BACKLOG,
     CHANGED,
     DECISIONS,
     DEMAND,
@@ -98,11 +99,12 @@ def measure(s: State) -> None:
 @inlined
 def take_stream(s: State, lane: int) -> None:
     """One that no other job in flight has, if there is one: on a stream, and so in its hardware queue, jobs wait for
-    each other. What is in flight of one job stays on one stream; with nothing in flight it may change.
+    each other. What is in flight of one job stays on one stream; with nothing in flight it may change. Where the
+    hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
     """
     a = s.lane[lane]
-    at = 0
-    for k in range(s.g[QUEUES]):
+    at = lane % s.stream.shape[1] if s.g[WHOLE_ALWAYS] else 0
+    for k in range(0 if s.g[WHOLE_ALWAYS] else s.g[QUEUES]):
         if s.stream_jobs[a.pool, k] < s.stream_jobs[a.pool, at]:
             at = k
         if s.stream_jobs[a.pool, at] == 0:
@@ -254,7 +256,9 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     refresh(s, n, now)
     lane = int(s.ready[0])
     if not full and s.g[ACTIVE_N] > 0:
-        full = s.t[DEMAND] + s.size[s.lane[lane].model, s.lane[lane].size].demand > s.t[DEMAND_LIMIT]
+        # With much waiting, what the GPU does in all counts for more than how fast each job gets on.
+        limit = s.t[DEMAND_LIMIT] * (1.0 + s.g[READY_N] / s.t[BACKLOG])
+        full = s.t[DEMAND] + s.size[s.lane[lane].model, s.lane[lane].size].demand > limit
         if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
             return NONE
     other = NONE

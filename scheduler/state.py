@@ -72,18 +72,20 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
 G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
-# State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, and where the loop's own
-# time goes
+# State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
+# goes; and how many waiting jobs double DEMAND_LIMIT
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS) = range(11)  # fmt: skip
-T_SIZE = 11
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, BACKLOG) = range(12)  # fmt: skip
+T_SIZE = 12
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
 FN_SIZE = 8
 
 # State.stream: pools of streams, one for each priority that models have on the GPU
-POOLS, POOL_STREAMS = 8, 32
+POOLS, POOL_STREAMS = 8, 128
+
+HARDWARE_QUEUES = 32  # jobs that can wait side by side on an NVIDIA GPU; so many streams of a pool are handed out
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
@@ -359,7 +361,7 @@ class State(NamedTuple):
     input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
     launch: Table  # LAUNCH[L, B, S], by the installer
     whole: Table  # LAUNCH[L, B], by the installer
-    stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer; the first g[QUEUES] are used
+    stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
     stream_jobs: NDArray[np.int64]  # [POOLS, POOL_STREAMS] lanes in flight on each
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
@@ -517,8 +519,9 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
     state.g[REFRESH] = 3
-    state.g[QUEUES] = POOL_STREAMS
+    state.g[QUEUES] = HARDWARE_QUEUES
     state.g[COPIER] = NONE
     state.t[GAIN] = 1.0
     state.t[DEMAND_LIMIT] = np.inf
+    state.t[BACKLOG] = 48.0
     return state
