@@ -11,6 +11,7 @@ import pytest
 import paellapy as pp
 from instrument.errors import TraceError
 from instrument.trace import Trace
+from paellapy.viz.requests import requests
 from scheduler.engine_trace import EngineTrace
 
 
@@ -46,6 +47,11 @@ def test_the_mix_has_the_same_requests_under_both_policies() -> None:
         assert asked[0] == asked[1]
         assert all((t.jobs["status"] == 0).all() and (t.jobs["deadline_ns"] > 0).all() for t in (streams, paella))
         assert len(streams.blocks) == len(paella.blocks), "both compute the same"
+        for t in (streams, paella):
+            seen = requests(t)
+            assert seen is not None
+            assert set(seen.job_of.tolist()) == set(range(len(t.jobs))), "each has been on the GPU"
+            assert sorted(seen.segment_of.tolist()) == list(range(len(t.segments))), "every segment is somebody's"
         late = [int((t.lateness_ns() > 0).sum()) for t in (streams, paella)]
         assert late[1] < late[0], "software scheduling meets more targets"
 

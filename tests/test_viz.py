@@ -281,6 +281,35 @@ def test_a_deadline_has_no_mark_where_another_request_is_in_its_lane(monkeypatch
     assert seen.due.tolist() == [1]
 
 
+def test_segments_are_their_request_s_though_the_gpu_s_clock_is_ahead_of_the_host_s_or_behind() -> None:
+    trace = engine_trace()
+    jobs = np.repeat(trace.jobs[:1], 2)
+    jobs["request"], jobs["arrival_ns"], jobs["end_ns"] = (
+        [1, 2],
+        [EPOCH, EPOCH + 50_000],
+        EPOCH + np.array([40_000, 90_000]),
+    )
+    jobs["start_ns"] = jobs["arrival_ns"]
+    segments = np.repeat(trace.segments, 2)
+    for apart in (-4000, 0, 4000):
+        segments["start_ns"] = EPOCH + np.array([0, 20_000, 50_000, 88_000]) + apart
+        segments["end_ns"] = segments["start_ns"] + 10
+        trace.know(jobs, segments, trace.owners, trace.models, "fifo", False)
+        seen = requests(trace)
+        assert seen is not None
+        assert list(zip(seen.job_of.tolist(), seen.segment_of.tolist(), strict=True)) == [
+            (0, 0),
+            (0, 1),
+            (1, 2),
+            (1, 3),
+        ]
+    segments["start_ns"][3] = EPOCH + 10_000_000  # of somebody the trace does not know
+    trace.know(jobs, segments, trace.owners, trace.models, "fifo", False)
+    seen = requests(trace)
+    assert seen is not None
+    assert seen.segment_of.tolist() == [0, 1, 2]
+
+
 def test_an_engine_s_trace_shows_requests_below_on_the_same_axis() -> None:
     figure = engine_trace().plot()
     assert {bar.meta for bar in of_type(figure, "bar")} == {None, "queued", "launched", "segments", "late"}

@@ -24,6 +24,8 @@ from scheduler.engine_trace import EngineTrace
 from scheduler.state import OK, STATUS
 
 MOST = 1500  # requests drawn: each is a bar for its wait, one for its run, and one for each segment
+APART_NS = 100_000  # that the host's clock, which jobs have, and the GPU's, which segments have, may be apart
+_FAR = 1 << 62
 ROOM = 24  # lanes are kept free up to the deadlines where that takes no more of them than this
 
 QUEUED, LAUNCHED, SEGMENTS, LATE = "queued", "launched", "segments", "late"
@@ -90,16 +92,33 @@ def requests(trace: Trace, most: int | None = None) -> Requests | None:
 
 
 def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of a job and a segment of its lane that started while it ran."""
+    """Pairs of a job and a segment of its lane that started while it ran, as far as two clocks can tell."""
     of_lane = {int(lane): np.flatnonzero(segments["lane"] == lane) for lane in np.unique(segments["lane"])}
+    first_ns, last_ns = _windows(jobs)
     found: list[tuple[int, int]] = []
-    for i, job in enumerate(jobs):
-        mine = of_lane.get(int(job["lane"]))
-        if job["start_ns"] >= 0 and mine is not None:
-            first, last = np.searchsorted(segments["start_ns"][mine], (job["start_ns"], job["end_ns"] + 1))
+    for i in np.flatnonzero(jobs["start_ns"] >= 0).tolist():
+        mine = of_lane.get(int(jobs["lane"][i]))
+        if mine is not None:
+            first, last = np.searchsorted(segments["start_ns"][mine], (first_ns[i], last_ns[i]))
             found += [(i, int(s)) for s in mine[first:last]]
     job_of, segment_of = np.array(found, np.int64).reshape(-1, 2).T
     return job_of, segment_of
+
+
+def _windows(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """From when to before when a segment that starts in a job's lane is the job's: `APART_NS` more than it ran, or
+    half of the way to the lane's next one."""
+    first, last = jobs["start_ns"] - APART_NS, jobs["end_ns"] + 1 + APART_NS
+    for lane in np.unique(jobs["lane"]):
+        mine = np.flatnonzero((jobs["lane"] == lane) & (jobs["start_ns"] >= 0))
+        starts, run = np.unique(jobs["start_ns"][mine], return_inverse=True)  # a batch is one run
+        ends = starts.copy()
+        np.maximum.at(ends, run, jobs["end_ns"][mine])
+        middles = (starts[1:] + ends[:-1] + 1) // 2
+        edges = np.concatenate([[-_FAR], middles, [_FAR]])
+        first[mine] = np.maximum(first[mine], edges[run])
+        last[mine] = np.minimum(last[mine], edges[run + 1])
+    return first, last
 
 
 def _lanes(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
