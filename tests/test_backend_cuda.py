@@ -184,3 +184,19 @@ def test_an_idle_loop_sleeps(run):
             assert int(engine.state.g[st.STEPS]) == before
             assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
     """)
+
+
+def test_a_slow_look_at_the_clock_does_not_set_it_off(run):
+    run("""
+        import time
+        device, launch, slow = pp.Device("cuda"), fake.cuLaunchKernel, iter([0.1, 0.1, 0.1])
+
+        def late(*args):
+            time.sleep(next(slow, 0))
+            return launch(*args)
+
+        fake.cuLaunchKernel = late
+        device.clock_ns()
+        assert next(slow, None) is None
+        assert abs(device.to_device_ns(0)) < 20_000_000, device.to_device_ns(0)  # the fake's clock is the host's
+    """)

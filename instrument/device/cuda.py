@@ -24,6 +24,7 @@ from instrument.passes import PassConfig
 from instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096
+_LOOKS = 5  # at the clock: with one alone, blocks began up to 8 µs before their request was launched
 # Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
 _PROBE = """
 .version 7.0
@@ -245,16 +246,20 @@ class CudaDevice(Device):
         return lines, out
 
     def clock_ns(self) -> int:
+        """Now. The host's clock is set beside it by the quickest of a few looks: half of what one takes is unsure."""
         cu = driver()
         self.activate()
-        address = self._pinned_address
-        before = time.perf_counter_ns()
-        params = ((address,), (ctypes.c_void_p,))
-        check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, params, 0), "reading the clock")
-        check(cu.cuStreamSynchronize(0), "reading the clock")
-        after = time.perf_counter_ns()
-        now = int(self._pinned[0])
-        self._clock_offset_ns = now - (before + after) // 2
+        params = ((self._pinned_address,), (ctypes.c_void_p,))
+        quickest = None
+        for _ in range(_LOOKS):
+            before = time.perf_counter_ns()
+            check(cu.cuLaunchKernel(self._probe, 1, 1, 1, 1, 1, 1, 0, 0, params, 0), "reading the clock")
+            check(cu.cuStreamSynchronize(0), "reading the clock")
+            after = time.perf_counter_ns()
+            now = int(self._pinned[0])
+            if quickest is None or after - before < quickest:
+                quickest = after - before
+                self._clock_offset_ns = now - (before + after) // 2
         return now
 
     def to_device_ns(self, host_ns: int) -> int:
