@@ -2,10 +2,11 @@
 
 python benchmarks/dashboard_shot.py shot PNG [--url URL | --device cuda] [--dark] [--size 1366x900]
 python benchmarks/dashboard_shot.py record JSON [--url URL | --device cuda] [--seconds 20]     (no browser needed)
-python benchmarks/dashboard_shot.py draw JSON PNG [--dark] [--size 1366x900]                   (no GPU needed)
+python benchmarks/dashboard_shot.py draw JSON PNG [--dark] [--size 1366x900] [--first N]       (no GPU needed)
 
-Without --url a server of the demo models is started on a free port, with clients that keep it busy. A recording is what
-the server sent: the page that draws it later is the server's own, and cannot tell the difference.
+Without --url a server of the demo models is started on a free port, with clients that keep it busy: --clients in each
+of --processes, who rest --rest-ms on average. A GPU needs more of them than the default to be seen at work. A recording
+is what the server sent: the page that draws it later is the server's own, and cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -59,38 +61,42 @@ async def demo_server(device: str, policy: str) -> AsyncIterator[str]:
             await server.stop()
 
 
-@contextlib.asynccontextmanager
-async def load(url: str, clients: int) -> AsyncIterator[None]:
-    """Clients that ask for a digit, wait for the answer, rest a moment, and come in bursts."""
+async def load(options: argparse.Namespace) -> None:
+    """Clients that ask for a digit, wait for the answer, rest a moment, and come in bursts, until they are ended."""
     body = digit_request(demo.held_out()[0][0])
-    rng = random.Random(0)
+    rng = random.Random(options.seed)
 
     async def client(session: aiohttp.ClientSession) -> None:
         while True:
             name = rng.choices(demo.names(), (5, 3, 2))[0]
             for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
-                async with session.post(f"{url}/v2/models/{name}/infer", data=body) as answer:
+                async with session.post(f"{options.url}/v2/models/{name}/infer", data=body) as answer:
                     await answer.read()
-            await asyncio.sleep(rng.expovariate(40.0))
+            await asyncio.sleep(rng.expovariate(1e3 / options.rest_ms))
 
-    async with aiohttp.ClientSession() as session:
-        tasks = [asyncio.create_task(client(session)) for _ in range(clients)]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(client(session) for _ in range(options.clients)))
 
 
 @contextlib.asynccontextmanager
 async def busy(options: argparse.Namespace) -> AsyncIterator[str]:
-    """The server to look at: the given one as it is, or one of our own under load."""
+    """The server to look at: the given one as it is, or one of our own under load.
+
+    The load comes from other processes: a server that asks itself stands still while it looks at its GPU.
+    """
     if options.url:
         yield options.url.rstrip("/")
         return
-    async with demo_server(options.device, options.policy) as url, load(url, options.clients):
-        yield url
+    async with demo_server(options.device, options.policy) as url:
+        command = [sys.executable, __file__, "load", "--url", url]
+        command += ["--clients", str(options.clients), "--rest-ms", str(options.rest_ms), "--seed"]
+        asking = [await asyncio.create_subprocess_exec(*command, str(seed)) for seed in range(options.processes)]
+        try:
+            yield url
+        finally:
+            for each in asking:
+                each.terminate()
+            await asyncio.gather(*(each.wait() for each in asking))
 
 
 # -- record, draw, shot
@@ -116,9 +122,8 @@ async def record(options: argparse.Namespace) -> None:
 
 
 @contextlib.asynccontextmanager
-async def replayed(recording: Path) -> AsyncIterator[str]:
+async def replayed(snapshots: list[Any]) -> AsyncIterator[str]:
     """The page as the server serves it, over events that were recorded; its URL."""
-    snapshots = json.loads(recording.read_text())["snapshots"]
     over = asyncio.Event()
 
     @web.middleware
@@ -161,8 +166,9 @@ async def picture(url: str, options: argparse.Namespace, ready: str, wait_s: flo
 
 
 async def draw(options: argparse.Namespace) -> None:
-    last = json.loads(options.recording.read_text())["snapshots"][-1]
-    async with replayed(options.recording) as url:
+    snapshots = json.loads(options.recording.read_text())["snapshots"][: options.first]
+    last = snapshots[-1]
+    async with replayed(snapshots) as url:
         uptime = f"up {int(last['uptime_s']) % 60} s" if last["uptime_s"] < 60 else f"{int(last['uptime_s']) % 60} s"
         ready = f"document.querySelector('.pp-foot')?.textContent.includes({json.dumps(uptime)})"
         await picture(url, options, ready, 0.5)
@@ -181,21 +187,28 @@ def main() -> None:
         width, _, height = text.partition("x")
         return int(width), int(height)
 
-    for function in (shot, record, draw):
+    for function in (shot, record, draw, load):
         command = commands.add_parser(function.__name__)
         command.set_defaults(function=function)
-        if function is not shot:
+        if function in (record, draw):
             command.add_argument("recording", type=Path)
-        if function is not record:
+        if function in (shot, draw):
             command.add_argument("picture", type=Path)
             command.add_argument("--dark", action="store_true")
             command.add_argument("--size", type=size, default=(1366, 900))
             command.add_argument("--scale", type=float, default=1.0, help="pixels per pixel of the page")
+        if function is draw:
+            command.add_argument("--first", type=int, help="snapshots of the recording; default: all")
         if function is not draw:
             command.add_argument("--url", help="of a running server; its load is not ours")
+            command.add_argument("--clients", type=int, default=10)
+            command.add_argument("--rest-ms", type=float, default=25.0)
+        if function in (shot, record):
             command.add_argument("--device", default="virtual:h200")
             command.add_argument("--policy", default="paella")
-            command.add_argument("--clients", type=int, default=10)
+            command.add_argument("--processes", type=int, default=1)
+        if function is load:
+            command.add_argument("--seed", type=int, default=0)
         if function is record:
             command.add_argument("--seconds", type=float, default=MEANWHILE_S)
             command.add_argument("--key", help="of a server that wants one")
