@@ -58,6 +58,8 @@ class Options:
     seeds: int
     seconds: float
     tiny: bool
+    sigmas: tuple[float, ...] = (1.5, 2.0)
+    systems: tuple[str, ...] = tuple(SYSTEMS)
 
 
 def fig11(o: Options) -> Iterator[Point]:
@@ -65,10 +67,9 @@ def fig11(o: Options) -> Iterator[Point]:
     kinds = TINY if o.tiny else FIG11
     rates = (50, 100) if o.tiny else RATES
     batched = (100, 200) if o.tiny else BATCHED_RATES
-    for seed, sigma in itertools.product(range(o.seeds), (1.5, 2.0)):
-        for name, system in SYSTEMS.items():
-            if system.setup == KERNELS and seed > 0:
-                continue
+    for seed, sigma, name in itertools.product(range(o.seeds), o.sigmas, o.systems):
+        system = SYSTEMS[name]
+        if system.setup != KERNELS or seed == 0:
             for rate in rates if system.setup.batch == (1,) else batched:
                 if name == "one stream" and rate > 2000:
                     continue
@@ -110,7 +111,8 @@ def saturation(o: Options) -> Iterator[Point]:
     """As many requests as the system takes."""
     kinds = TINY if o.tiny else FIG11
     for seed in range(o.seeds):
-        for name, system in SYSTEMS.items():
+        for name in o.systems:
+            system = SYSTEMS[name]
             many = system.setup in (BATCHED, BATCHER)
 
             def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
@@ -261,7 +263,11 @@ EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
 
 
 def run(args: argparse.Namespace) -> None:
-    options = Options(args.seeds, args.seconds, args.tiny)
+    sigmas = tuple(float(each) for each in args.sigma.split(","))
+    systems = tuple(SYSTEMS) if args.systems is None else tuple(args.systems.split(";"))
+    if unknown := [name for name in systems if name not in SYSTEMS]:
+        raise SystemExit(f"no system {unknown[0]!r}; there are {'; '.join(SYSTEMS)}")
+    options = Options(args.seeds, args.seconds, args.tiny, sigmas, systems)
     folder = args.out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "paper.json"
@@ -328,6 +334,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of offered load per point")
     parser.add_argument("--budget", type=float, default=3600.0, help="stop after so many seconds")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--sigma", default="1.5,2.0", help="of fig11's gaps")
+    parser.add_argument("--systems", help=f"of fig11 and saturation, with ; between them: {'; '.join(SYSTEMS)}")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     if args.step == "run":

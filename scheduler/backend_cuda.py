@@ -110,6 +110,7 @@ class CudaBackend(Backend):
         self._probe_stream = CudaStream(device, 0)
         self._pinned = device._allocate_pinned(64)
         self._gate = Gate(self._pinned[:1])
+        self._scratch_array = CudaArray(device, (1,), np.dtype(np.uint8))
         self._pools: dict[int, list[CudaStream]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._stop_word = np.zeros(8, np.uint64)
@@ -236,10 +237,13 @@ class CudaBackend(Backend):
         super().discard(program)
 
     def _streams(self, priority: int) -> list[CudaStream]:
-        """Made one after the other: CUDA deals them out to the hardware queues in turn."""
+        """Made and used one after the other: CUDA deals them out to the hardware queues in turn."""
         level = CudaStream.level(priority)
         if level not in self._pools:
-            self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.POOL_STREAMS)]
+            streams = self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.POOL_STREAMS)]
+            for each in streams[: st.QUEUES]:
+                check(driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, each.handle), "opening a stream")
+                each.synchronize()
         return self._pools[level]
 
     def pool(self, state: State, priority: int) -> int:

@@ -60,7 +60,7 @@ __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 CLOCK_MONOTONIC = 1
-CROWDED = 3.0  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
+CROWDED = 2.6  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 

@@ -161,7 +161,7 @@ def _bits(masks: Table) -> int:
 def _check_streams(s: State) -> None:
     found = np.zeros_like(s.stream_jobs)
     for lane in s.flight[: s.g[FLIGHT_N]]:
-        found[s.lane["pool"][lane], s.lane["stream_at"][lane]] += 1
+        found[s.lane["stream_at"][lane]] += 1
     _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
     _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
 

@@ -34,6 +34,7 @@ from scheduler.state import (
     NEVER,
     NONE,
     OUT_N,
+    OWN_STREAMS,
     PREEMPTIONS,
     QUEUED_N,
     QUEUES,
@@ -102,20 +103,21 @@ def take_stream(s: State, lane: int) -> None:
     each other. What is in flight of one job stays on one stream; with nothing in flight it may change. Where the
     hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
     """
-    a = s.lane[lane]
-    at = lane % s.stream.shape[1] if s.g[WHOLE_ALWAYS] else 0
-    for k in range(0 if s.g[WHOLE_ALWAYS] else s.g[QUEUES]):
-        if s.stream_jobs[a.pool, k] < s.stream_jobs[a.pool, at]:
-            at = k
-        if s.stream_jobs[a.pool, at] == 0:
-            break
-    s.stream_jobs[a.pool, at] += 1
-    a.stream_at = at
+    at = QUEUES + lane % OWN_STREAMS
+    if not s.g[WHOLE_ALWAYS]:
+        at = 0
+        for k in range(QUEUES):
+            if s.stream_jobs[k] < s.stream_jobs[at]:
+                at = k
+            if s.stream_jobs[at] == 0:
+                break
+    s.stream_jobs[at] += 1
+    s.lane[lane].stream_at = at
 
 
 @inlined
 def leave_stream(s: State, lane: int) -> None:
-    s.stream_jobs[s.lane[lane].pool, s.lane[lane].stream_at] -= 1
+    s.stream_jobs[s.lane[lane].stream_at] -= 1
     s.lane[lane].stream_at = NONE
 
 

@@ -68,7 +68,7 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, QUEUES, COPIER) = range(40)  # fmt: skip
+ TAPPED, TAP_TAIL, COPIER) = range(39)  # fmt: skip
 G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
@@ -82,10 +82,10 @@ T_SIZE = 12
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
 FN_SIZE = 8
 
-# State.stream: pools of streams, one for each priority that models have on the GPU
-POOLS, POOL_STREAMS = 8, 128
-
-HARDWARE_QUEUES = 32  # jobs that can wait side by side on an NVIDIA GPU; so many streams of a pool are handed out
+# State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
+# handed out, and stand for the GPU's hardware queues; the others belong to lanes, each to its own.
+POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
+POOL_STREAMS = QUEUES + OWN_STREAMS
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
@@ -362,7 +362,7 @@ class State(NamedTuple):
     launch: Table  # LAUNCH[L, B, S], by the installer
     whole: Table  # LAUNCH[L, B], by the installer
     stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
-    stream_jobs: NDArray[np.int64]  # [POOLS, POOL_STREAMS] lanes in flight on each
+    stream_jobs: NDArray[np.int64]  # [POOL_STREAMS] lanes in flight on each, in whichever pool: the queues are the same
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
     request: Table  # REQUEST[R]
@@ -437,7 +437,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "launch": ((n.lanes, n.sizes, n.segments), LAUNCH),
         "whole": ((n.lanes, n.sizes), LAUNCH),
         "stream": ((POOLS, POOL_STREAMS), words),
-        "stream_jobs": ((POOLS, POOL_STREAMS), ints),
+        "stream_jobs": ((POOL_STREAMS,), ints),
         "segment_ns": ((n.lanes, n.segments, 2), ints),
         "word": ((n.lanes, n.segments + 1), words),
         "request": ((n.requests,), REQUEST),
@@ -519,7 +519,6 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
     state.g[REFRESH] = 3
-    state.g[QUEUES] = HARDWARE_QUEUES
     state.g[COPIER] = NONE
     state.t[GAIN] = 1.0
     state.t[DEMAND_LIMIT] = np.inf

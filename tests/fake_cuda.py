@@ -161,6 +161,9 @@ class FakeCuda:
         ctypes.memset(int(address), value, nbytes)
         return (_OK,)
 
+    def cuMemsetD8Async(self, address, value, nbytes, stream):
+        return self.cuMemsetD8(address, value, nbytes)
+
     def cuMemcpyHtoDAsync(self, target, source, nbytes, stream):
         return self._do(stream, "copy", target=int(target), source=int(source), nbytes=nbytes, inward=True)
 
