@@ -133,13 +133,14 @@ pp.viz.compare_picture(ragged, sorted_, ["heatmap", "residency"], labels=("as th
 # %% [markdown]
 # ## On an H200
 #
-# The same kernel with the same rows, recorded. How far virtual times can be trusted is in `docs/virtual-gpu.md`.
+# The same kernel with the same rows, recorded, beside what this device made of them. How far virtual times can be
+# trusted is in `docs/virtual-gpu.md`.
 
 # %%
 recorded = pp.examples.load("tail-effect")
 print(pp.examples.origin(recorded))
 print(recorded.summary())
-recorded.picture(["heatmap", "residency"])
+pp.viz.compare_picture(ragged, recorded, ["heatmap", "residency"], labels=("here", "recorded"))
 
 # %% [markdown]
 # ## Exercises
