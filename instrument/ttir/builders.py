@@ -11,7 +11,7 @@ from instrument.ttir import elementwise as ew
 from instrument.ttir import libdevice, reduction, shapes
 from instrument.ttir.code import Code, Run, Slots
 from instrument.ttir.conversion import rounder
-from instrument.ttir.lower import Lowering, builds, copy_slot, pure
+from instrument.ttir.lower import Lowering, builds, copy_slot, each, pure
 from instrument.ttir.machine import Active, Machine
 from instrument.ttir.tree import Op, walk
 from instrument.ttir.types import Type
@@ -23,7 +23,7 @@ Ints = tuple[int, ...]
 @builds(*ew.FLOAT)
 def float_op(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     fn, flops = ew.FLOAT[op.name]
-    return pure(ew.rounded(fn, op.out_types[0].element), args, outs[0], flops * op.out_types[0].size)
+    return each(ew.rounded(fn, op.out_types[0].element), args, outs[0], flops * op.out_types[0].size)
 
 
 @builds(*ew.INTEGER)
@@ -31,8 +31,8 @@ def integer_op(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     if op.out_types[0].element.name == "i1":
         if op.name not in ew.BOOLEAN:
             low.refuse(op, "on i1")
-        return pure(ew.BOOLEAN[op.name], args, outs[0])
-    return pure(ew.INTEGER[op.name], args, outs[0])
+        return each(ew.BOOLEAN[op.name], args, outs[0])
+    return each(ew.INTEGER[op.name], args, outs[0])
 
 
 @builds("arith.cmpf")
@@ -40,20 +40,20 @@ def compare_float(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     if op.word in ("false", "true"):
         result = np.bool_(op.word == "true")
         return pure(lambda a, b: result, args, outs[0])
-    return pure(ew.FLOAT_PREDICATES[op.word], args, outs[0])
+    return each(ew.FLOAT_PREDICATES[op.word], args, outs[0])
 
 
 @builds("arith.cmpi")
 def compare_integer(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     if op.in_types[0].kind == "pointer":
         low.refuse(op, "on pointers")
-    return pure(ew.integer_predicate(op.word, op.in_types[0].element), args, outs[0])
+    return each(ew.integer_predicate(op.word, op.in_types[0].element), args, outs[0])
 
 
 @builds("tt.clampf")
 def clamp(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     fn = ew.clamp(op.attributes.get("propagateNan") == "all")
-    return pure(fn, args, outs[0], 2 * op.out_types[0].size)
+    return each(fn, args, outs[0], 2 * op.out_types[0].size)
 
 
 @builds(
@@ -64,7 +64,7 @@ def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, target = op.in_types[0].element, op.out_types[0].element
     if source.is_float and target.is_float and source.compute == target.compute and not target.narrow:
         return copy_slot(args[0], outs[0])  # already held that wide
-    return pure(ew.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
+    return each(ew.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
 
 
 @builds("arith.select")
@@ -105,7 +105,7 @@ def extern(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         low.refuse(op, f"symbol {symbol}")
     element = op.out_types[0].element
     dtype = element.compute
-    return pure(ew.rounded(lambda *xs: fn(*xs).astype(dtype, copy=False), element), args, outs[0], op.out_types[0].size)
+    return each(ew.rounded(lambda *xs: fn(*xs).astype(dtype, copy=False), element), args, outs[0], op.out_types[0].size)
 
 
 @builds("tt.bitcast", "arith.bitcast")
@@ -127,7 +127,7 @@ def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
             slots[out] = Ptr(p.bases, p.which, offset, new)
 
         return recast
-    return pure(ew.bitcast(source.element, target.element), args, outs[0])
+    return each(ew.bitcast(source.element, target.element), args, outs[0])
 
 
 # ---- indices and shapes ----------------------------------------------------------------------------------------------

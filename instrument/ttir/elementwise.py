@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -13,6 +15,21 @@ from instrument.ttir.types import Element
 from instrument.ttir.values import is_array
 
 Function = Callable[..., Any]
+
+_elementwise: WeakSet[Function] = WeakSet()
+
+
+def elementwise(fn: Function) -> Function:
+    """Notes that an element of the function's result depends on the same element of its arguments alone."""
+    if type(fn) is not np.ufunc:
+        _elementwise.add(fn)
+    return fn
+
+
+def is_elementwise(fn: Function) -> bool:
+    if type(fn) is np.ufunc:
+        return fn.signature is None  # a product of matrices has one
+    return type(fn) is FunctionType and fn in _elementwise
 
 
 def unsigned(x: Any) -> Any:
@@ -67,6 +84,7 @@ def erf(x: Any) -> Any:
     return np.copysign(1 - p * np.exp(-a * a), x).astype(x.dtype)
 
 
+@elementwise
 def where(condition: Any, a: Any, b: Any) -> Any:
     return np.where(condition, a, b) if is_array(condition) else (a if condition else b)
 

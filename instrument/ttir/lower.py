@@ -10,6 +10,7 @@ from instrument.errors import UnsupportedOpError
 from instrument.ttir import code
 from instrument.ttir.code import Code, Function, Run, Step
 from instrument.ttir.constants import constant
+from instrument.ttir.elementwise import elementwise
 from instrument.ttir.latency import critical_path
 from instrument.ttir.machine import Active
 from instrument.ttir.tree import Block, Func, Module, Op, Region, walk
@@ -297,6 +298,11 @@ def pure(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) 
         active.flops += flops
 
     return run
+
+
+def each(fn: Callable[..., Any], args: Sequence[int], out: int, flops: int = 0) -> Run:
+    """As `pure`, element by element."""
+    return pure(elementwise(fn), args, out, flops)
 
 
 def copy_slot(source: int, out: int) -> Run:

@@ -1,7 +1,8 @@
 """Accesses whose addresses and masks are known before the data: worked out once, replayed at the speed of a copy.
 
-In order of preference: a strided view of the argument (no copy at all), runs of consecutive elements copied by one
-compiled loop, and a gather or scatter over an index array. Bounds are checked here, once: a plan is for one array size.
+In order of preference: a strided view of the argument (no copy at all), a slice of it where a mask cuts off the end,
+runs of consecutive elements copied by one compiled loop, and a gather or scatter over an index array. Bounds are
+checked here, once: a plan is for one array size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from instrument.ttir import memory, native
 from instrument.ttir.conversion import decode, encode
 from instrument.ttir.memory import Site
+from instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
 from instrument.ttir.types import Array, Element
 from instrument.ttir.values import is_array
 
@@ -171,6 +173,8 @@ def reader(
             return window.copy() if copy else decode(window, element)
 
         return view
+    if mask is not None and not _varies(fill) and (found := prefix(offset, mask)) is not None:
+        return PrefixRead(shape, element, *found, fill)
     if (runs := _runs(offset, mask)) is not None:
         return _run_reader(runs, shape, mask, fill, element)
     if mask is None:
@@ -222,6 +226,8 @@ def store_plan(offset: Any, mask: Any, element: Element, size: int, site: Site) 
         start, steps = affine
         if all(step or n == 1 for step, n in zip(steps, full, strict=True)) and _disjoint(steps, full):
             return ViewStore(full, element, start, steps)
+    if mask is not None and (found := prefix(offset, mask)) is not None:
+        return PrefixStore(full, element, *found)
     if (runs := _runs(offset, mask)) is not None:
         source, target, length, order = runs
 

@@ -17,7 +17,7 @@ from instrument.ttir.arguments import Bound, Signature
 from instrument.ttir.lower import Facts, Lowering
 from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
 from instrument.ttir.parser import parse
-from instrument.ttir.tape import Replay
+from instrument.ttir.tape import Replay, Tape
 from instrument.ttir.tree import Module
 from instrument.ttir.turns import take_turns
 from instrument.ttir.types import Array
@@ -102,15 +102,23 @@ class TtirProgram:
         return cost.view(COST_DTYPE).reshape(-1)
 
     def prepare(self, args: Sequence[Any], grid: Sequence[int], blocks: range) -> Callable[[], None] | None:
-        """The run of these blocks on these arrays, from its tape; None where it has none, or several.
+        """The run of these blocks on these arrays, from its tape; None where it has none.
 
         For callers that run it often, with floating-point warnings off, and do not ask what it costs.
         """
         shape = _grid(grid, self.kernel)
         bound = self._signature.bind(args)
         ids = _block_ids(blocks, shape, self.kernel)
-        known = self._tapes.get((bound.key, shape, (blocks.start, blocks.stop, blocks.step)))
-        if len(ids) > max(1, CHUNK_ELEMENTS // self.facts.tile) or known is None or known.replay is None:
+        if len(ids) > max(1, CHUNK_ELEMENTS // self.facts.tile):
+            return None
+        return self._prepared(bound, shape, blocks)
+
+    def _prepared(self, bound: Bound, grid: tuple[int, int, int], ids: range) -> Callable[[], None] | None:
+        known = self._tapes.get((bound.key, grid, (ids.start, ids.stop, ids.step)))
+        if known is not None and known.split:
+            whole, last = (self._prepared(bound, grid, part) for part in (ids[:-1], ids[-1:]))
+            return None if whole is None or last is None else partial(_both, whole, last)
+        if known is None or known.replay is None:
             return None
         assert known.cost is not None
         return partial(known.replay, bound.buffers.flat, known.cost.copy())
@@ -146,11 +154,14 @@ class TtirProgram:
             self._dynamic = True
         elif tape.full:
             self._remember(key, Recorded(hopeless=True))
-        elif tape.ragged and self.facts.dot_dtype is None and len(ids) * self.facts.tile >= MIN_SPLIT:
+        elif not tape.shorten() and self._splits(tape, len(ids)):
             self._remember(key, Recorded(split=True))
         else:
             self._remember(key, Recorded(tape.compile(bound.buffers.element), cost, tape.bytes))
         return cost + machine.dynamic_cost
+
+    def _splits(self, tape: Tape, blocks: int) -> bool:
+        return tape.ragged and self.facts.dot_dtype is None and blocks * self.facts.tile >= MIN_SPLIT
 
     def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
         """Blocks that wait for each other run one by one."""
@@ -189,6 +200,11 @@ class TtirProgram:
         code.call(self._entry, active, self._signature.values(bound))
         active.settle()
         return machine.cost
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _uniform(x: Array) -> Any:
