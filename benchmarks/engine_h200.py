@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ import paellapy as pp
 from instrument.device import CudaDevice
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
-from scheduler.policy import Policy
+from scheduler.policy import Policy, find_policy
 
 OUTPUT = 64
 INPUTS = 4  # different inputs per model
 PROBE_LAYERS = 16
 SIGMA = 1.5
 FRACTIONS = (0.6, 0.8, 0.95)
+ACTIVE = (6, 12, 24, 48)  # jobs at once, in place of what they demand
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TARGETS = {"light": 1.02, "p99": 0.5, "saturation": 1.0, "batching": 1.8}
 
@@ -265,7 +266,7 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
     kinds, n_light, n_sat, seconds = sizes(args.quick)
     ours = ("streams", "srpt", "slack")
     seeds = range(args.seeds)
-    task = progress.add_task("streams, in a process of its own", total=len(kinds) + 7 * args.seeds + 6)
+    task = progress.add_task("streams, in a process of its own", total=len(kinds) + 7 * args.seeds + 10)
 
     def step(what: str) -> None:
         progress.update(task, advance=1, description=what)
@@ -297,6 +298,11 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
             step(f"saturation, {name}")
         found["mixed"] += mixed(plain, policy, base, seconds, args.seeds, name)
         step(f"mixed load, {name}")
+    found["active"] = {}
+    for active in ACTIVE:
+        fixed = replace(find_policy("srpt"), active=active)
+        found["active"][active] = [plain.saturate(fixed, n_sat, 64, seed).throughput for seed in seeds]
+        step(f"saturation with {active} jobs at once")
     plain.engine.close()
     batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.lanes // 2), args.active)
     step("saturation with batches")
@@ -369,6 +375,8 @@ def show(found: dict[str, Any], title: str, took_s: float) -> None:
             "[green]met[/]" if each["met"] else "[red]missed[/]",
         )  # fmt: skip
     console.print(models, results)
+    fixed = ", ".join(f"{n}: {np.median(rates):,.0f}/s" for n, rates in found["active"].items())
+    console.print(f"srpt at saturation by jobs at once: {fixed}")
     if "(virtual)" in title:
         console.print("On a virtual GPU the host computes the data: only the outputs mean something, not the times.")
     console.print(f"{found['checked']:,} outputs checked, {found['wrong']} wrong; {took_s:.0f} s")

@@ -116,6 +116,10 @@ class Backend(ABC):
     def stop(self) -> None:
         """Ends the loop; the engine has drained before."""
 
+    def close(self) -> None:
+        """Gives back what is left, after the loop has ended and every model is gone."""
+        return
+
     # -- common to all
 
     def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:

@@ -259,7 +259,7 @@ class CudaBackend(Backend):
         self._state, self._bell, self._failed = state, bell, failed
         state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
         state.g[st.BACKEND] = st.CUDA
-        self._copier = Copier(state)
+        self._copier = Copier(state, bell)
         for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -317,6 +317,11 @@ class CudaBackend(Backend):
             thread.join()
         self._copier.close()
         self._bell.close()
+
+    def close(self) -> None:
+        # Now, and not whenever the collector comes by: that may be within another engine's capture.
+        self._pools.clear()
+        self._captures.clear()
 
     # -- traces
 

@@ -17,16 +17,19 @@ from instrument.device.heaps import compiled
 from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
 from scheduler.core_lanes import copy_inputs
 from scheduler.core_rings import address, bit_at, bit_of
-from scheduler.loop import notice_edits
-from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, NONE, State, Words
+from scheduler.loop import Bell, notice_edits, wakes
+from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, NONE, State, Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
 
 
 @compiled
-def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int) -> None:
-    """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`."""
+def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int) -> None:
+    """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`; `core` is the core's.
+
+    `scratch` is 2 int64.
+    """
     looks = 0
     while load_at(stop.ctypes.data) == _ZERO:
         head = load_at(address(s.copy_ring, COPY_HEAD))
@@ -35,6 +38,9 @@ def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, rea
             copy_inputs(s, cell.source, cell.lane, cell.slot, cell.model)
             or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
             store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
+            if wakes(s.bell.ctypes.data, True):
+                scratch[1] = 1
+                call_write(s.fn[F_WRITE], np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
             looks = 0
             continue
         looks += 1
@@ -52,8 +58,9 @@ def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, rea
 class Copier:
     """The thread. It belongs to the process of the core, and ends after the core's loop."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, bell: Bell) -> None:
+        """`bell` wakes the core's loop."""
+        self._state, self._bell = state, bell
         self._stop = np.zeros(8, np.uint64)
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
@@ -62,7 +69,7 @@ class Copier:
 
     def _run(self) -> None:
         read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
-        copy_until(self._state, self._stop, np.zeros(1, np.int64), self._fd, read)
+        copy_until(self._state, self._stop, np.zeros(2, np.int64), self._fd, read, self._bell.fd)
 
     def close(self) -> None:
         self._state.g[COPIER] = NONE

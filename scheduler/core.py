@@ -44,12 +44,14 @@ from scheduler.state import (
     LIVE,
     LOOK_AHEAD,
     MAX_ACTIVE,
+    QUEUED_JOBS,
     READY_N,
     RUNNING,
     SEGMENTS_DONE,
     SERVED_NS,
     STEPS,
     TIMELESS,
+    WAITING,
     WHOLE_ALWAYS,
     State,
     Words,
@@ -61,6 +63,7 @@ _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 CLOCK_MONOTONIC = 1
 CROWDED = 2.6  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
+QUEUE_NS = 2e7
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
@@ -104,11 +107,19 @@ def watch_gain(s: State, now: int) -> None:
     s.t[LAST_NS] = now
 
 
+@inlined
+def watch_queue(s: State, now: int) -> None:
+    """How many jobs have been waiting, on average over about QUEUE_NS."""
+    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
+    s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
+
+
 @compiled
 def step(s: State, now: int) -> int:
     """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
     before = s.g[LAUNCHES] + s.g[SEGMENTS_DONE]
     s.g[STEPS] += 1
+    watch_queue(s, now)
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)

@@ -30,6 +30,7 @@ from scheduler.state import (
     NEVER,
     NONE,
     QUEUED,
+    QUEUED_JOBS,
     QUEUED_N,
     READY_N,
     READY_WAIT,
@@ -141,6 +142,9 @@ def _check_queues(s: State) -> None:
     _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     _require(len(used) == s.g[LIVE] == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
     _require((r["state"] == QUEUED).sum() == s.g[QUEUED_N], "queued requests are miscounted")
+    busy = np.flatnonzero(s.model["queued"])
+    jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
+    _require(abs(jobs - s.t[QUEUED_JOBS]) < 1e-6, "queued jobs are miscounted")
     due = s.due[: s.g[DUE_N]]
     _require((r["due_at"][due] == np.arange(len(due))).all(), "the deadline heap has lost a request")
     _require(((r["due_at"] >= 0).sum()) == len(due), "a request claims a place in the deadline heap")

@@ -16,7 +16,6 @@ from scheduler.core_requests import charge, fill_lane_job, rank_lane
 from scheduler.state import (
     ACTIVE_N,
     BACKEND,
-    BACKLOG,
     CHANGED,
     DECISIONS,
     DEMAND,
@@ -44,6 +43,7 @@ from scheduler.state import (
     SEGMENTS_DONE,
     TIMELESS,
     VIRTUAL,
+    WAITING,
     WHOLE,
     WHOLE_ALWAYS,
     WHOLE_IDLE,
@@ -52,6 +52,11 @@ from scheduler.state import (
 )
 
 _ZERO = np.uint64(0)
+
+# A burst is over soonest for most where few jobs share the GPU. A queue that stays is another matter: then what the GPU
+# does in all counts for more than how fast each job gets on, and that still grows with the jobs that share it.
+LONG_QUEUE = 16.0  # jobs waiting for as long as `core.watch_queue` looks back: what may be demanded is twice as much
+MOST_GROWTH = 2.0
 
 # --- occupancy: what launched segments hold -------------------------------------------------------------------------
 
@@ -258,8 +263,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     refresh(s, n, now)
     lane = int(s.ready[0])
     if not full and s.g[ACTIVE_N] > 0:
-        # With much waiting, what the GPU does in all counts for more than how fast each job gets on.
-        limit = s.t[DEMAND_LIMIT] * (1.0 + s.g[READY_N] / s.t[BACKLOG])
+        limit = s.t[DEMAND_LIMIT] * (1.0 + min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH))
         full = s.t[DEMAND] + s.size[s.lane[lane].model, s.lane[lane].size].demand > limit
         if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
             return NONE

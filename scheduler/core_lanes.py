@@ -42,6 +42,7 @@ from scheduler.state import (
     NONE,
     OK,
     OPEN,
+    QUEUED_JOBS,
     QUEUED_N,
     READY_N,
     READY_WAIT,
@@ -132,6 +133,16 @@ def fit(s: State, lane: int) -> None:
 
 
 @inlined
+def count_queued(s: State, m: int, n: int) -> None:
+    """So many requests more in the model's queue."""
+    s.model[m].queued += n
+    s.g[QUEUED_N] += n
+    s.t[QUEUED_JOBS] += n / s.size[m, s.model[m].n_sizes - 1].batch
+    if s.g[QUEUED_N] == 0:
+        s.t[QUEUED_JOBS] = 0.0  # without what rounding has left over
+
+
+@inlined
 def put(s: State, lane: int, slot: int, row: int) -> None:
     """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
     a = s.lane[lane]
@@ -212,8 +223,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
     if slot < 0:
         return False
     queue_remove(s, m, row)
-    s.model[m].queued -= 1
-    s.g[QUEUED_N] -= 1
+    count_queued(s, m, -1)
     source = s.request[row].source
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
@@ -350,8 +360,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     lane = r.lane
     if lane < 0:
         queue_remove(s, m, row)
-        s.model[m].queued -= 1
-        s.g[QUEUED_N] -= 1
+        count_queued(s, m, -1)
         ask(s, m)
     else:
         wait_for_copy(s, row)

@@ -9,7 +9,7 @@ import numpy as np
 from instrument.device.heaps import inlined
 from scheduler.atomics import load_at, store_at
 from scheduler.core_heaps import heap_add, queue_add
-from scheduler.core_lanes import ask, close_lane, free_lane, put, touch, wait_for_copy
+from scheduler.core_lanes import ask, close_lane, count_queued, free_lane, put, touch, wait_for_copy
 from scheduler.core_requests import called, checked_rank, complete, enter, fill_job, post_done
 from scheduler.core_rings import address
 from scheduler.state import (
@@ -43,6 +43,7 @@ from scheduler.state import (
     OUT_N,
     QUEUE_FULL,
     QUEUED,
+    QUEUED_JOBS,
     QUEUED_N,
     READY_N,
     RUN_MODE,
@@ -95,8 +96,7 @@ def enqueue(s: State, row: int, now: int) -> None:
     r.order = checked_rank(s, s.fn[F_ORDER] if s.fn[F_ORDER] != _ZERO else s.fn[F_RANK], 1)
     r.state = QUEUED
     queue_add(s, m, row)
-    s.model[m].queued += 1
-    s.g[QUEUED_N] += 1
+    count_queued(s, m, 1)
     ask(s, m)
 
 
@@ -174,7 +174,7 @@ def fail_all(s: State, now: int) -> None:
         s.model[m].queued = 0
         ask(s, m)
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
-    s.t[DEMAND] = 0.0
+    s.t[DEMAND] = s.t[QUEUED_JOBS] = 0.0
     s.stream_jobs[...] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -176,6 +177,20 @@ def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
     return cupy.cuda.ExternalStream(handle, device)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and to free them
+    inside a capture breaks the graph. (Seen: a crash in the driver while the graph was read.)
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def capture_program(
     device: CudaDevice,
     stream: CudaStream,
@@ -194,7 +209,13 @@ def capture_program(
     handle = stream.handle
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     torch_memory = contextlib.nullcontext() if pool is None else pool.on(handle)
-    with capturing(device, capture), stream, cupy_in_arena(device, handle, capture.empty), torch_memory:
+    with (
+        no_collection(),
+        capturing(device, capture),
+        stream,
+        cupy_in_arena(device, handle, capture.empty),
+        torch_memory,
+    ):
         check(cu.cuStreamBeginCapture(handle, mode), "starting a capture")
         try:
             for name, array in inputs.items():
@@ -216,8 +237,8 @@ def capture_program(
                 f"model {model.name!r} did something at batch {batch} that cannot be captured, such as waiting for the "
                 f"GPU, using the default stream, or leaving a second stream unjoined: {e}"
             ) from e
-    captured = read_graph(graph)
-    return _program(captured, capture, lane, batch)
+        captured = read_graph(graph)
+        return _program(captured, capture, lane, batch)
 
 
 def _program(captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int) -> tuple[Program, list[int]]:

@@ -50,15 +50,16 @@ class Engine(Requester):
         policy: str | Policy = "paella",
         memory_bytes: int | None = None,
         quantum_us: float = 100.0,
-        max_active: int | None = 8,
+        max_active: int | None = None,
         *,
         limits: Limits | None = None,
     ) -> None:
         """`quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
 
-        None: as many as would keep two GPUs busy, by what each was seen to take when it was loaded.
+        None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded, and up to
+        three times as many where a queue stays.
 
-        A launch costs the loop 6 to 8 µs, so eight active jobs in pieces of 50 µs would take more than one core.
+        A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
         """
         if not 1 <= quantum_us < math.inf:
             raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
@@ -264,6 +265,7 @@ class Engine(Requester):
                 with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU takes nothing back
                     self._forget(loaded)
             self._models.clear()
+            self._backend.close()
             self._closed = True
 
     def __enter__(self) -> Self:

@@ -40,6 +40,7 @@ def core_stats(state: State) -> dict[str, Any]:
         "queued": int(g[st.QUEUED_N]),
         "active": int(g[st.ACTIVE_N]),
         "launches": int(g[st.LAUNCHES]),
+        "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver
         "whole_launches": int(g[st.WHOLE_LAUNCHES]),
         "segments": int(g[st.SEGMENTS_DONE]),
         "decisions": int(g[st.DECISIONS]),

@@ -73,10 +73,10 @@ G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
-# goes; and how many waiting jobs double DEMAND_LIMIT
+# goes; the jobs that queued requests will make (in full batches), and the jobs that have been waiting of late
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, BACKLOG) = range(12)  # fmt: skip
-T_SIZE = 12
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING) = range(13)  # fmt: skip
+T_SIZE = 13
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -522,5 +522,4 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[COPIER] = NONE
     state.t[GAIN] = 1.0
     state.t[DEMAND_LIMIT] = np.inf
-    state.t[BACKLOG] = 48.0
     return state

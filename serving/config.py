@@ -82,7 +82,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: Text = "auto"
     policy: Text = "paella"
     quantum_us: Annotated[float, Meta(ge=1)] = 100.0
-    max_active: Count = 8
+    max_active: Count | None = None  # by what the models demand
     memory_bytes: Count | None = None
     max_queue: Count = 8192  # items waiting or running; more are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)

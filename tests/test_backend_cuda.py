@@ -200,3 +200,50 @@ def test_a_slow_look_at_the_clock_does_not_set_it_off(run):
         assert next(slow, None) is None
         assert abs(device.to_device_ns(0)) < 20_000_000, device.to_device_ns(0)  # the fake's clock is the host's
     """)
+
+
+def test_nothing_is_collected_inside_a_capture(run):
+    run("""
+        import gc
+        seen = []
+        model = scale_model("six", 2.0, steps=2, batch=(1, 2))
+        inner = model.fn
+
+        def fn(weights, inputs, outputs):
+            seen.append(gc.isenabled())
+            inner(weights, inputs, outputs)
+
+        object.__setattr__(model, "fn", fn)
+        with Engine("cuda") as engine:
+            engine.load(model)
+            assert not all(seen) and any(seen)  # off in captures, on in rehearsals
+            assert gc.isenabled()
+            assert (engine.infer_sync("six", ONES)["y"] == 4).all()
+            assert engine._backend._pools
+        assert not engine._backend._pools  # gone with the engine, not when the collector comes by
+    """)
+
+
+def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
+    run("""
+        from scheduler.core_check import check_at_rest
+        with Engine("cuda") as engine:
+            engine.load(scale_model("long", 3.0, n=1 << 14, batch=(1, 2), lanes=1))
+
+            async def main():
+                rng = np.random.default_rng(0)
+                x = [rng.standard_normal(1 << 14, np.float32) for _ in range(60)]
+                work = [asyncio.ensure_future(engine.infer("long", {"x": each})) for each in x]
+                await asyncio.sleep(0)
+                for k in range(0, 60, 7):
+                    work[k].cancel()
+                for k, answer in enumerate(await asyncio.gather(*work, return_exceptions=True)):
+                    if k % 7:
+                        np.testing.assert_array_equal(answer["y"], np.float32(3) * x[k])
+
+            asyncio.run(main())
+            assert engine.state.copy_ring[0, 0] > 0
+            assert engine.state.copy_ring[0, 0] == engine.state.copy_ring[1, 0]
+            check_at_rest(engine.state)
+            assert engine.stats()["launch_ms"] > 0
+    """)

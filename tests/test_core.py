@@ -482,6 +482,50 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
     bench.run_dry()
 
 
+def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
+    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
+    models = [profile(segments=2, lanes=60, demand={1: 0.5})]
+    bench = Bench(models, policy="fifo", demand=1.0, limits=limits)
+    for _ in range(60):
+        bench.submit()
+    bench.step()
+    assert len(bench.running) == 2  # a burst changes nothing
+    for _ in range(40):  # but one that has not gone after a while does
+        bench.step(1_000_000)
+    bench.finish_segment(bench.running[0])
+    bench.step()
+    assert len(bench.running) == 6  # three times as many, and no more
+    bench.run_dry()
+    bench.step(100_000_000)
+    for _ in range(4):
+        bench.submit()
+    bench.step()
+    assert len(bench.running) == 2
+
+
+def test_jobs_in_flight_have_streams_of_their_own() -> None:
+    bench = Bench([profile(lanes=4), profile("b", lanes=4), profile("c", lanes=4)], policy="srpt")
+    bench.state.g[st.MAX_ACTIVE] = 16
+    for k in range(12):
+        bench.submit(k % 3)
+    bench.step()
+    flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    assert sorted(bench.state.lane["stream_at"][flight]) == list(range(12))
+    bench.run_dry()
+    assert not bench.state.stream_jobs.any()
+
+
+def test_where_the_hardware_decides_every_lane_has_its_own_stream() -> None:
+    bench = Bench([profile(lanes=4), profile("b", lanes=4)], policy="streams")
+    for _ in range(3):
+        for k in range(8):
+            bench.submit(k % 2)
+        bench.step()
+        flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+        assert (bench.state.lane["stream_at"][flight] == st.QUEUES + flight).all()
+        bench.run_dry()
+
+
 def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit() -> None:
     long, short = profile(segments=8, lanes=1, ns=1e6, demand={1: 0.9}), profile("s", lanes=1, ns=1e3, demand={1: 0.9})
     bench = Bench([long, short], policy="srpt", demand=1.0)

@@ -1,0 +1,78 @@
+"""Long inputs are copied by a thread of their own: nothing is lost, mixed up, or read after it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+
+from scheduler.copier import Copier
+from scheduler.core_check import check_at_rest
+from scheduler.core_lanes import LONG_COPY
+from scheduler.engine import Engine
+from scheduler.errors import DeadlineError
+
+N = LONG_COPY // 4 + 3
+
+
+@pytest.fixture
+def engine():
+    with Engine("virtual:h200") as found:
+        copier = Copier(found.state, found.bell)
+        found.load(scale_model("long", 3.0, n=N, batch=(1, 2, 4), lanes=2))
+        found.load(scale_model("short", 5.0, n=8, batch=(1,), lanes=1))
+        yield found
+        copier.close()
+
+
+def ask(engine, n, seed, deadlines=False):
+    """Outcomes of many requests at once, some of which give up; and what was asked."""
+    rng = np.random.default_rng(seed)
+    names = rng.choice(["long", "short"], n)
+    x = [rng.standard_normal(N if name == "long" else 8).astype(np.float32) for name in names]
+
+    async def main():
+        work = []
+        for name, each in zip(names, x, strict=True):
+            due = float(rng.uniform(0.5, 30)) if deadlines and rng.random() < 0.5 else None
+            work.append(asyncio.ensure_future(engine.infer(name, {"x": each}, due)))
+            if rng.random() < 0.1:
+                await asyncio.sleep(0)
+                work[int(rng.integers(len(work)))].cancel()
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    return names, x, asyncio.run(main())
+
+
+@pytest.mark.parametrize("deadlines", [False, True])
+def test_every_answer_is_right_whoever_gives_up_meanwhile(engine, deadlines):
+    answered = 0
+    for seed in range(6):
+        names, x, found = ask(engine, 80, seed, deadlines)
+        for name, given, outcome in zip(names, x, found, strict=True):
+            if isinstance(outcome, dict):
+                answered += 1
+                np.testing.assert_array_equal(outcome["y"], given * np.float32(3 if name == "long" else 5))
+            else:
+                assert isinstance(outcome, asyncio.CancelledError | DeadlineError), outcome
+    assert answered > 100
+    assert engine.state.copy_ring[0, 0] > 0  # some had to wait, and were copied there
+    check_at_rest(engine.state)
+    assert engine.state.copy_ring[0, 0] == engine.state.copy_ring[1, 0]
+
+
+def test_a_model_leaves_while_its_inputs_are_being_copied(engine):
+    x = {"x": np.ones(N, np.float32)}
+
+    async def main():
+        work = [asyncio.ensure_future(engine.infer("long", x)) for _ in range(40)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.unload, "long")
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    for outcome in asyncio.run(main()):
+        assert isinstance(outcome, dict)  # accepted, and so answered
+        assert (outcome["y"] == 3).all()
+    check_at_rest(engine.state)
