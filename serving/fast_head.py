@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from email.utils import formatdate
 
+from serving.fast_bytes import read_buffer
 from serving.infer import HEADER_LENGTH
 from serving.service import Service
 
@@ -52,6 +53,7 @@ class Lane:
         self._heads: dict[bytes, Head | None] = {}
         self._date, self._date_at = b"", 0
         self.thread = threading.get_ident()
+        self.buffer = read_buffer()  # what has been read is used up before anything else is
 
     def head(self, data: bytes) -> Head | None:
         """From the first line to the empty one; None: aiohttp reads it. Clients send the same one again and again."""
@@ -104,9 +106,10 @@ class Lane:
 
     def response(
         self, status: int, pieces: list[bytes | memoryview], kind: bytes, number: str, more: bytes, close: bool
-    ) -> bytes:
+    ) -> list[bytes | memoryview]:
+        """The answer in pieces: its header, and those of its body."""
         length = sum(map(len, pieces))
         named = number.encode("utf-8", "surrogateescape")
         end = b"Connection: close\r\n\r\n" if close else b"\r\n"
         head = _RESPONSE % (status, _REASONS.get(status, b"Error"), kind, length, named, self.date(), more, end)
-        return b"".join((head, *pieces))
+        return [head, *pieces]

@@ -21,7 +21,8 @@ from scheduler.frontend import Entry
 from scheduler.model import Model
 from serving.connections import Connection
 from serving.errors import retry_after_s, status_of
-from serving.fast_head import Head, Lane
+from serving.fast_bytes import Body, Reader, write
+from serving.fast_head import LONGEST_HEAD, Head, Lane
 from serving.fast_work import Item, Work
 from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_coding
 from serving.logs import log, request_id
@@ -30,7 +31,6 @@ from serving.protocol import Request, decode
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
-MOST_PIECES = 1024  # of a body
 READ_AHEAD_BYTES = 1 << 16  # of requests behind the one that is being answered
 
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -39,16 +39,15 @@ _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 class FastConnection(Connection):
     """A connection whose inferences take the short way, and whose other requests are aiohttp's."""
 
-    __slots__ = ("_body", "_body_at", "_body_timer", "_closing", "_drained", "_head", "_held", "_reading_held",
-                 "_strange", "_unwanted", "_work", "lane")  # fmt: skip
+    __slots__ = ("_body_timer", "_closing", "_drained", "_head", "_held", "_reading_held", "_strange", "_unwanted",
+                 "_work", "body", "lane")  # fmt: skip
 
     def __init__(self, manager: Any, *, lane: Lane, **options: Any) -> None:
         super().__init__(manager, **options)
         self.lane = lane
         self._held = b""  # what has come and belongs to nobody yet
         self._head: Head | None = None  # of the request whose body is being read
-        self._body: list[bytes] = []
-        self._body_at = 0
+        self.body: Body | None = None  # as far as it has come
         self._body_timer: asyncio.TimerHandle | None = None
         self._unwanted = 0  # bytes of a body whose request is answered already
         self._work: Work | None = None  # what the engine has
@@ -58,10 +57,16 @@ class FastConnection(Connection):
 
     # -- in
 
-    def data_received(self, data: bytes) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if transport.get_extra_info("sslcontext") is None:
+            transport.set_protocol(Reader(self))
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        """A view is of memory that is used again after this call."""
         if self._strange or not data:  # nothing: aiohttp to itself
-            super().data_received(data)
-        elif self._head is not None:
+            super().data_received(bytes(data))
+        elif self.body is not None:
             self._read_body(data)
         elif self._unwanted:
             n = min(len(data), self._unwanted)
@@ -69,33 +74,34 @@ class FastConnection(Connection):
             if n < len(data):
                 self.data_received(data[n:])
         elif self._work is not None or self._paused:  # the next one when this one is answered, and its answer taken
-            self._held += data
+            self._held += bytes(data)
             if len(self._held) > READ_AHEAD_BYTES and not self._reading_held and self.transport is not None:
                 self._reading_held = True
                 self.transport.pause_reading()
         else:
-            self._take(self._held + data if self._held else data)
+            self._take(self._held + bytes(data) if self._held else data)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         """At the beginning of a request."""
         self._held = b""
         if self._closing or self._force_close or self._close:
             return
         # After a request of its own, aiohttp waits for the next one: only then its answer is written.
         idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
-        if not data.startswith(_START) or not idle or self._messages or not self._keepalive:
-            self._give(data)
+        start = data if isinstance(data, bytes) else bytes(data[:LONGEST_HEAD])
+        if not start.startswith(_START) or not idle or self._messages or not self._keepalive:
+            self._give(bytes(data))
             return
-        end = data.find(b"\r\n\r\n") + 4
-        head = self.lane.head(data[:end]) if end >= 4 else None
+        end = start.find(b"\r\n\r\n") + 4
+        head = self.lane.head(start[:end]) if end >= 4 else None
         if head is None:
-            self._give(data)
+            self._give(bytes(data))
             return
         if self._timer is not None:
             self._disarm()
         body_end = end + head.length
         if len(data) >= body_end:
-            self._held = data[body_end:]
+            self._held = bytes(data[body_end:])
             self._begin(head, memoryview(data)[end:body_end], time.monotonic_ns())
             return
         service = self.lane.service
@@ -107,13 +113,12 @@ class FastConnection(Connection):
             service.counters.enter()
             self.failed(work, e)
             return
-        self._head = head
-        self._body, self._body_at = [], 0
+        self._head, self.body = head, Body(head.length)
         service.counters.enter()
         timeout_s = service.body_timeout_s
         if timeout_s is not None:
             self._body_timer = self._loop.call_later(timeout_s, self._body_is_late)
-        self._read_body(data[end:])
+        self._read_body(memoryview(data)[end:])
 
     def _give(self, data: bytes) -> None:
         """To aiohttp. Whole requests leave nothing behind in its parser, and the next one may be ours again."""
@@ -129,33 +134,36 @@ class FastConnection(Connection):
         )
         super().data_received(data)
 
-    def _read_body(self, data: bytes) -> None:
+    def _read_body(self, data: bytes | memoryview) -> None:
+        body = self.body
+        assert body is not None
+        n = min(len(data), body.length - body.at)
+        body.add(data[:n])
+        self._held = bytes(data[n:])
+        self.body_received(body, 0)
+
+    def body_received(self, body: Body, nbytes: int) -> None:
+        """As many bytes have come into the room that the body had for them."""
+        body.at += nbytes
         head = self._head
-        assert head is not None
-        n = min(len(data), head.length - self._body_at)
-        self._body.append(data if n == len(data) else data[:n])
-        self._body_at += n
-        if len(self._body) == MOST_PIECES:  # drops: each is an object many times its size
-            self._body = [b"".join(self._body)]
-        if self._body_at < head.length:
+        if body.at < body.length or head is None or body is not self.body:
             return
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
-        body, self._body, self._head = b"".join(self._body), [], None
-        self._held = data[n:]
+        self._head = self.body = None
         self.lane.service.counters.leave()
-        self._begin(head, memoryview(body), time.monotonic_ns())
+        self._begin(head, body.all(), time.monotonic_ns())
 
     def _body_is_late(self) -> None:
         self._body_timer = None
-        head, self._head, self._body = self._head, None, []
+        head, self._head, self.body = self._head, None, None
         self.lane.service.counters.leave()
         if head is not None and self.transport is not None:
             self._closing = True
             body: list[bytes | memoryview] = [encode_json({"error": "the body did not arrive in time"})]
             number = request_id(head.id)
-            self.transport.write(self.lane.response(408, body, b"application/json", number, b"", True))
+            write(self.transport, self.lane.response(408, body, b"application/json", number, b"", True))
             self.transport.close()
 
     def _begin(self, head: Head, body: memoryview, started_ns: int) -> None:
@@ -252,9 +260,10 @@ class FastConnection(Connection):
         if threading.get_ident() == self.lane.thread:
             self._send(work, response, close)
         else:
-            self._loop.call_soon_threadsafe(self._send, work, response, close)
+            whole: list[bytes | memoryview] = [b"".join(response)]
+            self._loop.call_soon_threadsafe(self._send, work, whole, close)
 
-    def _send(self, work: Work, response: bytes, close: bool) -> None:
+    def _send(self, work: Work, response: list[bytes | memoryview], close: bool) -> None:
         if self._work is not work:  # the client has left
             return
         self._work = None
@@ -263,7 +272,7 @@ class FastConnection(Connection):
             self._drained.set_result(None)
         if self.transport is None:
             return
-        self.transport.write(response)
+        write(self.transport, response)
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if close:
             self._closing = True
@@ -301,7 +310,7 @@ class FastConnection(Connection):
         elif self._head is not None:
             service.counters.leave()
             service.note_left(self._head.model)
-        self._head, self._held, self._body = None, b"", []
+        self._head, self._held, self.body = None, b"", None
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         super().connection_lost(exc)
