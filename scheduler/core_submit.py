@@ -52,6 +52,7 @@ from scheduler.state import (
     SLOTTED,
     SUBMIT,
     SUBMIT_HEAD,
+    TOP_PRIORITY,
     TURN,
     UNUSED,
     State,
@@ -137,6 +138,15 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
 # Rare, and so called instead of folded in: the step stays small.
 
 
+@inlined
+def look_for_top(s: State) -> None:
+    """The highest priority of an open model: programs of lower ones are not launched in one piece."""
+    s.g[TOP_PRIORITY] = -NEVER
+    for m in range(s.model.shape[0]):
+        if s.model[m].state == OPEN:
+            s.g[TOP_PRIORITY] = max(s.g[TOP_PRIORITY], s.model[m].priority)
+
+
 @called
 def opened(s: State, m: int) -> None:
     s.model[m].state = OPEN
@@ -146,6 +156,7 @@ def opened(s: State, m: int) -> None:
     s.model[m].free_n = s.model[m].n_lanes
     for k in range(s.model[m].n_lanes):
         s.free_lane[m, k] = s.model_lane[m, s.model[m].n_lanes - 1 - k]
+    look_for_top(s)
     ask(s, m)
 
 
@@ -155,6 +166,7 @@ def closed(s: State, m: int) -> None:
     if s.model[m].state != OPEN:
         return
     s.model[m].state = CLOSING
+    look_for_top(s)
     store_at(address(s.filling, m), _ZERO)
     ask(s, m)
 

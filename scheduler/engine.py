@@ -56,8 +56,8 @@ class Engine(Requester):
     ) -> None:
         """`quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
 
-        None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded, and up to
-        three times as many where a queue stays.
+        None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded; more where
+        a queue stays and each leaves most of the GPU idle.
 
         A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
         """

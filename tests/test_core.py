@@ -484,8 +484,8 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
 
 def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
-    models = [profile(segments=2, lanes=60, demand={1: 0.5})]
-    bench = Bench(models, policy="fifo", demand=1.0, limits=limits)
+    models = [profile(segments=2, lanes=60, demand={1: 0.1})]
+    bench = Bench(models, policy="fifo", demand=0.2, limits=limits)
     for _ in range(60):
         bench.submit()
     bench.step()
@@ -494,13 +494,43 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 6  # three times as many, and no more
+    assert len(bench.running) == 6  # 0.2 times 1 + 3 times 0.8, and no more
     bench.run_dry()
     bench.step(100_000_000)
     for _ in range(4):
         bench.submit()
     bench.step()
     assert len(bench.running) == 2
+
+
+def test_a_queue_does_not_crowd_the_gpu_with_jobs_that_fill_it() -> None:
+    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
+    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.5})], policy="fifo", demand=1.0, limits=limits)
+    for _ in range(60):
+        bench.submit()
+    for _ in range(40):
+        bench.step(1_000_000)
+    bench.finish_segment(bench.running[0])
+    bench.step()
+    assert len(bench.running) == 2
+    bench.run_dry()
+
+
+def test_beside_a_higher_priority_an_idle_gpu_is_not_given_away_in_one_piece() -> None:
+    bench = Bench([profile("high", priority=1, lanes=2), profile("low", lanes=2)], policy="priority")
+    bench.submit(1)
+    bench.step()
+    assert bench.history[lane_of(bench, 1)] == [0, 1]
+    bench.run_dry()
+    bench.submit(0, priority=1)
+    bench.step()
+    assert bench.history[lane_of(bench, 0)] == [st.WHOLE]
+    bench.run_dry()
+    bench.tell(st.CLOSE_MODEL, 0)
+    bench.step()
+    bench.submit(1)
+    bench.step()
+    assert bench.history[lane_of(bench, 1)] == [st.WHOLE]  # nobody is above it any more
 
 
 def test_jobs_in_flight_have_streams_of_their_own() -> None:
