@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -65,8 +64,7 @@ class ResponseBody(msgspec.Struct, omit_defaults=True):
     id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """One tensor of the answer: which, and how it travels."""
 
     name: str
@@ -74,8 +72,7 @@ class Output:
     classes: int = 0  # the classification extension: the best so many, as texts
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):  # made in a fraction of the time that a dataclass takes
     """A request whose every tensor fits the model."""
 
     id: str
