@@ -195,16 +195,11 @@ class FrontEnd:
         """Answers every completion that is there; how many."""
         total = 0
         with self._draining:
-            try:  # noqa: SIM105  (suppress() takes longer than the system call)
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.wake_fd)
-            except BlockingIOError:  # somebody else has
-                pass
-            n = _DRAIN
-            while n == _DRAIN and not self.closed:  # fewer: there are no more, and the next one will wake us
-                n = calls.take(self._view, self._numbers)
+            while not self.closed and (n := calls.take(self._view, self._numbers)):
                 total += n
-                if n:
-                    self._answer(n)
+                self._answer(n)
         return total
 
     def _answer(self, n: int) -> None:
