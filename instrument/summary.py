@@ -151,6 +151,11 @@ def runs(blocks: Records) -> NDArray[np.int64]:
     return run
 
 
+def times_launched(blocks: Records) -> int:
+    """Launches that these blocks are of; every replay counts."""
+    return int(runs(blocks).max(initial=0))
+
+
 def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     _, run = np.unique(run, return_inverse=True)
     n = int(run.max()) + 1

@@ -137,8 +137,10 @@ def test_summary_tells_a_half_empty_second_wave() -> None:
 def test_summary_counts_every_replay_and_measures_tails_within_one() -> None:
     once = [(2, 0, 0, 0, 100), (2, 1, 1, 0, 50), (2, 2, 2, 0, 50)]
     replays = [(a, b, c, start + 10**9 * i, d) for i in range(4) for a, b, c, start, d in once]
-    (kernel,) = make(replays[1:-1]).summary().kernels  # the first and the last record of the trace were lost
+    summary = make(replays[1:-1]).summary()  # the first and the last record of the trace were lost
+    (kernel,) = summary.kernels
     assert kernel.launches == 4
+    assert "10 blocks, 4 launches of 1 kernels" in summary.title
     assert kernel.tail_share == pytest.approx((0 + 50 + 50 + 50) / (50 + 100 + 100 + 100))
     assert kernel.occupancy == pytest.approx(1 / 64)
 
@@ -177,7 +179,7 @@ def test_summary_prints_plainly_with_rich_and_as_html() -> None:
 
 def test_repr_is_one_useful_line() -> None:
     trace = make([(1, 0, 0, 0, 2_500_000)], dropped=7, unfinished=1)
-    assert repr(trace) == "<Trace toy: 1 blocks, 4 launches of 3 kernels in 2.50 ms, 7 dropped, 1 unfinished>"
+    assert repr(trace) == "<Trace toy: 1 blocks, 1 launches of 1 kernels in 2.50 ms, 7 dropped, 1 unfinished>"
 
 
 @given(schedules, st.integers(0, 30), st.integers(0, 30))

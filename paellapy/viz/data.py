@@ -15,7 +15,7 @@ from instrument.device.parts import WARP, limits_for_capability
 from instrument.errors import PaellaError, TraceError
 from instrument.occupancy import occupancy
 from instrument.records import Records
-from instrument.summary import readable_time
+from instrument.summary import readable_time, times_launched
 from instrument.trace import Occupancy2D, Trace, time_means
 from paellapy.viz.palette import OKABE_ITO
 from scheduler.engine_trace import EngineTrace
@@ -85,7 +85,7 @@ class Picture:
     @property
     def title(self) -> str:
         t = self.trace
-        blocks, launches = _plural(len(t.blocks), "block"), _plural(len(np.unique(t.blocks["launch"])), "launch")
+        blocks, launches = _plural(len(t.blocks), "block"), _plural(times_launched(t.blocks), "launch")
         first, last = t.span_ns
         return f"{t.device.name}{self._how}: {blocks} of {launches} in {readable_time(last - first)}"
 
