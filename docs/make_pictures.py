@@ -75,9 +75,15 @@ def latencies_ms(trace: EngineTrace, model: str) -> NDArray[np.float64]:
 
 
 def gantt(path: Path) -> str:
-    t = pp.examples.load("two-streams")
-    save_figure(t, path, "gantt", size_inches=(8, 4))
-    return f"Blocks of two kernels on two streams, each in a lane of its SM. {pp.examples.origin(t)}"
+    t, last_sm = pp.examples.load("two-streams"), 11
+    save_figure(t, path, "gantt", sms=(0, last_sm), size_inches=(8, 4))
+    gemm, softmax = (t.select(kernel=kernel).blocks for kernel in ("gemm", "softmax"))
+    beside = (gemm["start_ns"][:, None] < softmax["end_ns"]) & (softmax["start_ns"] < gemm["end_ns"][:, None])
+    return (
+        f"Blocks of two kernels on two streams, each in a lane of its SM; here, SMs 0 to {last_sm}. "
+        f"{int(beside.any(axis=0).sum()):,} of the {len(softmax):,} blocks of `softmax` run beside a `gemm`. "
+        f"{pp.examples.origin(t)}"
+    )
 
 
 def waves(path: Path) -> str:
