@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 20  # at once; what the kernel holds of a connection is usually less
 FIRST_BYTES = 1 << 20  # of a body; a longer one grows as it comes: a length alone takes no memory
+AHEAD_BYTES = 1 << 16  # of what is behind a request that is being answered: it is kept until then
 COPIED_BYTES = 1 << 14  # shorter ones are copied: that takes less time than not to
 
 
@@ -65,7 +66,9 @@ class Reader(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> Any:
         body = self._body = self._connection.body
-        return self._shared if body is None else body.room()
+        if body is not None:
+            return body.room()
+        return self._shared if self._connection.idle else self._shared[:AHEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._body is not None:

@@ -21,7 +21,7 @@ from scheduler.frontend import Entry
 from scheduler.model import Model
 from serving.connections import Connection
 from serving.errors import retry_after_s, status_of
-from serving.fast_bytes import Body, Reader, write
+from serving.fast_bytes import AHEAD_BYTES, Body, Reader, write
 from serving.fast_head import LONGEST_HEAD, Head, Lane
 from serving.fast_work import Item, Work
 from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_coding
@@ -31,7 +31,6 @@ from serving.protocol import Request, decode
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
-READ_AHEAD_BYTES = 1 << 16  # of requests behind the one that is being answered
 
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
@@ -62,6 +61,11 @@ class FastConnection(Connection):
         if transport.get_extra_info("sslcontext") is None:
             transport.set_protocol(Reader(self))
 
+    @property
+    def idle(self) -> bool:
+        """What comes next is looked at when it comes."""
+        return self._work is None and not self._paused
+
     def data_received(self, data: bytes | memoryview) -> None:
         """A view is of memory that is used again after this call."""
         if self._strange or not data:  # nothing: aiohttp to itself
@@ -73,9 +77,9 @@ class FastConnection(Connection):
             self._unwanted -= n
             if n < len(data):
                 self.data_received(data[n:])
-        elif self._work is not None or self._paused:  # the next one when this one is answered, and its answer taken
+        elif not self.idle:  # the next one when this one is answered, and its answer taken
             self._held += bytes(data)
-            if len(self._held) > READ_AHEAD_BYTES and not self._reading_held and self.transport is not None:
+            if len(self._held) > AHEAD_BYTES and not self._reading_held and self.transport is not None:
                 self._reading_held = True
                 self.transport.pause_reading()
         else:
