@@ -1,4 +1,4 @@
-"""How long the pictures of 100,000 blocks on 132 SMs take to build, and how large they are.
+"""How long the pictures of 100,000 blocks on 132 SMs take to build, how large they are, and how long a browser draws.
 
     python benchmarks/plot_speed.py [--blocks 100000] [--out DIR]
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from browser import Browser, find_chromium
 from common import save
 
 import paellapy as pp
 from instrument.records import BLOCK, LAUNCH
 from instrument.trace import DeviceFacts
+from paellapy.viz import data
 
 ROUNDS = 5
 FILES = {"to_html": "html", "save_figure": "png", "to_perfetto": "pftrace", "to_chrome": "json"}
@@ -51,6 +54,31 @@ def median_s(call: Callable[[], Any]) -> float:
     return float(np.median(spent))
 
 
+# Plotly itself is there before, as in a notebook.
+DRAW = """(async () => {
+  const shown = document.querySelector('.js-plotly-plot'), place = document.createElement('div');
+  document.body.append(place);
+  const began = performance.now();
+  await Plotly.newPlot(place, shown.data, shown.layout);
+  const drawn = performance.now();
+  const [first, last] = place.layout.xaxis.range;
+  await Plotly.relayout(place, {'xaxis.range': [first + (last - first) / 3, first + (last - first) / 2]});
+  return [drawn - began, performance.now() - drawn];
+})()"""
+
+
+async def drawn_s(figure: Any, folder: Path) -> tuple[float, float]:
+    """Until Chromium has drawn the figure, and until it has drawn a part of it anew."""
+    figure.write_html(folder / "plot.html", include_plotlyjs="directory")
+    async with Browser() as browser:
+        page = await browser.page(1366, 900)
+        await page.goto((folder / "plot.html").as_uri())
+        await page.wait_for("document.querySelector('.js-plotly-plot')?._fullData?.length")
+        found = [await page.evaluate(DRAW) for _ in range(ROUNDS)]
+    draw_ms, zoom_ms = np.median(found, axis=0)
+    return float(draw_ms) / 1e3, float(zoom_ms) / 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=100_000)
@@ -68,10 +96,16 @@ def main() -> None:
         for name, ending in FILES.items():
             write, path = getattr(t, name), Path(folder) / f"trace.{ending}"
             results[name] = {"s": median_s(lambda write=write, path=path: write(path)), "bytes": path.stat().st_size}
+        if find_chromium() is not None:
+            draw_s, zoom_s = asyncio.run(drawn_s(t.plot(), Path(folder)))
+            results |= {"plot, drawn by Chromium": {"s": draw_s}, "plot, zoomed in Chromium": {"s": zoom_s}}
+    explored = t.explore()
+    zooms = iter(np.linspace(0.1, 0.5, ROUNDS) * data.prepare(t).axis.length)
+    results["explore, zoomed"] = {"s": median_s(lambda: explored.update_xaxes(range=[0, next(zooms)]))}
     for name, numbers in results.items():
         if isinstance(numbers, dict):
             size = numbers.get("json_bytes", numbers.get("bytes", 0)) / 1e6
-            print(f"{name:15} {numbers['s']:6.2f} s  {size:6.2f} MB")
+            print(f"{name:25} {numbers['s']:6.2f} s  {size:6.2f} MB")
     print("written to", save("plot_speed", results, None, given.out))
 
 

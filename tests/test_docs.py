@@ -93,6 +93,15 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
+def test_the_gallery_quotes_how_long_pictures_took() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "plot_speed.json").read_text())["results"]
+    page = " ".join((ROOT / "docs" / "pictures.md").read_text().split())
+    built, drawn, anew = (found[name]["s"] for name in ("plot", "plot, drawn by Chromium", "explore, zoomed"))
+    assert f"took {built:.2f} s to build and Chromium {drawn:.2f} s to draw" in page
+    assert f"made a window of them anew in {anew:.2f} s" in page
+    assert built + drawn < 2
+
+
 def test_the_readme_s_kernel_and_engine_run_as_they_stand(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     kernel, engine = (each for each in snippets("README.md") if "@pp.kernel" in each or "pp.Engine" in each)

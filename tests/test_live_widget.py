@@ -1,10 +1,14 @@
-"""The live widget: it follows an engine from Python, draws in a real browser, and leaves nothing behind."""
+"""The live widget: it follows an engine from Python, draws in a real browser, and leaves nothing behind.
+
+Set PAELLAPY_SCREENSHOTS to a folder to keep the pictures.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -179,6 +183,8 @@ async def served():
 
 @pytest.mark.skipif(find_chromium() is None, reason="needs chromium")
 def test_the_module_draws_a_real_engine_and_its_controls_work(engine, view, tmp_path):
+    shots = Path(os.environ.get("PAELLAPY_SCREENSHOTS") or tmp_path)
+
     async def main():
         async with served() as host, Browser() as browser:
             page = await browser.page(900, 700)
@@ -194,7 +200,7 @@ def test_the_module_draws_a_real_engine_and_its_controls_work(engine, view, tmp_
             assert await page.evaluate("document.querySelector('.pp-model h3').textContent") == "scale"
             assert await page.evaluate("document.querySelectorAll('.pp-slow tbody tr').length") == len(shown["slow"])
             assert await page.unreadable() == []
-            await page.screenshot(tmp_path / "live.png")
+            await page.screenshot(shots / "live.png")
 
             await page.evaluate(
                 "(() => { const s = document.querySelector('.pp-controls select'); s.value = 'srpt';"
@@ -219,7 +225,7 @@ def test_the_module_draws_a_real_engine_and_its_controls_work(engine, view, tmp_
             light = await page.evaluate(ground)
             await page.evaluate("document.body.dataset.jpThemeLight = 'false'")
             await page.wait_for(f"{ground} !== {json.dumps(light)}")
-            await page.screenshot(tmp_path / "live-dark.png")
+            await page.screenshot(shots / "live-dark.png")
 
             await page.evaluate("leave()")
             assert await page.evaluate("model.listeners()") == 0
