@@ -137,6 +137,22 @@ seen = {p.name: pp.simulate(demo.rivals(), demo.rush(), p, trace=True, active=2)
 pp.viz.compare_picture(*seen.values(), "requests", labels=tuple(seen), size_inches=(11, 3.6))
 
 # %% [markdown]
+# ## On an H200
+#
+# On a real GPU a policy decides in the same way. Here is that rush, recorded there under `paella`. Who was launched
+# before somebody who had come earlier?
+
+# %%
+recorded = pp.examples.load("mix-paella")
+print(pp.examples.origin(recorded))
+jobs = np.sort(recorded.jobs, order="arrival_ns")
+latest_before = np.maximum.accumulate(jobs["start_ns"])
+passed = jobs["start_ns"] < latest_before  # somebody who came earlier was launched later
+for m, name in enumerate(recorded.models):
+    print(f"{name}: {(passed & (jobs['model'] == m)).sum()} of {(jobs['model'] == m).sum()} passed somebody")
+recorded.picture("requests", end_ns=int(jobs["arrival_ns"][0]) + 7_000_000, size_inches=(9, 3.6))
+
+# %% [markdown]
 # ## When it is wrong
 #
 # A policy is compiled and tried when it is made, not when the GPU depends on it. What is wrong is said with the
