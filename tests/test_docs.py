@@ -77,6 +77,16 @@ def test_the_serving_page_quotes_what_was_measured_on_the_gpu() -> None:
         assert f"{found[kind]['many']['per_s']:,.0f}" in readme
 
 
+def test_the_serving_page_quotes_the_floor() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    results = json.loads((ROOT / "benchmarks" / "results" / "serving_floor.json").read_text())["results"]
+    for label, by_kind in results["cases"].items():
+        cells = [f"{row['per_s']:,.0f} / {row['p50_ms']:.2f}" for row in by_kind.values()]
+        for ratio in ("ratio_per_s", "ratio_p50"):
+            cells.append(", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor"))
+        assert f"| {label} | {' | '.join(cells)} |" in page
+
+
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     captions = make_pictures.make(tmp_path)
