@@ -23,6 +23,7 @@ from instrument.live import counts
 from instrument.versions import versions
 from scheduler import state as st
 from scheduler.monitor_slow import SlowRequests
+from scheduler.monitor_sms import SmSampler
 from scheduler.occupancy import RESOURCES
 from scheduler.policy import BUILT_IN, Policy, PolicyError, policy_names
 
@@ -34,7 +35,6 @@ WINDOW_S = 10.0  # of latencies and batches
 RATE_S = 2.0  # of throughput
 _RING = 1 << 14  # completions kept
 _SLACK = 256  # of them, those that may be written while they are read
-_READS = 8  # of a GPU's counters per snapshot: one alone would show a moment, and kernels take microseconds
 ALONE_TIMES = 4.0  # a request without target or deadline is late after so many times its time alone, as in `edf`
 
 _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
@@ -70,12 +70,15 @@ class Monitor:
         self._unwatch: Any = None
         self._last_use: tuple[float, Any, Any] | None = None
         self._counted = False
+        self._sampler: SmSampler | None = None
 
     def start(self) -> None:
         with self._lock:
             if self._unwatch is None:
                 self._seen, self._first, self._since_ns = 0, 0, time.monotonic_ns()
                 self._last_use = self.engine.sm_totals()
+                if self._last_use is None:
+                    self._sampler = SmSampler(self.engine.device)
                 self._expect()
                 self._unwatch = self.engine.watch(self._note)
 
@@ -84,6 +87,9 @@ class Monitor:
             if self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
+            if self._sampler is not None:
+                self._sampler.close()
+                self._sampler = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -250,12 +256,12 @@ class Monitor:
         """From the counters of kernels that report; nothing where none ever did."""
         if self.engine.failure is not None or self.engine.closed:
             return {"source": "none", "occupancy": None, "busy": None}
-        reads = [counts(self.engine.device) for _ in range(_READS)]
-        self._counted = self._counted or bool(reads[-1].started.any())
+        now = counts(self.engine.device)
+        self._counted = self._counted or bool(now.started.any())
         if not self._counted:
             return {"source": "none", "occupancy": None, "busy": None}
-        occupancy = np.mean([each.occupancy for each in reads], axis=0)
-        busy = np.mean([each.resident_blocks > 0 for each in reads], axis=0)
+        seen = self._sampler.take() if self._sampler is not None else None
+        occupancy, busy = seen or (now.occupancy, now.resident_blocks > 0)
         return {"source": "sampled", "occupancy": _listed(occupancy), "busy": _listed(busy)}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from engine_models import mlp_model, random_inputs, scale_model
 import paellapy as pp
 from instrument.device.parts import part
 from instrument.device.sm_model import SmModel
+from instrument.live import counts
 from instrument.records import WARP_SHIFT
+from scheduler import monitor_sms
 from scheduler import state as st
 from scheduler.engine import Engine
 from scheduler.monitor import EDGES_MS, Monitor
@@ -192,3 +196,31 @@ def test_of_a_real_gpu_only_kernels_that_report_tell_about_sms(engine, monkeypat
     assert sms["source"] == "sampled"
     assert sms["occupancy"] == [0.25 if sm == 7 else 0.0 for sm in range(132)]
     assert sms["busy"] == [1.0 if sm == 7 else 0.0 for sm in range(132)]
+
+
+def test_what_a_sampler_saw_since_the_last_look_is_averaged(engine, monkeypatch):
+    monkeypatch.setattr(engine, "sm_totals", lambda: None)
+    lines = np.zeros_like(engine.device.model.lines)
+    monkeypatch.setattr(engine.device.model, "_s", engine.device.model._s._replace(lines=lines))
+    monkeypatch.setattr(monitor_sms, "_PERIOD_S", 1e9)  # only what the test adds
+    with Monitor(engine) as monitor:
+        lines["started"][7] = 2 + (16 << WARP_SHIFT)
+        full = counts(engine.device)
+        lines["ended"][7] = lines["started"][7]
+        for seen in (full, counts(engine.device), full, counts(engine.device)):
+            monitor._sampler.add(seen)
+        sms = monitor.snapshot()["sms"]
+        assert sms["occupancy"][7] == 0.125
+        assert sms["busy"][7] == 0.5
+        assert sum(sms["busy"]) == 0.5
+        assert sum(monitor.snapshot()["sms"]["busy"]) == 0  # since then nothing was seen: the counters as they are
+
+
+def test_a_sampler_looks_by_itself_and_ends_with_its_monitor(engine, monkeypatch):
+    monkeypatch.setattr(engine, "sm_totals", lambda: None)
+    looked = threading.Event()
+    monkeypatch.setattr(monitor_sms, "counts", lambda device: looked.set() or counts(device))
+    with Monitor(engine) as monitor:
+        sampler = monitor._sampler
+        assert looked.wait(30)
+    assert not sampler._thread.is_alive()

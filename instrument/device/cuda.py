@@ -90,6 +90,9 @@ class CudaDevice(Device):
         # Rings stay allocated: a CUDA graph captured inside a trace writes to them whenever it is replayed.
         self._rings: dict[int, CudaArray] = {}
         self.rings: CudaArray | None = None
+        self._counting = threading.Lock()
+        self._counter_stream: CudaStream | None = None
+        self._counter_words: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
     def attribute(self, which: Any) -> int:
         return int(check(driver().cuDeviceGetAttribute(which, self._device), "reading the GPU's properties"))
@@ -207,14 +210,20 @@ class CudaDevice(Device):
         return self._pinned, index, self._pinned_address + 8 * index
 
     def counts(self) -> Records:
-        lines = np.empty(self.sm_ids, SM_LINE)
         cu = driver()
         self.activate()
-        # A stream of its own: reading live counters must not wait for the kernels that write them.
-        stream = CudaStream(self, 0)
-        check(cu.cuMemcpyDtoHAsync(lines.ctypes.data, self.lines.ptr, lines.nbytes, stream.handle), "reading counters")
-        stream.synchronize()
-        return lines
+        with self._counting:
+            if self._counter_stream is None:
+                # A stream of its own: reading live counters must not wait for the kernels that write them.
+                self._counter_stream = CudaStream(self, 0)
+                self._counter_words = self._allocate_pinned(self.lines.nbytes)
+            target, stream = self._counter_words, self._counter_stream
+            check(
+                cu.cuMemcpyDtoHAsync(target.ctypes.data, self.lines.ptr, target.nbytes, stream.handle),
+                "reading counters",
+            )
+            check(cu.cuStreamSynchronize(stream.handle), "reading counters")
+            return target.view(SM_LINE).copy()
 
     def begin_trace(self, records_per_sm: int) -> None:
         self.activate()
