@@ -143,3 +143,11 @@ def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.M
         exec("import paellapy as pp\n" + snippet + "\n".join(commented), {})
     made = {"tail.svg", "gantt.png", "residency.png", "requests.png", "both.png"}
     assert {path.name for path in tmp_path.iterdir()} == made | {"mix.pftrace", "mix.json", "mix.html", "mix.pptrace"}
+
+
+def test_readme_quotes_what_scheduling_gains() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "engine_h200.json").read_text())["results"]["mixed"]
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    for policy, digits in (("srpt", 1), ("streams", 0), ("streams, 32 queues", 0)):
+        p99 = sorted(row["p99"] for row in rows if row["policy"] == policy and row["load"] == 0.8)
+        assert f"{p99[0]:.{digits}f} to {p99[-1]:.{digits}f} times" in text, (policy, p99)
