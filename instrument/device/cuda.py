@@ -210,6 +210,7 @@ class CudaDevice(Device):
         return self._pinned, index, self._pinned_address + 8 * index
 
     def counts(self) -> Records:
+        self.not_in_capture("reads counters")
         cu = driver()
         self.activate()
         with self._counting:
