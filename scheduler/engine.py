@@ -172,7 +172,7 @@ class Engine(Requester):
     def _attach(self, policy: str | Policy) -> Policy:
         found = find_policy(policy)
         core.attach_policy(self.state, found)
-        if found.active == DEFAULT_ACTIVE:  # a policy that does not ask for a number of its own gets the engine's
+        if found.active is None:
             most = len(self.state.lane)
             self.state.g[st.MAX_ACTIVE] = most if self.max_active is None else min(self.max_active, most)
             self.state.t[st.DEMAND_LIMIT] = core.CROWDED if self.max_active is None else math.inf

@@ -30,7 +30,7 @@ from instrument.errors import PaellaError
 from scheduler.state import GPU, JOB
 
 BUILT_IN = "scheduler.policies"
-DEFAULT_ACTIVE = 8  # measured: 6 lost throughput on the H200, 10–16 lost latency
+DEFAULT_ACTIVE = 8  # jobs at once where neither a policy nor what the models demand says how many
 
 
 class PolicyError(PaellaError):
@@ -98,7 +98,7 @@ class Policy:
     rank: Rank
     admit: Admit | None
     order: Rank | None
-    active: int
+    active: int | None  # None: the engine decides
     look_ahead: int
     whole: bool
     compiled: tuple[Any, ...] = field(repr=False)  # rank, admit, order; kept alive for their addresses
@@ -134,7 +134,7 @@ def policy(
     name: str | None = None,
     admit: Admit | None = None,
     order: Rank | None = None,
-    active: int = DEFAULT_ACTIVE,
+    active: int | None = None,
     look_ahead: int = 2,
     whole: bool = False,
 ) -> Callable[[Rank], Policy]: ...
@@ -145,13 +145,13 @@ def policy(
     name: str | None = None,
     admit: Admit | None = None,
     order: Rank | None = None,
-    active: int = DEFAULT_ACTIVE,
+    active: int | None = None,
     look_ahead: int = 2,
     whole: bool = False,
 ) -> Policy | Callable[[Rank], Policy]:
     """Make a policy of a function: compiled, and tried on sample jobs.
 
-    `active`: jobs that may launch at a time. `look_ahead`: segments a job has on the GPU at a time. `whole`: launch
+    `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU at a time. `whole`: launch
     programs in one piece always.
 
     >>> @policy(active=4)
@@ -166,10 +166,16 @@ def policy(
 
 
 def _make(
-    rank: Rank, name: str | None, admit: Admit | None, order: Rank | None, active: int, look_ahead: int, whole: bool
+    rank: Rank,
+    name: str | None,
+    admit: Admit | None,
+    order: Rank | None,
+    active: int | None,
+    look_ahead: int,
+    whole: bool,
 ) -> Policy:
     title = name or str(getattr(rank, "__name__", rank))
-    if active < 1 or look_ahead < 1:
+    if (active is not None and active < 1) or look_ahead < 1:
         raise PolicyError(f"policy {title}: active ({active}) and look_ahead ({look_ahead}) must be at least 1")
     functions: dict[str, Any] = {"rank": rank, "admit": admit, "order": order}
     own = getattr(rank, "__module__", "").startswith(BUILT_IN + ".")

@@ -679,3 +679,13 @@ def test_outputs_read_while_the_core_sleeps_free_their_lane_for_the_next_request
     assert all((found["y"] == 2 * x["x"]).all() for found in asyncio.run(several()))
     engine.unload("scale")  # waits for the lanes whose outputs were read last
     check_at_rest(engine.state)
+
+
+@pytest.mark.parametrize("active", [3, 8])
+def test_a_policy_that_says_how_many_jobs_run_at_once_is_obeyed(active):
+    wanted = replace(find_policy("srpt"), active=active)
+    with Engine("virtual:h200") as engine:
+        assert np.isfinite(engine.state.t[st.DEMAND_LIMIT])  # by demand, where nobody says
+        engine.set_policy(wanted)
+        assert engine.state.g[st.MAX_ACTIVE] == active
+        assert np.isinf(engine.state.t[st.DEMAND_LIMIT])
