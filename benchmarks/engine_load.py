@@ -15,21 +15,15 @@ from numpy.typing import NDArray
 
 from scheduler import core_rings as rings
 from scheduler import state as st
-from scheduler.atomics import call_clock, call_launch, call_write, copy_bytes, load_at, store_at
+from scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
+from scheduler.core_dispatch import read_clock
 from scheduler.core_lanes import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
-CLOCK_MONOTONIC = 1
 GIVE_UP_NS = 60_000_000_000
-
-
-@compiled
-def clock(fn: Any, scratch: Any) -> int:
-    call_clock(fn[st.F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
-    return int(scratch[0] * 1_000_000_000 + scratch[1])
 
 
 @compiled
@@ -52,12 +46,12 @@ def drive(
     """
     room = model.shape[0]
     n_free = free.shape[0]
-    start = clock(s.fn, scratch)
+    start = read_clock(s, scratch)
     sent = done = 0
     next_loop, in_loops, idle = n, 0, loops.copy()
     n_idle = idle.shape[0]
     while done < n or in_loops > 0 or (next_loop < room and n_idle > 0 and scratch[6] < until_ns):
-        now = clock(s.fn, scratch) - start
+        now = read_clock(s, scratch) - start
         scratch[6] = now
         if now > GIVE_UP_NS:
             return -1
@@ -115,7 +109,7 @@ def drive(
                 in_loops -= 1
         if posted or k > 0:
             ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
-    scratch[7] = clock(s.fn, scratch) - start
+    scratch[7] = read_clock(s, scratch) - start
     return next_loop
 
 
@@ -127,7 +121,7 @@ def launch_alone(s: Any, lane: int, size: int, source: Any, times: Any, scratch:
     """
     w = s.whole[lane, size]
     for k in range(times.shape[0]):
-        begin = clock(s.fn, scratch)
+        begin = read_clock(s, scratch)
         if source.shape[0] > 0:
             copy_inputs(s, source[k % source.shape[0]], lane, 0, s.lane[lane].model)
         if call_launch(s.fn[st.F_GRAPH_LAUNCH], w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
@@ -135,7 +129,7 @@ def launch_alone(s: Any, lane: int, size: int, source: Any, times: Any, scratch:
             return
         while load_at(w.word) == np.uint64(0):
             pass
-        times[k] = clock(s.fn, scratch) - begin
+        times[k] = read_clock(s, scratch) - begin
         store_at(w.word, np.uint64(0))
 
 

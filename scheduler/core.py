@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled, inlined
-from scheduler.atomics import call_clock, call_write, exchange_at, load_at
-from scheduler.core_dispatch import choose, measure, poll
+from scheduler.atomics import call_write, exchange_at, load_at
+from scheduler.core_dispatch import choose, measure, poll, read_clock
 from scheduler.core_lanes import look_at_held, take_out
 from scheduler.core_predict import predict, predict_finish
 from scheduler.core_reclaim import reclaim
@@ -61,9 +61,8 @@ __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-CLOCK_MONOTONIC = 1
 CROWDED = 2.6  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
-QUEUE_NS = 2e7
+QUEUE_NS = 2e7  # how far back a queue is looked at
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
@@ -130,12 +129,6 @@ def step(s: State, now: int) -> int:
             fail_all(s, now)
         measure(s)
     return int(news + s.g[LAUNCHES] + s.g[SEGMENTS_DONE] - before)
-
-
-@inlined
-def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
-    call_clock(s.fn[F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
-    return int(scratch[0] * 1_000_000_000 + scratch[1])
 
 
 @inlined

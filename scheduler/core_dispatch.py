@@ -8,6 +8,7 @@ depend on the time and on other jobs: the heap's top is ranked afresh when it is
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.device.heaps import inlined
 from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
@@ -53,6 +54,7 @@ from scheduler.state import (
 )
 
 _ZERO = np.uint64(0)
+CLOCK_MONOTONIC = 1
 
 # A burst is over soonest for most where few jobs share the GPU. A queue that stays is another matter: then what the GPU
 # does in all counts for more than how fast each job gets on, and that still grows with the jobs that share it, as long
@@ -129,9 +131,9 @@ def leave_stream(s: State, lane: int) -> None:
 
 
 @inlined
-def clock_ns(s: State) -> int:
-    call_clock(s.fn[F_CLOCK], np.int32(1), s.clock.ctypes.data)  # CLOCK_MONOTONIC
-    return int(s.clock[0] * 1_000_000_000 + s.clock[1])
+def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
+    call_clock(s.fn[F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
+    return int(scratch[0] * 1_000_000_000 + scratch[1])
 
 
 @inlined
@@ -163,9 +165,9 @@ def launch(s: State, lane: int, now: int) -> bool:
         s.g[OUT_N] += 1
         return True
     handle = s.whole[lane, a.size].handle if a.whole else s.launch[lane, a.size, k].handle
-    began = clock_ns(s)
+    began = read_clock(s, s.clock)
     error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
-    s.t[LAUNCH_NS] += clock_ns(s) - began
+    s.t[LAUNCH_NS] += read_clock(s, s.clock) - began
     if error != 0:
         s.g[ERROR] = error
     return bool(error == 0)

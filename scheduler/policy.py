@@ -151,8 +151,8 @@ def policy(
 ) -> Policy | Callable[[Rank], Policy]:
     """Make a policy of a function: compiled, and tried on sample jobs.
 
-    `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU at a time. `whole`: launch
-    programs in one piece always.
+    `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU
+    at a time. `whole`: launch programs in one piece always.
 
     >>> @policy(active=4)
     ... def oldest(job):

@@ -14,7 +14,8 @@ from instrument.device.heaps import Ints, compiled, inlined
 from instrument.device.sm_core import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
 from instrument.device.sm_core import NOW as SM_NOW
 from scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
-from scheduler.core import read_clock, step, wake_fronts
+from scheduler.core import step, wake_fronts
+from scheduler.core_dispatch import read_clock
 from scheduler.core_lanes import reading_matters
 from scheduler.loop import arm, notice_edits
 from scheduler.state import DUE_N, NEVER, OUT_N, WHOLE, State, Words
