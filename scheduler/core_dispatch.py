@@ -50,6 +50,7 @@ from scheduler.state import (
     WHOLE_ALWAYS,
     WHOLE_IDLE,
     WHOLE_LAUNCHES,
+    WHOLE_QUEUED,
     State,
 )
 
@@ -179,8 +180,11 @@ def feed(s: State, lane: int, now: int) -> bool:
     a = s.lane[lane]
     if a.issued == 0:
         alone = s.g[READY_N] == 0 and s.g[QUEUED_N] == 0 and s.g[FLIGHT_N] == 0 and s.g[ACTIVE_N] == 1
+        # Where a queue stays, turns come by jobs anyway, and every segment costs the GPU a node and the host a launch.
+        queue = s.t[WAITING] >= LONG_QUEUE and a.segments <= s.g[WHOLE_QUEUED]
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
-        if s.g[WHOLE_ALWAYS] or (s.g[WHOLE_IDLE] and alone and a.priority >= s.g[TOP_PRIORITY]):
+        first = a.priority >= s.g[TOP_PRIORITY]
+        if s.g[WHOLE_ALWAYS] or (first and (queue or (s.g[WHOLE_IDLE] and alone))):
             a.whole = 1
             a.segments = 1
     while a.issued < a.segments and a.issued - a.done < s.g[LOOK_AHEAD] + a.draining:

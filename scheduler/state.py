@@ -68,8 +68,8 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY) = range(40)  # fmt: skip
-G_SIZE = 40
+ TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, WHOLE_QUEUED) = range(41)  # fmt: skip
+G_SIZE = 41
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
@@ -518,6 +518,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[MAX_ACTIVE] = 8
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
+    state.g[WHOLE_QUEUED] = 8
     state.g[REFRESH] = 3
     state.g[COPIER] = NONE
     state.t[GAIN] = 1.0
