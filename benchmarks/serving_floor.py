@@ -8,7 +8,7 @@ GPU, and so also pay for the CPU that computes the kernel.
 
 All servers are up all the time and are asked in turn, and each round compares with its own floor: what else the machine
 does falls on all of them. Figures are medians over the rounds. Where processes are more than cores, requests a second
-say how much CPU each way takes in all; `cpu_us` has that for the server, process by process.
+say how much CPU each way takes in all, the client's too; `cpu_us` has that process by process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,13 @@ def _children(pid: int) -> list[int]:
 
 
 def one_run(asked: Running, load: Load) -> dict[str, Any]:
-    before = asked.cpu_s()
+    before, own = asked.cpu_s(), time.process_time()
     result = run_bench(asked.url, load)["all"]
+    own = time.process_time() - own
     assert not result["errors"], result["errors"]
     requests = result["answered_per_s"] * (load.duration_s + load.warmup_s)
     cpu_us = {name: (after - before.get(name, 0.0)) / requests * 1e6 for name, after in asked.cpu_s().items()}
+    cpu_us["client"] = own / requests * 1e6
     return {"per_s": result["answered_per_s"], "p50_ms": result["latency_ms"]["p50"], "cpu_us": cpu_us}
 
 

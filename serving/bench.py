@@ -141,7 +141,7 @@ class Bench:
 
         async def client() -> None:
             while (now := clock()) < end:
-                name = names[int(self._rng.integers(len(names)))]
+                name = names[0] if len(names) == 1 else names[int(self._rng.integers(len(names)))]
                 await self._one(name, load.timeout_us, load.priority, now, now >= count)
 
         await asyncio.gather(*(client() for _ in range(load.concurrency)))

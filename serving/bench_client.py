@@ -11,6 +11,10 @@ from urllib.parse import urlsplit
 
 from instrument.errors import PaellaError
 
+READ_BYTES = 1 << 20  # at once
+LONGEST_HEAD = 1 << 16
+LONGEST_ANSWER = 1 << 30
+
 
 class BenchError(PaellaError):
     """The endpoint cannot be reached, or does not speak the protocol."""
@@ -43,18 +47,27 @@ class Endpoint:
         return "\r\n".join(lines).encode() + body
 
 
-class Connection(asyncio.Protocol):
-    """One request at a time: `await ask(bytes)` gives status and body."""
+class Connection(asyncio.BufferedProtocol):
+    """One request at a time: `await ask(bytes)` gives status and body.
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    Answers are read into memory that all connections share, and only what is wanted of them is copied: on a machine
+    that also runs the server, the client's time is the server's.
+    """
+
+    def __init__(self, shared: memoryview) -> None:
+        self._shared = shared
+        self._head = b""  # as far as it has come
+        self._status, self._left = 0, 0  # of the answer whose body is being read, and how much of it is to come
+        self._kept, self._most = bytearray(), 0
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._transport: asyncio.Transport | None = None
+        self._last = False  # the server closes after this answer
         self.usable = True
 
-    def ask(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
+    def ask(self, request: bytes, most: int) -> asyncio.Future[tuple[int, bytes]]:
+        """`most` bytes of the body are kept."""
         assert self._transport is not None
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer, self._most = asyncio.get_running_loop().create_future(), most
         if self.usable:
             self._transport.write(request)
         else:
@@ -74,25 +87,53 @@ class Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(exc or ConnectionResetError("the server closed the connection"))
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0 or self._answer is None or self._answer.done():
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._answer is None or self._answer.done():  # an answer that nobody asked for
+            self.close()
             return
-        head = bytes(self._buffer[:end]).lower()
-        at = head.find(b"\r\ncontent-length:")
+        at = 0 if self._left else self._read_head(nbytes)
         if at < 0:
+            return
+        body = nbytes - at
+        if body > self._left:
+            self._answer.set_exception(BenchError("an answer is longer than its Content-Length says"))
+            self.close()
+            return
+        wanted = min(body, self._most - len(self._kept))
+        if wanted > 0:
+            self._kept += self._shared[at : at + wanted]
+        self._left -= body
+        if self._left == 0:
+            kept, self._kept = bytes(self._kept), bytearray()
+            if self._last:
+                self.close()
+            self._answer.set_result((self._status, kept))
+
+    def _read_head(self, nbytes: int) -> int:
+        """Where the body begins in what has come; -1: not yet."""
+        assert self._answer is not None
+        before = len(self._head)
+        head = self._head + bytes(self._shared[: min(nbytes, LONGEST_HEAD)])
+        end = head.find(b"\r\n\r\n")
+        if end < 0:
+            self._head = head
+            if len(head) >= LONGEST_HEAD:
+                self._answer.set_exception(BenchError("an answer without end to its headers cannot be measured"))
+                self.close()
+            return -1
+        self._head = b""
+        head = head[:end].lower()
+        found = head.find(b"\r\ncontent-length:")
+        if found < 0:
             self._answer.set_exception(BenchError("an answer without Content-Length cannot be measured"))
             self.close()
-            return
-        length = int(head[at + 17 :].split(b"\r\n", 1)[0])
-        if len(self._buffer) < end + 4 + length:
-            return
-        body = bytes(self._buffer[end + 4 : end + 4 + length])
-        del self._buffer[: end + 4 + length]
-        if b"\r\nconnection: close" in head:
-            self.close()
-        self._answer.set_result((int(head[9:12]), body))
+            return -1
+        self._status, self._left = int(head[9:12]), int(head[found + 17 :].split(b"\r\n", 1)[0])
+        self._last = b"\r\nconnection: close" in head
+        return end + 4 - before
 
 
 class Pool:
@@ -100,13 +141,15 @@ class Pool:
 
     def __init__(self, endpoint: Endpoint, limit: int) -> None:
         self._endpoint, self._free = endpoint, deque[Connection]()
+        self._shared = memoryview(bytearray(READ_BYTES))
         self._room = asyncio.Semaphore(limit)
 
-    async def ask(self, request: bytes) -> tuple[int, bytes]:
+    async def ask(self, request: bytes, most: int = LONGEST_ANSWER) -> tuple[int, bytes]:
+        """Status and body, `most` bytes of it."""
         async with self._room:
             connection = await self._take()
             try:
-                return await connection.ask(request)
+                return await connection.ask(request, most)
             except BaseException:
                 connection.close()
                 raise
@@ -120,7 +163,7 @@ class Pool:
             if found.usable:
                 return found
         loop, e = asyncio.get_running_loop(), self._endpoint
-        _, made = await loop.create_connection(Connection, e.host, e.port, ssl=e.tls)
+        _, made = await loop.create_connection(lambda: Connection(self._shared), e.host, e.port, ssl=e.tls)
         return made
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from serving.bench_client import BenchError, Endpoint, Pool
 from serving.datatypes import DTYPES
 
 BODIES = 16  # different inputs per model, made beforehand
+SAID_BYTES = 120  # of an error are kept
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -45,8 +46,8 @@ class HttpTarget:
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]:
         """Status and, where it is an error, what is said."""
-        status, body = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level))
-        return status, "" if status == 200 else body[:120].decode(errors="replace")
+        status, body = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level), SAID_BYTES)
+        return status, "" if status == 200 else body.decode(errors="replace")
 
     def close(self) -> None:
         self._pool.close()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +19,7 @@ from instrument.errors import PaellaError
 from paellapy.bench_report import table
 from paellapy.cli import app
 from serving.bench import Arrival, Load, gaps, hdr, read_trace, run_bench
-from serving.bench_client import BenchError, Endpoint
+from serving.bench_client import BenchError, Endpoint, Pool
 from serving.protocol import DEFAULT_LEVEL
 
 
@@ -183,3 +188,70 @@ def test_the_command_line_on_an_engine(tmp_path):
     assert found.exit_code == 0, found.output
     assert "engine on virtual:h200, fifo" in found.output
     assert isinstance(CliRunner().invoke(app, ["bench", "--concurrency", "2"]).exception, BenchError)
+
+
+def answered_by(*pieces, ask=1, most=1 << 20):
+    """What a client makes of a server that answers each request with these pieces, one after the other."""
+
+    def serve(listening):
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                connection, _ = listening.accept()
+                with connection, contextlib.suppress(ConnectionError):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    while connection.recv(1 << 16):
+                        for piece in pieces:
+                            connection.sendall(piece)
+                            time.sleep(0.002)
+
+    async def main(port):
+        pool = Pool(Endpoint("127.0.0.1", port, "", None), 1)
+        try:
+            return [await pool.ask(b"GET / HTTP/1.1\r\n\r\n", most) for _ in range(ask)]
+        finally:
+            pool.close()
+            await asyncio.sleep(0)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            return asyncio.run(main(listening.getsockname()[1]))
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+HEAD = b"HTTP/1.1 503 Busy\r\nContent-Length: 6\r\n\r\n"
+
+
+@pytest.mark.parametrize("cut", [1, 12, len(HEAD) - 2, len(HEAD), len(HEAD) + 2, len(HEAD) + 6])
+def test_answers_are_read_wherever_they_are_cut(cut):
+    whole = HEAD + b"abcdef"
+    assert answered_by(whole[:cut], whole[cut:], ask=2) == [(503, b"abcdef")] * 2
+
+
+def test_of_an_answer_is_kept_as_much_as_is_wanted():
+    assert answered_by(HEAD + b"ab", b"cd", b"ef", ask=2, most=3) == [(503, b"abc")] * 2
+
+
+def test_an_answer_without_a_body():
+    assert answered_by(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") == [(200, b"")]
+
+
+def test_a_server_that_closes_gets_another_connection():
+    closing = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    assert answered_by(closing + b"abcdef", ask=3) == [(503, b"abcdef")] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", "without Content-Length"),
+        (HEAD + b"abcdefg", "longer than"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "without end"),
+    ],
+)
+def test_answers_that_cannot_be_measured(answer, said):
+    with pytest.raises(BenchError, match=said):
+        answered_by(answer)
