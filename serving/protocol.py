@@ -7,6 +7,7 @@ be sent without it. `decode` checks everything there is to check, so that what i
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from scheduler.model import Model, TensorSpec
 from serving.datatypes import check_datatype, datatype
 from serving.errors import RequestError
-from serving.repeats import LONGEST, Repeated, find, keep
+from serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
 
 Parameters = dict[str, Any]
 
@@ -102,11 +103,19 @@ _LISTS: dict[str, Callable[[Any], list[Any]]] = {
 def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
     """A request of the model, or the RequestError that says what is wrong with it."""
     header, tail = split(memoryview(body), header_length)
-    kept = bytes(header) if len(tail) and len(header) <= LONGEST else None
-    if kept is not None and (repeated := find(model, kept, len(tail))) is not None:
-        number, items, outputs, level, timeout_us = repeated.meaning
-        return Request(number, items, True, repeated.arrays(tail), outputs, engine_priority(model, level), timeout_us,
-                       repeated)  # fmt: skip
+    around: tuple[bytes, bytes] | None = None  # of what comes again it is the same every time
+    text = b""  # the numbers in it that are not
+    if len(tail):
+        if len(header) <= LONGEST:
+            around = bytes(header), b""
+    else:
+        around, text = parts(bytes(header))
+    if around is not None and (repeated := find(model, around, len(tail))) is not None:
+        found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
+        if found is not None:
+            number, items, outputs, level, timeout_us = repeated.meaning
+            priority = engine_priority(model, level)
+            return Request(number, items, True, found, outputs, priority, timeout_us, repeated)
     try:
         request = _decode(header)
     except NOT_JSON as e:
@@ -128,12 +137,31 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     outputs = _outputs(model, request)
     level, timeout_us = _scheduling(request.parameters)
     repeated = None
-    if kept is not None and batched and not any(a.dtype.kind == "b" for a in arrays.values()) and all(
-        isinstance(tensor.data, msgspec.UnsetType) for tensor in request.inputs
-    ):
-        repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us))
-        keep(model, kept, repeated)
+    if around is not None and batched and _comes_again(request, arrays, header, tail, around):
+        repeated = Repeated(arrays, (request.id, items, outputs, level, timeout_us), len(tail))
+        keep(model, around, repeated)
     return Request(request.id, items, batched, arrays, outputs, engine_priority(model, level), timeout_us, repeated)
+
+
+def _comes_again(
+    request: RequestBody, arrays: dict[str, NDArray[Any]], header: memoryview, tail: memoryview,
+    around: tuple[bytes, bytes],
+) -> bool:  # fmt: skip
+    """Whether the same JSON means the same with other numbers: all of them follow it, or are its one list."""
+    if len(tail):
+        unset = all(isinstance(tensor.data, msgspec.UnsetType) for tensor in request.inputs)
+        return unset and not any(a.dtype.kind == "b" for a in arrays.values())
+    data = request.inputs[0].data
+    return len(arrays) == 1 and isinstance(data, msgspec.Raw) and starts_at(data, header, around)
+
+
+def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] | None:
+    """None: they are not what they were; the long way says what is wrong with them."""
+    name, dtype, count, _, shape = repeated.tensors[0]
+    try:
+        return {name: _numbers(text, dtype, count, name).reshape(shape)}
+    except RequestError:
+        return None
 
 
 def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
@@ -196,7 +224,7 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     return np.frombuffer(piece, spec.dtype).reshape(shape)
 
 
-def _numbers(data: msgspec.Raw, dtype: np.dtype[Any], count: int, where: str) -> NDArray[Any]:
+def _numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], count: int, where: str) -> NDArray[Any]:
     """JSON numbers, flat or nested: the protocol allows both."""
     kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has a kind of its own
     try:
@@ -209,8 +237,9 @@ def _numbers(data: msgspec.Raw, dtype: np.dtype[Any], count: int, where: str) ->
             values = _LISTS[kind](_encode(_flatten(nested, where)))
         if len(values) != count:
             raise RequestError(f"{where} has {len(values)} values; its shape wants {_short(count)}")
+        if dtype.char in "efd":  # NumPy, and "@", would make a number beyond the range infinite without a word
+            return np.frombuffer(struct.pack(f"={count}{dtype.char}", *values), dtype)
         if kind == "f":
-            # In two steps: from a list, a number beyond the range would become infinite without a word.
             with np.errstate(over="raise"):
                 return np.array(values, np.float64).astype(dtype)
         return np.array(values, dtype)
@@ -315,7 +344,13 @@ def encode(
     """
     repeated = request.repeated
     if repeated is not None and repeated.answer is not None:
-        return [repeated.answer, *(_raw(results[output.name]) for output in request.outputs)], len(repeated.answer)
+        known = repeated.answer
+        if len(known) == 1:
+            return [known[0], *(_raw(results[output.name]) for output in request.outputs)], len(known[0])
+        pieces: list[bytes | memoryview] = [known[0]]
+        for output, text in zip(request.outputs, known[1:], strict=True):
+            pieces += (_encode(_values(results[output.name])), text)
+        return pieces, None
     tensors: list[ResponseTensor] = []
     tail: list[bytes | memoryview] = []
     for output in request.outputs:
@@ -329,13 +364,24 @@ def encode(
             tail.append(data)
             tensors.append(ResponseTensor(output.name, name, shape, {"binary_data_size": len(data)}))
         else:
-            flat = array.reshape(-1)
-            values = (flat.astype(np.float32) if name in ("FP16", "BF16") else flat).tolist()
-            tensors.append(ResponseTensor(output.name, name, shape, data=values))
+            tensors.append(ResponseTensor(output.name, name, shape, data=_values(array)))
     header = _encode(ResponseBody(model.name, version, tensors, request.id))
-    if repeated is not None and all(output.binary and not output.classes for output in request.outputs):
-        repeated.answer = header
+    if repeated is not None and not any(output.classes for output in request.outputs):
+        if len(tail) == len(tensors):
+            repeated.answer = [header]
+        elif not tail:
+            for tensor in tensors:
+                tensor.data = []
+            # No text of a JSON string reads like this: quotation marks in it are escaped.
+            empty = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
+            repeated.answer = [b'%b"data":' % text for text in empty[:-1]] + empty[-1:]
     return [header, *tail], len(header) if tail else None
+
+
+def _values(array: NDArray[Any]) -> list[Any]:
+    """As JSON has them."""
+    flat: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).reshape(-1).tolist()
+    return flat
 
 
 def _raw(array: NDArray[Any]) -> memoryview:

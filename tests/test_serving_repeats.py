@@ -106,3 +106,86 @@ def test_what_is_remembered_is_bounded_and_goes_with_the_model():
     del model
     gc.collect()
     assert len(repeats._repeats) < before
+
+
+def in_json(model, arrays, parameters, before="", after=""):
+    """A request with its tensors as lists of numbers, and more text around the first one."""
+    tensors = []
+    for name, array in arrays.items():
+        data = json.dumps(array.reshape(-1).tolist())
+        kind, shape = NAMES[array.dtype.name], list(array.shape)
+        tensors.append(f'{{"name":"{name}","datatype":"{kind}",{before}"shape":{shape},"data": {data}{after}}}')
+    return f'{{"inputs": [{", ".join(tensors)}], "parameters": {json.dumps(parameters)}}}'.encode()
+
+
+@given(
+    dtypes=some.lists(some.sampled_from(DTYPES), min_size=1, max_size=2),
+    items=some.integers(1, 4),
+    binary=some.booleans(),
+)
+def test_numbers_in_json_are_read_anew_and_the_rest_is_known(dtypes, items, binary):
+    model, parameters = make_model(dtypes), {"binary_data_output": binary}
+    for k in range(3):
+        _, arrays = make_request(model, items, parameters)
+        body = in_json(model, arrays, parameters)
+        again, first = decode(model, body, None), decode(make_model(dtypes), body, None)
+        assert facts(again) == facts(first)
+        assert (again.repeated is not None) == (len(dtypes) == 1)
+        for name, array in arrays.items():
+            assert again.inputs[name].dtype == array.dtype
+            np.testing.assert_array_equal(again.inputs[name], array)
+        assert written(model, again, arrays) == written(model, first, arrays)
+        if len(dtypes) == 1 and k:
+            assert again.repeated is decode(model, body, None).repeated
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"parameters":{"data":[0,0]},', ""),  # a list that is somebody else's
+        ("", ',"parameters":{"data":[0,0]}'),
+        ('"parameters":{"a":"\\"data\\":[0,0]"},', ""),
+        ('"parameters":{"a":"data"},', ""),
+    ],
+)
+def test_only_the_tensors_own_list_may_differ(before, after):
+    model = make_model(["float32"])
+    for k in range(3):
+        array = np.full((1, 1, 2), k, np.float32)
+        body = in_json(model, {"t0": array}, {}, before.replace("0,0", f"{k}.0, {k}.0"), after)
+        np.testing.assert_array_equal(decode(model, body, None).inputs["t0"], array)
+    other = body.replace(b"[2.0, 2.0]", b"[7.0, 7.0]", 1)
+    expected = decode(make_model(["float32"]), other, None).inputs["t0"]
+    np.testing.assert_array_equal(decode(model, other, None).inputs["t0"], expected)
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "[1,, 2]", '["1", 2]', "[1, 1e39]", "[1, true]", "[[1, 2]", "[1, 2}"])
+def test_wrong_numbers_are_told_as_if_nothing_were_known(text):
+    model = make_model(["float32"])
+    body = in_json(model, {"t0": np.ones((1, 1, 2), np.float32)}, {})
+    assert decode(model, body, None).repeated is not None
+    wrong = body.replace(b"[1.0, 1.0]", text.encode())
+    said = []
+    for each in (model, make_model(["float32"])):
+        with pytest.raises(RequestError) as caught:
+            decode(each, wrong, None)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_numbers_are_rounded_as_numpy_does_and_never_to_infinity():
+    for name in ("float16", "float32", "float64"):
+        dtype = np.dtype(name)
+        model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec((3,), dtype)}, outputs={"y": TensorSpec((1,))})
+        kind = {"float16": "FP16", "float32": "FP32", "float64": "FP64"}[name]
+        values = [0.1, -1 / 3, float(np.finfo(dtype).max)]
+
+        def body(values, kind=kind):
+            tensor = {"name": "x", "shape": [1, 3], "datatype": kind, "data": values}
+            return json.dumps({"inputs": [tensor]}).encode()
+
+        found = decode(model, body(values), None).inputs["x"][0]
+        np.testing.assert_array_equal(found, np.array(values).astype(dtype))
+        if name != "float64":
+            with pytest.raises(RequestError, match="out of the range"):
+                decode(model, body([0.0, 0.0, 1.01 * values[2]]), None)
