@@ -38,6 +38,7 @@ from scheduler.state import (
     F_WRITE,
     FLIGHT_N,
     GAIN,
+    K_NS,
     LAST_NS,
     LAUNCHES,
     LEAVING_N,
@@ -109,7 +110,7 @@ def watch_gain(s: State, now: int) -> None:
 @inlined
 def watch_queue(s: State, now: int) -> None:
     """How many jobs have been waiting, on average over about QUEUE_NS."""
-    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
+    part = min(1.0, (now - s.t[LAST_NS]) / s.t[K_NS])
     s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
 
 

@@ -29,6 +29,9 @@ from scheduler.state import (
     FLIGHT_N,
     LAUNCH_NS,
     LAUNCHES,
+    K_LONG,
+    K_MOST,
+    K_PATIENCE,
     LOOK_AHEAD,
     MAX_ACTIVE,
     NEVER,
@@ -42,6 +45,7 @@ from scheduler.state import (
     REFRESH,
     REFRESH_AT,
     SEGMENTS_DONE,
+    STREAMS_QUEUED,
     TIMELESS,
     TOP_PRIORITY,
     VIRTUAL,
@@ -116,7 +120,7 @@ def take_stream(s: State, lane: int) -> None:
     at = QUEUES + lane % OWN_STREAMS
     if not s.g[WHOLE_ALWAYS]:
         at = 0
-        for k in range(QUEUES):
+        for k in range(s.g[STREAMS_QUEUED]):
             if s.stream_jobs[k] < s.stream_jobs[at]:
                 at = k
             if s.stream_jobs[at] == 0:
@@ -273,7 +277,9 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     lane = int(s.ready[0])
     if not full and s.g[ACTIVE_N] > 0:
         demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
-        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - 2.0 * demand)
+        growth = min(s.t[WAITING] / s.t[K_LONG], s.t[K_MOST]) * max(0.0, 1.0 - 2.0 * demand)
+        m = s.lane[lane].model
+        if s.lane[lane].taken < s.size[m, s.model[m].n_sizes - 1].batch: growth = (1.0 + growth) * s.t[K_PATIENCE] - 1.0
         full = s.t[DEMAND] + demand > s.t[DEMAND_LIMIT] * (1.0 + growth)
         if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
             return NONE
