@@ -33,6 +33,7 @@ from scheduler.model import Model
 from scheduler.state import COMPLETION, Limits, State, front_rows
 
 _DRAIN = 256  # completions read at once
+_MANY = 16  # those that keep lanes are read early from so many on: fewer cost throughput, and make for small batches
 _REMEMBERED_CLIENTS = 4096
 
 Entry = list[int]  # a completion: see front_calls.E_…
@@ -97,6 +98,7 @@ class FrontEnd:
         self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
         self.watchers: list[Callable[[Any], None]] = []  # see every completion of this front end: traces
         self.counters: list[Callable[[Any], None]] = []  # the same, many at a time (COMPLETION)
+        self._failed: Exception | None = None  # while a completion was answered, and nobody was told
         self.closed = False  # the core is gone: nothing is posted any more
 
     # -- in
@@ -129,6 +131,8 @@ class FrontEnd:
     def claim(self, loaded: Loaded) -> tuple[int, int] | None:
         """A slot to write inputs into at once, or None: stage them."""
         found = calls.claim(self._view, loaded.row)
+        if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
+            found = calls.claim(self._view, loaded.row)
         return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(
@@ -193,14 +197,41 @@ class FrontEnd:
 
     def drain(self) -> int:
         """Answers every completion that is there; how many."""
-        total = 0
         with self._draining:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.wake_fd)
-            while not self.closed and (n := calls.take(self._view, self._numbers)):
-                total += n
-                self._answer(n)
+            total = self._take()
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
+            return total
+
+    def _take(self) -> int:
+        total = 0
+        while not self.closed and (n := calls.take(self._view, self._numbers)):
+            total += n
+            self._answer(n)
         return total
+
+    def _read_now(self, many: int) -> bool:
+        """Answers what is there if it is as much as that: before a request that finds no lane open. Whether it did.
+
+        All lanes of its model may be held by answers that nobody has read: an event loop with many connections reads
+        those when it has been through them, and the GPU has nothing to do meanwhile. Not while somebody answers, who
+        may be the caller of this.
+        """
+        ring = self.state.ring[self.front]
+        there = int(ring[st.DONE_TAIL, 0]) - int(ring[st.DONE_HEAD, 0])
+        if there < many or not self._draining.acquire(blocking=False):
+            return False
+        try:
+            return self._take() > 0
+        except Exception as e:  # the caller's request has nothing to do with it: who reads next will say it
+            self._failed = e
+            os.eventfd_write(self.wake_fd, 1)
+            return True
+        finally:
+            self._draining.release()
 
     def _answer(self, n: int) -> None:
         entries = self._entries[:n]

@@ -204,6 +204,9 @@ class FastConnection(Connection):
             finish: Callable[[Entry], None] = work if request.items == 1 else Item(work, k)
             item = {key: inputs[key][k] for key in model.inputs}
             work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, finish))
+            if work.over:  # an earlier item has failed meanwhile
+                work.front.cancel(work.pending[-1])
+                break
 
     # -- out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -689,3 +690,48 @@ def test_a_policy_that_says_how_many_jobs_run_at_once_is_obeyed(active):
         engine.set_policy(wanted)
         assert engine.state.g[st.MAX_ACTIVE] == active
         assert np.isinf(engine.state.t[st.DEMAND_LIMIT])
+
+
+def until_completed(engine, n):
+    """Nobody reads answers meanwhile, as where an event loop is busy with something else."""
+    end = time.monotonic() + 30
+    while engine.stats()["models"]["scale"]["completed"] < n:
+        assert time.monotonic() < end, "a request waits for a lane that nothing but an unread answer holds"
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_a_request_that_finds_no_lane_open_reads_the_answers_that_hold_them(engine, lanes):
+    engine.load(scale_model(batch=(1,), lanes=lanes))
+    x, answers = {"x": np.arange(64, dtype=np.float32)}, []
+    for n in range(1, 21):
+        engine._submit(engine._find("scale"), x, None, None, None, lambda entry: answers.append(engine._result(entry)))
+        until_completed(engine, n)
+        assert len(answers) >= n - lanes
+    engine._front.drain()
+    assert len(answers) == 20
+    assert all((found["y"] == 2 * x["x"]).all() for found in answers)
+    engine.unload("scale")
+    check_at_rest(engine.state)
+
+
+def test_an_answer_that_fails_is_told_by_who_reads_next_and_not_by_a_request_beside_it(engine):
+    engine.load(scale_model(batch=(1,), lanes=1))
+    x = {"x": np.arange(64, dtype=np.float32)}
+
+    def fails(entry):
+        raise ZeroDivisionError("not the other's fault")
+
+    engine._submit(engine._find("scale"), x, None, None, None, fails)
+    until_completed(engine, 1)
+    told = []
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        found = await engine.infer("scale", x)
+        while not told:
+            await asyncio.sleep(0.001)
+        return found
+
+    np.testing.assert_array_equal(asyncio.run(main())["y"], 2 * x["x"])
+    assert [type(each) for each in told] == [ZeroDivisionError]

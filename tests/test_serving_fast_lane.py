@@ -14,6 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as some
 from serving_server import infer_body, running
 
+from scheduler.errors import QueueFullError
 from serving import fast_lane
 
 
@@ -207,3 +208,23 @@ def test_a_body_that_is_too_large_is_a_413(server):
         head = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n"
         client.send(head + b" " * 100_001)
         assert client.answer()[0] == 413
+
+
+def test_items_behind_one_that_has_failed_are_not_submitted(server, monkeypatch):
+    submitted, submit = [], server.engine._submit
+
+    def second_fails(*request):
+        submitted.append(submit(*request))
+        if len(submitted) == 2:
+            request[-1].answer(QueueFullError("no room"))
+        return submitted[-1]
+
+    monkeypatch.setattr(server.engine, "_submit", second_fails)
+    with Client(server) as client:
+        client.send(post(1.0, 1, items=4))
+        status, _, body = client.answer()
+        assert (status, json.loads(body)) == (503, {"error": "no room"})
+        assert len(submitted) == 2
+        client.send(post(2.0, 2, items=4))
+        check(client.answer(), 2.0, 2, items=4)
+    server.wait_until(lambda: not server.engine._front.waiting)
