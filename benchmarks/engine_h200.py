@@ -234,10 +234,7 @@ class Bench:
 
 
 def sizes(quick: bool) -> tuple[tuple[Kind, ...], int, int, float]:
-    """Models, requests at light load and at saturation, and seconds of the others.
-
-    At saturation so many that the end, when those are left that were put off, is a small part of it.
-    """
+    """Models, requests at light load and at saturation, and seconds of the others."""
     return (QUICK, 20, 60, 0.02) if quick else (KINDS, 200, 12000, 0.8)
 
 
@@ -257,7 +254,7 @@ def streams_alone(args: argparse.Namespace) -> None:
     layers = choose_layers(args.device, kinds)
     bench = Bench(args.device, kinds, layers, (1,), args.lanes, 8)
     bench.saturate("streams", max(20, n_sat // 10), 64, 99)  # warm
-    found = [bench.saturate("streams", n_sat, 64, seed).throughput for seed in range(args.seeds)]
+    found = [bench.saturate("streams", n_sat, 64, seed).steady_throughput for seed in range(args.seeds)]
     rows = mixed(bench, "streams", float(np.median(found)), seconds, args.seeds, "streams")
     bench.engine.close()
     facts = {"layers": layers, "saturation": found, "mixed": rows, "checked": bench.checked, "wrong": bench.wrong}
@@ -297,14 +294,14 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
         name = "streams, 32 queues" if policy == "streams" else policy
         found["saturation"][name] = []
         for seed in seeds:
-            found["saturation"][name].append(plain.saturate(policy, n_sat, 64, seed).throughput)
+            found["saturation"][name].append(plain.saturate(policy, n_sat, 64, seed).steady_throughput)
             step(f"saturation, {name}")
         found["mixed"] += mixed(plain, policy, base, seconds, args.seeds, name)
         step(f"mixed load, {name}")
     found["active"] = {}
     for active in ACTIVE:
         fixed = replace(find_policy("srpt"), active=active)
-        found["active"][active] = [plain.saturate(fixed, n_sat, 64, seed).throughput for seed in seeds]
+        found["active"][active] = [plain.saturate(fixed, n_sat, 64, seed).steady_throughput for seed in seeds]
         step(f"saturation with {active} jobs at once")
     plain.engine.close()
     batched = Bench(args.device, kinds, layers, (1, 2, 4, 8), max(2, args.lanes // 2), args.active)
@@ -314,8 +311,8 @@ def measure(args: argparse.Namespace, progress: Progress, found: dict[str, Any])
     for policy in ("srpt", "slack"):
         found["batched"][policy] = []
         for seed in seeds:
-            full = batched.saturate(policy, 2 * n_sat, 256, seed)
-            found["batched"][policy].append(full.throughput)
+            full = batched.saturate(policy, 3 * n_sat, 512, seed)
+            found["batched"][policy].append(full.steady_throughput)
             found.setdefault("batched_mean", []).append(float(full.batch.mean()))
             step(f"saturation with batches, {policy}")
             run = batched.offer(policy, 0.95 * base, max(40, int(0.95 * base * seconds)), seed)

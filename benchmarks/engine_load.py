@@ -160,6 +160,19 @@ class Run:
     def throughput(self) -> float:
         return float((self.status == st.OK).sum() / self.took_ns * 1e9)
 
+    @property
+    def steady_throughput(self) -> float:
+        """While as many were outstanding as might be: from half of the answers on, until the last request was sent.
+
+        Policies put some requests off. Until those fill the queue too much is counted, and in the end, when only they
+        are left, too little.
+        """
+        finish = np.sort((self.arrival_ns + self.latency_ns)[self.status == st.OK])
+        begin, end = finish[len(finish) // 2], self.arrival_ns.max()
+        if end <= begin:
+            return self.throughput
+        return float(((finish > begin) & (finish <= end)).sum() / (end - begin) * 1e9)
+
 
 class Generator:
     """Drives one engine. `inputs[m]` holds the inputs a request of model m may have, one per row."""

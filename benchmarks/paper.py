@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ import paellapy as pp
 from instrument.errors import PaellaError
 from scheduler.core_models import save_profiles
 from scheduler.policies.paella import with_threshold
+from scheduler.policy import Policy, find_policy
 
-RATES = (1000, 2000, 3000, 4000, 5000, 6000, 7000)
-BATCHED_RATES = (2000, 4000, 6000, 8000, 10000, 12000, 15000, 18000)
+RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
+BATCHED_RATES = (1000, 2000, 3000, 4000, 5000, 6000, 8000, 12000, 16000)
 THRESHOLDS_MS = (0.0, 1.0, 3.0, 10.0, 30.0, 1e6)
 HP_RATE = 250.0
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -116,11 +117,31 @@ def saturation(o: Options) -> Iterator[Point]:
             many = system.setup in (BATCHED, BATCHER)
 
             def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
-                n = 60 if o.tiny else int((12000 if m else 5000) * o.seconds)
-                return loaded.summary(loaded.saturate(which, n, 512 if m else 96, s))
+                # So many that the requests a policy puts off fill the queue in less than half of the run.
+                n = 60 if o.tiny else 40_000 if m else 12_000
+                done = loaded.saturate(which, n, 2048 if m else 96, s)
+                return {**loaded.summary(done), "throughput": done.steady_throughput}
 
             if system.setup != KERNELS or seed == 0:
                 yield Point(f"saturation|{name}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
+
+
+def beyond(o: Options) -> Iterator[Point]:
+    """More than the GPU can do, with deadlines at four times the time alone: who cannot be in time any more is refused."""
+    kinds = TINY if o.tiny else FIG11
+    loads = ((PLAIN, "slack", (10_000, 14_000)), (BATCHED, "slack, batches", (24_000, 36_000)))
+    for seed, (setup, name, rates) in itertools.product(range(o.seeds), loads):
+        for rate in (200,) if o.tiny else rates:
+
+            def run(loaded: Loaded, r: int = rate, s: int = seed, which: System = SYSTEMS[name]) -> dict[str, Any]:
+                at, model, input_number = fig11_requests(loaded.share, s, 1.5, r, o.seconds)
+                due = [int(4 * ns) for ns in loaded.alone_ns]
+                done = loaded.offer(
+                    which.policy, at, model, input_number, which.active, deadline_ns=due, may_fail=True
+                )
+                return loaded.summary(done)
+
+            yield Point(f"beyond|{name}|{rate}|{seed}", kinds, setup, (0,) * len(kinds), run)
 
 
 def light(o: Options) -> Iterator[Point]:
@@ -168,20 +189,22 @@ def best_effort(o: Options) -> Iterator[Point]:
     beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
     setup = Setup((1,), 4)
     fine = Setup((1,), 4, quantum_us=50.0)
-    systems = {
+    one_ahead = replace(find_policy("priority"), look_ahead=1)
+    systems: dict[str, tuple[Setup, str | Policy, tuple[int, int], int]] = {
         "alone": (setup, "streams", (0, 0), 0),
         "streams": (setup, "streams", (0, 0), 1),
         "stream priorities": (setup, "streams", (1, 0), 1),
         "gate": (setup, "priority", (1, 0), 1),
-        "gate, two best-effort jobs": (setup, "priority", (1, 0), 2),
+        "gate, one segment ahead": (setup, one_ahead, (1, 0), 1),
+        "gate, one segment ahead, two best-effort jobs": (setup, one_ahead, (1, 0), 2),
         "gate, 50 µs": (fine, "priority", (1, 0), 1),
-        "gate, 50 µs, two best-effort jobs": (fine, "priority", (1, 0), 2),
+        "gate, 50 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
         range(o.seeds), beside, systems.items()
     ):
 
-        def run(loaded: Loaded, p: str = policy, s: int = seed, k: int = loops) -> dict[str, Any]:
+        def run(loaded: Loaded, p: str | Policy = policy, s: int = seed, k: int = loops) -> dict[str, Any]:
             rng = np.random.default_rng(s)
             rate = 20.0 if o.tiny else HP_RATE
             n = max(20, int(rate * o.seconds * 2))
@@ -193,7 +216,7 @@ def best_effort(o: Options) -> Iterator[Point]:
             us = both.latency_ns[:n] / 1e3
             found = {"hp_p50_us": float(np.quantile(us, 0.5)), "hp_p99_us": float(np.quantile(us, 0.99))}
             be_alone = loaded.offer(  # in one piece each, as it would run with the GPU to itself
-                "streams", np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), loops=[1] * max(k, 1),
+                "streams", np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), loops=[1, 1],
                 until_ns=int(0.5e9 * o.seconds), loop_room=room,
             )  # fmt: skip
             found["be_per_s"] = (len(both.model) - n) / both.took_ns * 1e9
@@ -257,8 +280,8 @@ def disb(o: Options) -> Iterator[Point]:
 
 
 EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
-    "light": light, "saturation": saturation, "active": active, "fig11": fig11, "best_effort": best_effort,
-    "fig12": fig12, "disb": disb,
+    "light": light, "saturation": saturation, "active": active, "fig11": fig11, "beyond": beyond,
+    "best_effort": best_effort, "fig12": fig12, "disb": disb,
 }  # fmt: skip
 
 

@@ -35,8 +35,8 @@ class Setup:
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
 PLAIN = Setup((1,), 12)
 DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwise
-BATCHED = Setup((1, 2, 4, 8), 6)
-BATCHER = Setup((1, 2, 4, 8), 1)
+BATCHED = Setup((1, 2, 4, 8, 16, 32), 5)
+BATCHER = Setup((1, 2, 4, 8, 16, 32), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
 
 SETUPS = {"plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}

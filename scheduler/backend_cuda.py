@@ -36,7 +36,9 @@ from scheduler.program import Cuts, Marks, Program
 from scheduler.shared import SharedBlock
 from scheduler.state import State
 
-_LINGER_NS = 1_000_000  # the loop spins on for this long after its last work: the next request finds it awake
+# The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
+# to be woken takes longer than many a kernel. Left alone it sleeps after that.
+_LINGER_NS = 10_000_000
 _WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
 _NOT_READY = 600
 _GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues hold about a thousand

@@ -38,7 +38,6 @@ from scheduler.state import (
     F_WRITE,
     FLIGHT_N,
     GAIN,
-    K_NS,
     LAST_NS,
     LAUNCHES,
     LEAVING_N,
@@ -63,7 +62,7 @@ __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 CROWDED = 2.6  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
-QUEUE_NS = 2e7  # how far back a queue is looked at
+QUEUE_NS = 5e7  # how far back a queue is looked at
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
@@ -110,7 +109,7 @@ def watch_gain(s: State, now: int) -> None:
 @inlined
 def watch_queue(s: State, now: int) -> None:
     """How many jobs have been waiting, on average over about QUEUE_NS."""
-    part = min(1.0, (now - s.t[LAST_NS]) / s.t[K_NS])
+    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
     s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
 
 

@@ -29,9 +29,6 @@ from scheduler.state import (
     FLIGHT_N,
     LAUNCH_NS,
     LAUNCHES,
-    K_LONG,
-    K_MOST,
-    K_PATIENCE,
     LOOK_AHEAD,
     MAX_ACTIVE,
     NEVER,
@@ -45,7 +42,6 @@ from scheduler.state import (
     REFRESH,
     REFRESH_AT,
     SEGMENTS_DONE,
-    STREAMS_QUEUED,
     TIMELESS,
     TOP_PRIORITY,
     VIRTUAL,
@@ -54,7 +50,6 @@ from scheduler.state import (
     WHOLE_ALWAYS,
     WHOLE_IDLE,
     WHOLE_LAUNCHES,
-    WHOLE_QUEUED,
     State,
 )
 
@@ -63,9 +58,11 @@ CLOCK_MONOTONIC = 1
 
 # A burst is over soonest for most where few jobs share the GPU. A queue that stays is another matter: then what the GPU
 # does in all counts for more than how fast each job gets on, and that still grows with the jobs that share it, as long
-# as each leaves most of the GPU idle: on the H200 12 small ones at once did 0.89 of what 48 do, 24 of them 0.98.
-LONG_QUEUE = 16.0  # jobs waiting for as long as `core.watch_queue` looks back: twice as much may be demanded
-MOST_GROWTH = 3.0
+# as each leaves most of the GPU idle: on the H200 16 small ones at once did 0.80 of what 48 do, 32 of them 0.96.
+LONG_QUEUE = 4.0  # jobs waiting for as long as `core.watch_queue` looks back: twice as much may be demanded
+MOST_GROWTH = 6.0
+STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
+SHORT_JOB = 16  # which are those of so many segments
 
 # --- occupancy: what launched segments hold -------------------------------------------------------------------------
 
@@ -120,7 +117,7 @@ def take_stream(s: State, lane: int) -> None:
     at = QUEUES + lane % OWN_STREAMS
     if not s.g[WHOLE_ALWAYS]:
         at = 0
-        for k in range(s.g[STREAMS_QUEUED]):
+        for k in range(QUEUES):
             if s.stream_jobs[k] < s.stream_jobs[at]:
                 at = k
             if s.stream_jobs[at] == 0:
@@ -185,7 +182,7 @@ def feed(s: State, lane: int, now: int) -> bool:
     if a.issued == 0:
         alone = s.g[READY_N] == 0 and s.g[QUEUED_N] == 0 and s.g[FLIGHT_N] == 0 and s.g[ACTIVE_N] == 1
         # Where a queue stays, turns come by jobs anyway, and every segment costs the GPU a node and the host a launch.
-        queue = s.t[WAITING] >= LONG_QUEUE and a.segments <= s.g[WHOLE_QUEUED]
+        queue = s.t[WAITING] >= STEADY_QUEUE and a.segments <= SHORT_JOB
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
         first = a.priority >= s.g[TOP_PRIORITY]
         if s.g[WHOLE_ALWAYS] or (first and (queue or (s.g[WHOLE_IDLE] and alone))):
@@ -277,9 +274,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     lane = int(s.ready[0])
     if not full and s.g[ACTIVE_N] > 0:
         demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
-        growth = min(s.t[WAITING] / s.t[K_LONG], s.t[K_MOST]) * max(0.0, 1.0 - 2.0 * demand)
-        m = s.lane[lane].model
-        if s.lane[lane].taken < s.size[m, s.model[m].n_sizes - 1].batch: growth = (1.0 + growth) * s.t[K_PATIENCE] - 1.0
+        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - 2.0 * demand)
         full = s.t[DEMAND] + demand > s.t[DEMAND_LIMIT] * (1.0 + growth)
         if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
             return NONE

@@ -68,15 +68,15 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, WHOLE_QUEUED, STREAMS_QUEUED) = range(42)  # fmt: skip
-G_SIZE = 42
+ TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY) = range(40)  # fmt: skip
+G_SIZE = 40
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
 # goes; the jobs that queued requests will make (in full batches), and the jobs that have been waiting of late
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, K_LONG, K_MOST, K_PATIENCE, K_NS) = range(17)  # fmt: skip
-T_SIZE = 17
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING) = range(13)  # fmt: skip
+T_SIZE = 13
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -518,9 +518,6 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.g[MAX_ACTIVE] = 8
     state.g[LOOK_AHEAD] = 2
     state.g[WHOLE_IDLE] = 1
-    state.g[WHOLE_QUEUED] = 8
-    state.g[STREAMS_QUEUED] = QUEUES
-    state.t[K_LONG], state.t[K_MOST], state.t[K_PATIENCE], state.t[K_NS] = 16.0, 3.0, 1.0, 2e7
     state.g[REFRESH] = 3
     state.g[COPIER] = NONE
     state.t[GAIN] = 1.0

@@ -485,7 +485,7 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
 def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
     models = [profile(segments=2, lanes=60, demand={1: 0.1})]
-    bench = Bench(models, policy="fifo", demand=0.2, limits=limits)
+    bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
     for _ in range(60):
         bench.submit()
     bench.step()
@@ -494,13 +494,34 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 6  # 0.2 times 1 + 3 times 0.8, and no more
+    assert len(bench.running) == 11  # 0.2 times 1 + 6 times 0.8, and no more
     bench.run_dry()
-    bench.step(100_000_000)
+    bench.step(500_000_000)
     for _ in range(4):
         bench.submit()
     bench.step()
     assert len(bench.running) == 2
+
+
+def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -> None:
+    limits = replace(LIMITS, lanes=80, lanes_per_model=40, requests=80, segments=20)
+    models = [profile("short", segments=2, lanes=40), profile("long", segments=20, lanes=2)]
+    bench = Bench(models, policy=replace(find_policy("fifo"), active=2), limits=limits)
+    for k in range(40):
+        bench.submit(1 if k in (2, 3) else 0)
+    bench.step()
+    assert st.WHOLE not in sum(bench.history.values(), [])  # a burst changes nothing
+    for _ in range(60):
+        bench.step(1_000_000)
+    for _ in range(30):
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step()
+    launched: dict[int, set[int]] = {0: set(), 1: set()}
+    for lane, launches in bench.history.items():
+        launched[int(bench.state.lane["model"][lane])] |= set(launches)
+    assert launched == {0: {st.WHOLE}, 1: set(range(20))}
+    bench.run_dry()
 
 
 def test_a_queue_does_not_crowd_the_gpu_with_jobs_that_fill_it() -> None:
