@@ -127,7 +127,7 @@ def saturation(o: Options) -> Iterator[Point]:
 
 
 def beyond(o: Options) -> Iterator[Point]:
-    """More than the GPU can do, with deadlines at four times the time alone: who cannot be in time any more is refused."""
+    """More than the GPU can do, with deadlines at four times the time alone: who comes too late for that is refused."""
     kinds = TINY if o.tiny else FIG11
     loads = ((PLAIN, "slack", (10_000, 14_000)), (BATCHED, "slack, batches", (24_000, 36_000)))
     for seed, (setup, name, rates) in itertools.product(range(o.seeds), loads):
