@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import select
 import threading
@@ -88,9 +89,8 @@ class FrontEnd:
         self._rows = deque(front_rows(limits, front))
         self._all_rows = len(self._rows)
         self._pending: dict[int, Pending] = {}
-        self._serial = 0
+        self._serials = itertools.count(1)
         self._clients: dict[Hashable, tuple[int, int]] = {}
-        self._lock = threading.Lock()
         self._draining = threading.Lock()
         self._numbers = np.zeros((_DRAIN, calls.COMPLETION_WORDS), np.int64)
         self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
@@ -123,9 +123,7 @@ class FrontEnd:
             raise QueueFullError(
                 f"{self._all_rows} requests are waiting or running already; try again later"
             ) from None
-        with self._lock:
-            self._serial += 1
-            pending.serial = self._serial
+        pending.serial = next(self._serials)
         self._pending[pending.row] = pending
 
     def claim(self, loaded: Loaded) -> tuple[int, int] | None:

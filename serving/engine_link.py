@@ -58,7 +58,9 @@ class RemoteRegistry(Catalogue):
         entry = self.find(name, version)
         if self.engine.link is None:
             raise EngineAwayError(AWAY)
-        if entry.state != READY and entry.wanted and entry.reason == "not loaded yet":
+        if entry.state == READY and entry.model is not None:
+            return entry.model
+        if entry.wanted and entry.reason == "not loaded yet":
             raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
         return super().ready(name, version)
 

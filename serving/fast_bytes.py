@@ -98,7 +98,7 @@ def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> Non
             except OSError:  # no room; or the client has left, as the transport is about to see
                 sent = 0
     if sent < size:
-        transport.write(b"".join(_after(pieces, sent)))
+        transport.write(b"".join(_after(pieces, sent) if sent else pieces))
 
 
 def _after(pieces: list[bytes | memoryview], sent: int) -> list[bytes | memoryview]:

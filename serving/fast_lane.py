@@ -13,11 +13,9 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 from instrument.errors import PaellaError
-from scheduler.frontend import Entry
 from scheduler.model import Model
 from serving.connections import Connection
 from serving.errors import retry_after_s, status_of
@@ -199,11 +197,14 @@ class FastConnection(Connection):
         work.front.attach(self._loop)
         client = work.head.client or None
         inputs = request.inputs
+        if request.items == 1:
+            item = {key: inputs[key][0] for key in model.inputs}
+            work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, work))
+            return
         work.left = request.items
         for k in range(request.items):
-            finish: Callable[[Entry], None] = work if request.items == 1 else Item(work, k)
             item = {key: inputs[key][k] for key in model.inputs}
-            work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, finish))
+            work.pending.append(engine._submit(loaded, item, deadline_ms, request.priority, client, Item(work, k)))
             if work.over:  # an earlier item has failed meanwhile
                 work.front.cancel(work.pending[-1])
                 break
