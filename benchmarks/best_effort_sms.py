@@ -37,7 +37,7 @@ compiled = numba.njit(nogil=True, error_model="numpy")
 
 HP_LANES = 4
 RATE = 250.0
-SMS = (16, 32, 48, 64, 96)
+SMS = (16, 32, 64)
 QUANTUM_US = 80.0
 _LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
 

@@ -276,7 +276,7 @@ def disb(o: Options) -> Iterator[Point]:
                 "rt_p99_slowdown": float(np.quantile((done.latency_ns / loaded.alone_ns[done.model])[is_rt], 0.99)),
             }  # fmt: skip
 
-        yield Point(f"disb|{name}|{system}|{seed}", kinds, Setup((1,), 4), priorities, run)
+        yield Point(f"disb|{name}|{system}|{seed}", kinds, Setup((1,), 2), priorities, run)
 
 
 EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
