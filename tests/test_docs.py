@@ -85,6 +85,12 @@ def test_the_serving_page_quotes_the_floor() -> None:
         for ratio in ("ratio_per_s", "ratio_p50"):
             cells.append(", ".join(f"{row[ratio]:.2f}" for kind, row in by_kind.items() if kind != "floor"))
         assert f"| {label} | {' | '.join(cells)} |" in page
+    files = ("serving_floor", "serving_floor_second", "serving_floor_third", "serving_floor_busy")
+    runs = [json.loads((ROOT / "benchmarks" / "results" / f"{f}.json").read_text())["results"]["cases"] for f in files]
+    for kind in ("small binary", "small JSON", "large binary"):
+        per_s = ", ".join(f"{run[f'{kind}, 32 clients']['2']['ratio_per_s']:.2f}" for run in runs)
+        p50 = ", ".join(f"{run[f'{kind}, 1 client']['one']['ratio_p50']:.2f}" for run in runs)
+        assert f"| {kind} | {per_s} | {p50} |" in page
 
 
 def test_pictures_and_their_captions_come_from_the_shipped_traces(tmp_path: Path) -> None:
