@@ -11,8 +11,8 @@ from engine_load import Generator, Run
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
-from scheduler import core
 from scheduler import state as st
+from scheduler.core_crowd import CROWDED
 from scheduler.core_models import ModelProfile
 from scheduler.engine import Engine
 from scheduler.policy import Policy
@@ -56,15 +56,15 @@ SYSTEMS = {
     "streams, 32 queues": System(PLAIN, "streams"),
     "srpt, 8 active": System(PLAIN, "srpt", 8),
     "edf, 8 active": System(PLAIN, "edf", 8),
-    "srpt": System(PLAIN, "srpt", core.CROWDED),
-    "edf": System(PLAIN, "edf", core.CROWDED),
-    "slack": System(PLAIN, "slack", core.CROWDED),
-    "paella": System(PLAIN, "paella", core.CROWDED),
+    "srpt": System(PLAIN, "srpt", CROWDED),
+    "edf": System(PLAIN, "edf", CROWDED),
+    "slack": System(PLAIN, "slack", CROWDED),
+    "paella": System(PLAIN, "paella", CROWDED),
     "dynamic batcher": System(BATCHER, "streams"),
-    "srpt, batches": System(BATCHED, "srpt", core.CROWDED),
-    "edf, batches": System(BATCHED, "edf", core.CROWDED),
-    "slack, batches": System(BATCHED, "slack", core.CROWDED),
-    "paella, batches": System(BATCHED, "paella", core.CROWDED),
+    "srpt, batches": System(BATCHED, "srpt", CROWDED),
+    "edf, batches": System(BATCHED, "edf", CROWDED),
+    "slack, batches": System(BATCHED, "slack", CROWDED),
+    "paella, batches": System(BATCHED, "paella", CROWDED),
     "kernel by kernel, srpt": System(KERNELS, "srpt", 8),  # last: it takes longest
 }
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled, inlined
 from scheduler.atomics import call_write, exchange_at, load_at
+from scheduler.core_crowd import watch_queue
 from scheduler.core_dispatch import choose, measure, poll, read_clock
 from scheduler.core_lanes import look_at_held, take_out
 from scheduler.core_predict import predict, predict_finish
@@ -44,14 +45,12 @@ from scheduler.state import (
     LIVE,
     LOOK_AHEAD,
     MAX_ACTIVE,
-    QUEUED_JOBS,
     READY_N,
     RUNNING,
     SEGMENTS_DONE,
     SERVED_NS,
     STEPS,
     TIMELESS,
-    WAITING,
     WHOLE_ALWAYS,
     State,
     Words,
@@ -61,8 +60,6 @@ __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-CROWDED = 2.6  # jobs share the GPU until they would keep this many busy: kernels of one wait for each other meanwhile
-QUEUE_NS = 5e7  # how far back a queue is looked at
 WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
@@ -104,13 +101,6 @@ def watch_gain(s: State, now: int) -> None:
             s.t[GAIN] += 0.25 * (min(max(s.t[SERVED_NS] / s.t[BUSY_NS], 0.25), 64.0) - s.t[GAIN])
             s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
     s.t[LAST_NS] = now
-
-
-@inlined
-def watch_queue(s: State, now: int) -> None:
-    """How many jobs have been waiting, on average over about QUEUE_NS."""
-    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
-    s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
 
 
 @compiled

@@ -39,6 +39,7 @@ from scheduler.state import (
     RUNNING,
     SHARES,
     SLOTTED,
+    STANDING,
     TOUCHED_N,
     UNUSED,
     State,
@@ -197,7 +198,8 @@ def _check_lanes(s: State) -> None:
             _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
             ahead = a["issued"] - a["done"]
             _require(ahead <= max(s.g[LOOK_AHEAD], 1) + (s.g[LOOK_AHEAD] == 1), "a lane runs too far ahead", lane)
-            _require(ahead > 0 or a["ready_at"] >= 0, "a lane is forgotten", lane)
+            standing = a["active_at"] >= 0 and s.g[STANDING] > 0  # back for a short one, which is in flight
+            _require(ahead > 0 or a["ready_at"] >= 0 or standing, "a lane is forgotten", lane)
         if a["state"] in (FREE, HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
             _require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)

@@ -12,6 +12,15 @@ from numpy.typing import NDArray
 
 from instrument.device.heaps import inlined
 from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
+from scheduler.core_crowd import (
+    count_room,
+    find_shortest,
+    has_room,
+    in_one_piece,
+    is_much_longer,
+    look_ahead,
+    stands_back,
+)
 from scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
 from scheduler.core_requests import charge, fill_lane_job, rank_lane
 from scheduler.state import (
@@ -20,7 +29,6 @@ from scheduler.state import (
     CHANGED,
     DECISIONS,
     DEMAND,
-    DEMAND_LIMIT,
     ERROR,
     F_ADMIT,
     F_CLOCK,
@@ -45,7 +53,6 @@ from scheduler.state import (
     TIMELESS,
     TOP_PRIORITY,
     VIRTUAL,
-    WAITING,
     WHOLE,
     WHOLE_ALWAYS,
     WHOLE_IDLE,
@@ -55,14 +62,6 @@ from scheduler.state import (
 
 _ZERO = np.uint64(0)
 CLOCK_MONOTONIC = 1
-
-# A burst is over soonest for most where few jobs share the GPU. A queue that stays is another matter: then what the GPU
-# does in all counts for more than how fast each job gets on, and that still grows with the jobs that share it, as long
-# as each leaves most of the GPU idle: on the H200 16 small ones at once did 0.80 of what 48 do, 32 of them 0.96.
-LONG_QUEUE = 4.0  # jobs waiting for as long as `core.watch_queue` looks back: twice as much may be demanded
-MOST_GROWTH = 6.0
-STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
-SHORT_JOB = 16  # which are those of so many segments
 
 # --- occupancy: what launched segments hold -------------------------------------------------------------------------
 
@@ -181,14 +180,12 @@ def feed(s: State, lane: int, now: int) -> bool:
     a = s.lane[lane]
     if a.issued == 0:
         alone = s.g[READY_N] == 0 and s.g[QUEUED_N] == 0 and s.g[FLIGHT_N] == 0 and s.g[ACTIVE_N] == 1
-        # Where a queue stays, turns come by jobs anyway, and every segment costs the GPU a node and the host a launch.
-        queue = s.t[WAITING] >= STEADY_QUEUE and a.segments <= SHORT_JOB
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
         first = a.priority >= s.g[TOP_PRIORITY]
-        if s.g[WHOLE_ALWAYS] or (first and (queue or (s.g[WHOLE_IDLE] and alone))):
+        if s.g[WHOLE_ALWAYS] or (first and (in_one_piece(s, lane) or (s.g[WHOLE_IDLE] and alone))):
             a.whole = 1
             a.segments = 1
-    while a.issued < a.segments and a.issued - a.done < s.g[LOOK_AHEAD] + a.draining:
+    while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
         if not launch(s, lane, now):
             return False
     return True
@@ -273,9 +270,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     refresh(s, n, now)
     lane = int(s.ready[0])
     if not full and s.g[ACTIVE_N] > 0:
-        demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
-        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - 2.0 * demand)
-        full = s.t[DEMAND] + demand > s.t[DEMAND_LIMIT] * (1.0 + growth)
+        full = not has_room(s, lane)
         if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
             return NONE
     other = NONE
@@ -309,20 +304,24 @@ def choose(s: State, now: int) -> bool:
     n = s.g[REFRESH]
     swaps = s.g[PREEMPTIONS] + s.g[MAX_ACTIVE]
     k = NONE
+    find_shortest(s)
     while k < s.g[ACTIVE_N]:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
             lane = next_turn(s, n, swaps, now)
             if lane < 0:
                 k = 0
+                count_room(s)
                 continue
             n = 0
-            if not activate(s, lane):
+            if not activate(s, lane) or is_much_longer(s, lane):
                 continue
         else:
             lane = s.active[k]
             if not goes_on(s, lane, now):  # another lane has moved to k
                 continue
             k += 1
+            if stands_back(s, lane):
+                continue
         if not feed(s, lane, now):
             return False
     s.g[CHANGED] = 0

@@ -24,6 +24,7 @@ from instrument.errors import PaellaError
 from scheduler import core
 from scheduler import state as st
 from scheduler.backend import Backend
+from scheduler.core_crowd import CROWDED
 from scheduler.core_models import remove
 from scheduler.engine_stats import engine_stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
@@ -175,7 +176,7 @@ class Engine(Requester):
         if found.active is None:
             most = len(self.state.lane)
             self.state.g[st.MAX_ACTIVE] = most if self.max_active is None else min(self.max_active, most)
-            self.state.t[st.DEMAND_LIMIT] = core.CROWDED if self.max_active is None else math.inf
+            self.state.t[st.DEMAND_LIMIT] = CROWDED if self.max_active is None else math.inf
         return found
 
     def stats(self) -> dict[str, Any]:

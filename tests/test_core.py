@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -494,7 +495,7 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 11  # 0.2 times 1 + 6 times 0.8, and no more
+    assert len(bench.running) == 4  # 0.2 times 1 + 1.5 times 0.8, and no more
     bench.run_dry()
     bench.step(500_000_000)
     for _ in range(4):
@@ -521,6 +522,75 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     for lane, launches in bench.history.items():
         launched[int(bench.state.lane["model"][lane])] |= set(launches)
     assert launched == {0: {st.WHOLE}, 1: set(range(20))}
+    bench.run_dry()
+
+
+def crowd_of_long_jobs(policy: str = "srpt") -> Bench:
+    """Eleven jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
+    limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
+    each = {"demand": {1: 0.1}}
+    models = [profile("short", segments=2, lanes=8, **each), profile("long", segments=20, lanes=60, **each)]
+    bench = Bench(models, policy=replace(find_policy(policy), active=60), demand=0.5, limits=limits)
+    for _ in range(60):
+        bench.submit(1)
+    for _ in range(60):
+        bench.step(1_000_000)
+    bench.finish_segment(bench.running[0])
+    bench.step()
+    assert len(bench.running) == 11  # 0.5 times 1 + 1.5 times 0.8
+    return bench
+
+
+def test_in_a_crowd_long_jobs_stand_back_for_a_short_one() -> None:
+    bench = crowd_of_long_jobs()
+    bench.submit(0)
+    bench.step()
+    short = lane_of(bench, 0)
+    assert bench.history[short] == [0]  # one segment ahead is enough in a crowd
+    for _ in range(3):
+        for lane in [lane for lane in bench.running if lane != short]:
+            bench.finish_segment(lane)
+        bench.step()
+    assert len(bench.running) == 5  # what they would be without a queue: 0.5, the short one among them
+    bench.finish_segment(short)
+    bench.step()
+    assert bench.history[short] == [0, 1]
+    bench.finish_segment(short)
+    bench.step()
+    assert len(bench.running) == 11  # it is done: all of them go on
+    bench.run_dry()
+
+
+def test_where_short_jobs_are_the_load_nobody_stands_back_for_them() -> None:
+    bench = crowd_of_long_jobs()
+    bench.submit(0)
+    bench.step()
+    short = lane_of(bench, 0)
+    for k in range(60):  # there is one to stand back for all the time
+        for lane in [lane for lane in bench.running if lane != short and k % 4 == 0]:
+            bench.finish_segment(lane)
+        bench.step(1_000_000)
+    assert len(bench.running) > 5
+    bench.run_dry()
+
+
+def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
+    limits = replace(LIMITS, lanes=64, lanes_per_model=30, requests=160)
+    sizes = {1: 0.1, 4: 0.1}
+    models = [profile("plain", lanes=30, demand={1: 0.1}), profile("batches", batch=(1, 4), lanes=30, demand=sizes)]
+    bench = Bench(models, policy=replace(find_policy("fifo"), active=60), demand=0.2, limits=limits)
+    for _ in range(40):
+        bench.submit(0)
+    for _ in range(60):
+        bench.step(1_000_000)
+    bench.submit(1)  # the only one of its model: three slots are free
+    for _ in range(200):
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step(1_000)
+        running = bench.state.lane["model"][bench.running]
+        if (running == 1).any():
+            assert len(running) <= 2 or bench.state.t[st.WAITING] < 1
     bench.run_dry()
 
 
@@ -676,7 +746,7 @@ actions = st_.lists(
         st_.tuples(st_.just("segment"), st_.integers(0, 15)),
         st_.tuples(st_.just("segment"), st_.integers(0, 15)),
         st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000])),
-        st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000])),
+        st_.tuples(st_.just("step"), st_.sampled_from([0, 1, 400, 2000, 50_000_000])),
         st_.tuples(st_.just("write")),
         st_.tuples(st_.just("read")),
     ),
@@ -722,7 +792,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     models=st_.lists(profiles, min_size=1, max_size=4),
     name=st_.sampled_from([*policy_names(), careful]),
     hold=st_.booleans(),
-    demand=st_.sampled_from([0.0, 1.0, 2.0, np.inf]),
+    demand=st_.sampled_from([0.0, 0.4, 1.0, 2.0, np.inf]),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
@@ -754,11 +824,28 @@ def test_whatever_happens_each_request_completes_exactly_once(
         assert sorted(bench.closed) == list(range(len(models)))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(script=actions, name=st_.sampled_from(["srpt", "paella", "slack", "edf"]), end=st_.sampled_from(["", "drain"]))
+def test_in_a_crowd_too_each_request_completes_exactly_once(
+    script: list[tuple[object, ...]], name: str, end: str
+) -> None:
+    bench = crowd_of_long_jobs(name)
+    two = [(entry[0], cast(int, entry[1]) % 2, *entry[2:]) if entry[0] == "submit" else entry for entry in script]
+    submitted = 60 + play(bench, two)
+    for lane in bench.running[::2]:
+        bench.finish_segment(lane)
+    bench.step(50_000_000)
+    if end == "drain":
+        bench.tell(st.DRAIN)
+    bench.run_dry()
+    assert len(bench.done) == submitted
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     models=st_.lists(profiles, min_size=1, max_size=4),
     name=st_.sampled_from(policy_names()),
-    demand=st_.sampled_from([0.0, 1.0, np.inf]),
+    demand=st_.sampled_from([0.0, 0.4, 1.0, np.inf]),
     script=actions,
 )
 def test_the_gpu_is_never_idle_while_somebody_waits(

@@ -1,0 +1,119 @@
+"""How many jobs share the GPU in the core, and who stands back where that would slow a short one.
+
+Jobs share the GPU until together they would keep DEMAND_LIMIT GPUs busy: a burst is over soonest for most where few of
+them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job gets
+on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6, 12 and
+24 small ones at once did 0.75, 0.94 and 1.00 of what 48 do. So the limit grows while a queue stays, for jobs that are
+as large as they can get: a batch that is not full gains more by waiting.
+
+In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long stand back
+for it between their segments, down to the limit without a queue; unless short ones are there most of the time: then
+they are the load, and to hold back the others all the time would only cost throughput.
+"""
+
+from __future__ import annotations
+
+from instrument.device.heaps import inlined
+from scheduler.state import (
+    ACTIVE_N,
+    DEMAND,
+    DEMAND_LIMIT,
+    LAST_NS,
+    LOOK_AHEAD,
+    QUEUED_JOBS,
+    READY_N,
+    ROOM,
+    SHORT_OFTEN,
+    SHORTEST_NS,
+    STANDING,
+    WAITING,
+    State,
+)
+
+CROWDED = 2.6  # the limit where the engine decides
+QUEUE_NS = 5e7  # how far back is looked
+LONG_QUEUE = 4.0  # jobs waiting for that long: twice as much may be demanded
+MOST_GROWTH = 1.5  # programs that keep the GPU busy 0.2 of their time fill it to 0.99 when they are 20
+STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
+SHORT_JOB = 16  # which are those of so many segments
+MUCH_LONGER = 3.0  # so many times as long as another, a job stands back for it,
+OFTEN = 0.6  # unless there is one to stand back for so much of the time
+
+
+@inlined
+def watch_queue(s: State, now: int) -> None:
+    """How many jobs have been waiting, and how often some had to stand back, on average over about QUEUE_NS."""
+    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
+    s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
+    s.t[SHORT_OFTEN] += part * ((1.0 if s.g[STANDING] > 0 else 0.0) - s.t[SHORT_OFTEN])
+
+
+@inlined
+def has_room(s: State, lane: int) -> bool:
+    """Whether a lane may be active beside those that are, by what they demand."""
+    m = s.lane[lane].model
+    demand = s.size[m, s.lane[lane].size].demand
+    growth = 0.0
+    if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
+        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - 2.0 * demand)
+    return bool(s.t[DEMAND] + demand <= s.t[DEMAND_LIMIT] * (1.0 + growth))
+
+
+@inlined
+def in_one_piece(s: State, lane: int) -> bool:
+    """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
+    and the host a launch. Not in a crowd that may have to stand back.
+    """
+    crowd = s.t[DEMAND] > s.t[DEMAND_LIMIT] and s.t[SHORT_OFTEN] < OFTEN
+    return bool(s.t[WAITING] >= STEADY_QUEUE and s.lane[lane].segments <= SHORT_JOB and not crowd)
+
+
+@inlined
+def look_ahead(s: State) -> int:
+    """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
+    already cannot stand back.
+    """
+    return 1 if s.t[DEMAND] > s.t[DEMAND_LIMIT] else int(s.g[LOOK_AHEAD])
+
+
+@inlined
+def length_ns(s: State, lane: int) -> float:
+    return float(s.size[s.lane[lane].model, s.lane[lane].size].total_ns)
+
+
+@inlined
+def find_shortest(s: State) -> None:
+    s.t[SHORTEST_NS] = s.g[STANDING] = 0
+    if s.t[DEMAND] > s.t[DEMAND_LIMIT]:
+        s.t[SHORTEST_NS] = length_ns(s, s.active[0])
+        for k in range(1, s.g[ACTIVE_N]):
+            s.t[SHORTEST_NS] = min(s.t[SHORTEST_NS], length_ns(s, s.active[k]))
+
+
+@inlined
+def is_much_longer(s: State, lane: int) -> bool:
+    """Than the shortest that is active, in a crowd."""
+    return bool(s.t[SHORTEST_NS] > 0.0 and length_ns(s, lane) >= MUCH_LONGER * s.t[SHORTEST_NS])
+
+
+@inlined
+def count_room(s: State) -> None:
+    """What the limit without a queue leaves to those that are much longer than the shortest."""
+    find_shortest(s)
+    s.t[ROOM] = s.t[DEMAND_LIMIT]
+    if s.t[SHORTEST_NS] > 0.0:
+        for k in range(s.g[ACTIVE_N]):
+            if not is_much_longer(s, s.active[k]):
+                s.t[ROOM] -= s.lane[s.active[k]].demand
+
+
+@inlined
+def stands_back(s: State, lane: int) -> bool:
+    """Whether the lane launches nothing for now; to be asked once for every active lane, after `count_room`."""
+    if not is_much_longer(s, lane):
+        return False
+    if s.lane[lane].demand <= s.t[ROOM]:
+        s.t[ROOM] -= s.lane[lane].demand
+        return False
+    s.g[STANDING] += 1
+    return bool(s.t[SHORT_OFTEN] < OFTEN)
