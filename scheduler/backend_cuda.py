@@ -41,6 +41,7 @@ from scheduler.state import State
 _LINGER_NS = 10_000_000
 _WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
 _NOT_READY = 600
+_CROWDED_RUNS = 4
 _GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues hold about a thousand
 _PORTABLE_MAPPED = 3  # of cuMemHostAlloc and of cuMemHostRegister alike
 
@@ -217,14 +218,17 @@ class CudaBackend(Backend):
         self.device.activate()
         cu = driver()
         streams = [each.handle for each in self._streams(lanes[0].program.model.priority)[: len(lanes)]]
-        for timed in (False, True):  # the first time warms up
+        times = []
+        for _ in range(_CROWDED_RUNS):
             began = time.perf_counter_ns()
-            for _ in range(rounds if timed else 1):
+            for _ in range(rounds):
                 for each, stream in zip(lanes, streams, strict=False):
                     check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
             for stream in streams:
                 check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
-        return (time.perf_counter_ns() - began) / (rounds * len(lanes))
+            times.append(time.perf_counter_ns() - began)
+        # The first warms up, and one that the host was late for took too long.
+        return min(times[1:]) / (rounds * len(lanes))
 
     def release(self, launches: Launches) -> None:
         self.device.activate()

@@ -58,6 +58,7 @@ class ModelProfile:
     queue_limit: int = 1 << 20
     # Part of the GPU that a batch of each size keeps busy, where it was measured; else estimated from the segments.
     demand: Mapping[int, float] = field(default_factory=dict)
+    together: Mapping[int, int] = field(default_factory=dict)  # how many ran at once to measure that
     about: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ def load_profiles(path: Path) -> list[ModelProfile]:
                     **model,
                     "sizes": {int(b): [SegmentProfile(**each) for each in s] for b, s in model["sizes"].items()},
                     "demand": {int(b): float(part) for b, part in model.get("demand", {}).items()},
+                    "together": {int(b): int(n) for b, n in model.get("together", {}).items()},
                 }
             )
             for model in json.loads(path.read_text())["models"]

@@ -119,7 +119,7 @@ class Loader:
         if alone and not known.demand and len(loaded.lanes) > 1:
             crowd = [launches[-1] for launches in loaded.launches[:_CROWD]]
             demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
-            known = replace(known, demand=min(max(demand, 0.01), 1.0))
+            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
             profiles.store(where, known)
         loaded.profiles.append(known)
         for program in (loaded.launches[0][-1].program, sliced, first):

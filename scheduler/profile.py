@@ -28,6 +28,7 @@ class ProgramProfile:
     cuts: Cuts  # kernels that are launched in slices
     chain: bool
     demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
+    together: int = 0  # with so many at once
 
     @property
     def segmented_ns(self) -> float:
@@ -63,6 +64,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
         lanes=lanes,
         queue_limit=queue_limit,
         demand={each.batch: each.demand for each in programs if each.demand},
+        together={each.batch: each.together for each in programs if each.together},
     )
 
 
@@ -92,6 +94,7 @@ def load(where: str) -> ProgramProfile | None:
             cuts={int(k): tuple((int(a), int(b)) for a, b in parts) for k, parts in found["cuts"].items()},
             chain=found["chain"],
             demand=found["demand"],
+            together=found["together"],
         )
     except (ValueError, KeyError, TypeError):
         return None

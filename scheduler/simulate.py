@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.device.heaps import heap_push
 from instrument.device.parts import Part, part
@@ -22,6 +21,7 @@ from instrument.errors import NoDeviceError
 from scheduler import fluid
 from scheduler import state as st
 from scheduler.core import attach_policy
+from scheduler.core_crowd import CROWDED
 from scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
 from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
@@ -34,6 +34,7 @@ HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nod
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
 BINS = 400
+CROWD = 8  # as many runs at once as demands are measured with, unless the profile says otherwise
 
 
 def simulate(
@@ -55,9 +56,11 @@ def simulate(
     `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
     every kernel on its SM, about a thousand times slower; with the models' own `kernels` the result has a `trace`.
     `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
-    busy, however many they are.
+    busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
+    demand was measured.
 
-    >>> from scheduler.core_models import ModelProfile, SegmentProfile
+    >>> from scheduler.core_crowd import CROWDED
+from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
     >>> net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 4})
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
@@ -79,13 +82,14 @@ def simulate(
     state = _state(models, len(arrivals) + len(clients))
     set_capacity(state, gpu)
     attach_policy(state, chosen)
+    if demand is None and chosen.active is None and all(each.demand for each in models):
+        demand = CROWDED
     if demand is not None:
         state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), demand
     for each in models:
         open_model(state, install(state, each)[0])
     timing = Timing.for_part(gpu)
-    use, work = resources(state, models, gpu, timing)
-    f = fluid.new_fluid(state, use, work, arrivals, clients, BINS)
+    f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     f.g[fluid.FREE_N] = len(state.request)
     f.t[fluid.HORIZON] = workload.seconds * 1e9
     f.t[fluid.BIN_NS] = max(1.0, workload.seconds * 1e9 / BINS)
@@ -150,11 +154,12 @@ def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
 
 def resources(
     state: st.State, models: Sequence[ModelProfile], gpu: Part, timing: Timing
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> fluid.Programs:
     """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
     n, sizes, segments = state.segment.shape
     use = np.zeros((n, sizes, segments + 1, 3))
     work = np.zeros((n, sizes, segments + 1))
+    busy = np.zeros((n, sizes))
     bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
     for m, model in enumerate(models):
         for k, (batch, program) in enumerate(model.sizes.items()):
@@ -171,10 +176,27 @@ def resources(
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
                 guess = (use[m, k, : len(program)].max(axis=1) * work[m, k, : len(program)]).sum() / total
-                use[m, k, : len(program)] *= model.demand[batch] / max(guess, 1e-9)
+                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch) or min(model.lanes, CROWD))
+                use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total
-    return use, work
+    return fluid.Programs(use, work, busy)
+
+
+def busy_alone(demand: float, together: int) -> float:
+    """The part of its time that a program wants the GPU, if `together` of them at once take `demand` of its time each.
+
+    >>> round(busy_alone(0.2, 5), 3), round(busy_alone(0.25, 8), 3), busy_alone(1.0, 8)
+    (0.0, 0.213, 0.995)
+    """
+    low, high = 0.0, fluid.MOST_BUSY
+    for _ in range(50):
+        busy = (low + high) / 2
+        if busy <= 0.0 or busy / (1 - (1 - busy) ** together) < demand:
+            low = busy
+        else:
+            high = busy
+    return max(high, 1e-6)
 
 
 def _more_records(f: fluid.Fluid) -> fluid.Fluid:
