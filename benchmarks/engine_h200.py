@@ -340,8 +340,14 @@ def judge(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
             for load in loads
             for policy in ("srpt", "slack")
         },
-        "saturation, srpt / streams": ("saturation", np.array(found["saturation"]["srpt"]) / streams, ">="),
-        "saturation with batches, srpt / streams": ("batching", np.array(found["batched"]["srpt"]) / streams, ">="),
+        **{
+            f"saturation, {policy} / streams": ("saturation", np.array(found["saturation"][policy]) / streams, ">=")
+            for policy in ("srpt", "slack")
+        },
+        **{
+            f"saturation with batches, {policy} / streams": ("batching", np.array(rates) / streams, ">=")
+            for policy, rates in found["batched"].items()
+        },
     }
     out = {}
     for name, (which, given, sign) in values.items():

@@ -157,3 +157,26 @@ def test_readme_quotes_what_scheduling_gains() -> None:
     for policy, digits in (("srpt", 1), ("streams", 0), ("streams, 32 queues", 0)):
         p99 = sorted(row["p99"] for row in rows if row["policy"] == policy and row["load"] == 0.8)
         assert f"{p99[0]:.{digits}f} to {p99[-1]:.{digits}f} times" in text, (policy, p99)
+
+
+def test_the_results_page_is_what_the_results_say(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
+    paper_report.report(ROOT / "benchmarks" / "results" / "paper.json", tmp_path)
+    assert (ROOT / "docs" / "results.md").read_text() == (tmp_path / "results.md").read_text()
+
+
+def test_the_scheduling_page_quotes_the_engine_on_the_gpu() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "engine_h200.json").read_text())["results"]
+    text = (ROOT / "docs" / "scheduling.md").read_text()
+    assert f"{found['checked']:,}" in text.replace("\n", " ")
+    targets = found["targets"]
+    for quoted in (
+        f"| {targets['light load, engine / one graph launch']['median']:.3f} |",
+        f"| {targets['p99 slowdown at 60%, srpt / streams']['median']:.3f} / ",
+        f" / {targets['saturation, slack / streams']['median']:.3f} |",
+        f"| {targets['saturation with batches, slack / streams']['median']:.2f} |",
+        f"| {targets['saturation with batches, srpt / streams']['median']:.2f} |",
+    ):
+        assert quoted in text, quoted
