@@ -18,8 +18,10 @@ from scheduler import state as st
 from scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from scheduler.core_dispatch import read_clock
 from scheduler.core_lanes import copy_inputs
+from scheduler.core_predict import predict
 from scheduler.engine import Engine
 from scheduler.loop import wakes
+from serving.admission import DECREASE, LARGEST, LATE
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -33,16 +35,46 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
         call_write(write, np.int32(bell), scratch.ctypes.data, np.uint64(8))
 
 
+# Columns of `window`, a row per model: requests that may be in flight and that are, the shortest latency yet, and when
+# the window was last made smaller. What `serving.admission` does, compiled.
+SIZE, IN_FLIGHT, SHORTEST, SINCE = range(4)
+
+
+@compiled
+def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, now: int) -> bool:
+    """Whether a request has room in its model's window, and would be in time by what the core predicts."""
+    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due:
+        return False
+    window[m, IN_FLIGHT] += 1
+    return True
+
+
+@compiled
+def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
+    """A request that was let in is done: the window follows its latency."""
+    used = window[m, IN_FLIGHT]
+    window[m, IN_FLIGHT] -= 1
+    took = float(finish - entered)
+    window[m, SHORTEST] = min(window[m, SHORTEST], took, float(limit))
+    if took > window[m, SHORTEST] + LATE * (limit - window[m, SHORTEST]):
+        if entered >= window[m, SINCE]:
+            window[m, SIZE] = max(1.0, window[m, SIZE] * DECREASE)
+            window[m, SINCE] = finish
+    elif used * 2 >= window[m, SIZE]:
+        window[m, SIZE] = min(LARGEST, window[m, SIZE] + 1.0 / window[m, SIZE])
+
+
 @compiled
 def drive(
-    s: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any, source: Any,
-    priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any, free: Any,
+    s: Any, ask: Any, window: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
+    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any, free: Any,
     buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any, bell: int, scratch: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
     Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
-    `until_ns` and until the others are done. Their requests are numbered from n on.
+    `until_ns` and until the others are done. Their requests are numbered from n on. With a `window` for every model
+    requests that would be late are refused when they come; `ask` is the state with a scratch row of its own.
     """
     room = model.shape[0]
     n_free = free.shape[0]
@@ -73,6 +105,10 @@ def drive(
             row = free[n_free - 1]
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
+            if window.shape[0] > 0 and not lets_in(ask, window, m, rows[m], priority[m], due, start + now):
+                status[i], finish[i] = st.QUEUE_FULL, arrival[i]
+                done += 1
+                continue
             while True:
                 # As a server does it: straight into a slot of the lane that is open, if one is.
                 at = rings.post(
@@ -99,6 +135,8 @@ def drive(
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.release(s.lane_hold, entry.lane, entry.slot)
+            if window.shape[0] > 0:
+                leaves(window, model[i], arrival[i], finish[i], deadline_ns[model[i]])
             free[n_free] = row
             n_free += 1
             if i < n:
@@ -211,8 +249,12 @@ class Generator:
         priority: Sequence[int] | None = None,
         deadline_ns: Sequence[int] | None = None,
         may_fail: bool = False,
+        admission: bool = False,
     ) -> Run:
-        """Sends what is due and waits for everything. `priority` and `deadline_ns` (0: none) are by model."""
+        """Sends what is due and waits for everything. `priority` and `deadline_ns` (0: none) are by model.
+
+        `admission`: as the server does it, what would miss its deadline is refused when it comes.
+        """
         n, state = len(at_ns), self.engine.state
         room = n + (loop_room if loops else 0)
         arrival, finish, size, status = (np.zeros(room, np.int64) for _ in range(4))
@@ -224,8 +266,13 @@ class Generator:
         bell = self.engine._backend._bell  # type: ignore[attr-defined]
         none = [0] * len(self.names)
         self._scratch[6:] = 0
+        window = np.zeros((len(self.names) if admission else 0, 4))
+        if admission:
+            window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]
+            window[:, SHORTEST] = np.inf
         sent = drive(
-            state, n, at_ns, models, whichs, np.array(loops, np.int64), until_ns, self._rows, self._source,
+            state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
+            np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, np.zeros(rows, np.int64), np.arange(rows), np.zeros(256, st.COMPLETION),
             outputs, arrival, finish, size, status, bell.word, bell.fd, self._scratch,

@@ -60,11 +60,13 @@ SYSTEMS = {
     "edf": System(PLAIN, "edf", CROWDED),
     "slack": System(PLAIN, "slack", CROWDED),
     "paella": System(PLAIN, "paella", CROWDED),
+    "hrrn": System(PLAIN, "hrrn", CROWDED),
     "dynamic batcher": System(BATCHER, "streams"),
     "srpt, batches": System(BATCHED, "srpt", CROWDED),
     "edf, batches": System(BATCHED, "edf", CROWDED),
     "slack, batches": System(BATCHED, "slack", CROWDED),
     "paella, batches": System(BATCHED, "paella", CROWDED),
+    "hrrn, batches": System(BATCHED, "hrrn", CROWDED),
     "kernel by kernel, srpt": System(KERNELS, "srpt", 8),  # last: it takes longest
 }
 

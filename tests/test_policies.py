@@ -12,7 +12,7 @@ from core_bench import Bench, profile
 
 from scheduler import policy_check
 from scheduler import state as st
-from scheduler.policies import edf, paella, priority, slack, srpt
+from scheduler.policies import edf, hrrn, paella, priority, slack, srpt
 from scheduler.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
 
 
@@ -47,6 +47,15 @@ def test_edf_prefers_the_earliest_deadline_and_makes_one_up_where_there_is_none(
     assert edf.rank(job(deadline_ns=st.NEVER, arrival_ns=1e9, total_ns=1e6)) == 1e9 + 4e6
 
 
+def test_hrrn_is_srpt_until_somebody_has_waited_for_several_times_its_length() -> None:
+    fresh, long = (job(now_ns=1e9, arrival_ns=1e9, total_ns=ns, remaining_ns=ns, batch=1) for ns in (1e6, 4e6))
+    assert hrrn.rank(fresh) < hrrn.rank(long)
+    waited = job(now_ns=1e9, arrival_ns=1e9 - 20e6, total_ns=4e6, remaining_ns=4e6, batch=1)
+    assert hrrn.rank(waited) < hrrn.rank(fresh)
+    full = job(now_ns=1e9, arrival_ns=1e9, total_ns=4e6, remaining_ns=4e6, batch=8)
+    assert hrrn.rank(full) < hrrn.rank(fresh)
+
+
 def test_priority_beats_arrival_and_stands_still_beside_a_higher_one() -> None:
     late, early = job(priority=1, arrival_ns=2e15), job(priority=0, arrival_ns=1e15)
     assert priority.rank(late) < priority.rank(early)
@@ -74,7 +83,7 @@ def test_slack_lets_nothing_wait_for_ever() -> None:
 
 
 def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
-    assert {name for name in policy_names() if not find_policy(name).timeless} == {"paella", "slack"}
+    assert {name for name in policy_names() if not find_policy(name).timeless} == {"hrrn", "paella", "slack"}
 
 
 def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> None:
