@@ -67,8 +67,9 @@ def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
 @compiled
 def drive(
     s: Any, ask: Any, window: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
-    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any, free: Any,
-    buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any, bell: int, scratch: Any,
+    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any,
+    free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any, bell: int,
+    scratch: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
