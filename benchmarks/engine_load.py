@@ -17,8 +17,8 @@ from scheduler import core_rings as rings
 from scheduler import state as st
 from scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from scheduler.core_dispatch import read_clock
-from scheduler.core_lanes import copy_inputs
 from scheduler.core_predict import predict
+from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
 from serving.admission import DECREASE, LARGEST, LATE

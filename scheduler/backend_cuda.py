@@ -18,16 +18,16 @@ from instrument.device.cuda import CudaDevice
 from instrument.device.cuda_memory import CudaArray, CudaStream
 from instrument.device.driver import check, driver, fail, library
 from instrument.errors import LaunchError, PaellaError
-from instrument.tracing import trace
 from scheduler import state as st
 from scheduler.backend import Backend, Bounds, Launches
 from scheduler.capture import ModelCapture
 from scheduler.copier import Copier
 from scheduler.cuda_capture import capture_program, cupy_in_arena
+from scheduler.cuda_engine_trace import CudaTrace
 from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
 from scheduler.cuda_loop import BROKEN, serve
 from scheduler.cuda_torch import TorchPool, torch_in_use
-from scheduler.engine_trace import TracedBlocks, TracedPiece
+from scheduler.engine_trace import TracedBlocks
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel, device_lock
 from scheduler.loop import Bell
@@ -121,7 +121,7 @@ class CudaBackend(Backend):
         self._stopping = False
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._trace: _CudaTrace | None = None
+        self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # while a model is rehearsed
 
     def default_memory_bytes(self) -> int:
@@ -333,7 +333,7 @@ class CudaBackend(Backend):
 
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
         with device_lock(self.device):
-            self._trace = _CudaTrace(self, records_per_sm, models)
+            self._trace = CudaTrace(self, records_per_sm, models)
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
         current, self._trace = self._trace, None
@@ -343,62 +343,3 @@ class CudaBackend(Backend):
 
     def to_trace_ns(self, host_ns: int) -> int:
         return self.device.to_device_ns(host_ns)
-
-
-class _CudaTrace:
-    """Every lane's graphs captured once more, from kernels that record; in place of the others while the trace runs."""
-
-    def __init__(self, backend: CudaBackend, records_per_sm: int, models: list[LoadedModel]) -> None:
-        self._backend = backend
-        self._inner = trace(records_per_sm, backend.device)
-        self._result = self._inner.__enter__()
-        self._pieces: list[TracedPiece] = []
-        self._traced: list[Launches] = []
-        self._plain: list[tuple[int, int, Launches]] = []
-        try:
-            for loaded in models:
-                for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
-                    for size, launches in enumerate(sizes):
-                        self._swap_in(loaded, lane, row, size, launches)
-        except BaseException:
-            self._swap_out({row for loaded in models for row in loaded.lane_rows})
-            self._inner.__exit__(None)
-            raise
-
-    def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
-        backend = self._backend
-        cuts = loaded.profiles[size].cuts
-        program, ids = backend.capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
-        try:
-            traced = backend.cut(program, plain.bounds, lane)
-        finally:
-            backend.discard(program)
-        self._traced.append(traced)
-        self._plain.append((row, size, plain))
-        self._write(row, size, traced)
-        for k, (first, end) in [*enumerate(plain.bounds), (st.WHOLE, (0, len(ids)))]:
-            launches = tuple(i for i in ids[first:end] if i)
-            self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
-
-    def _write(self, row: int, size: int, launches: Launches) -> None:
-        # Aligned words, read by the core at its next launch. Both variants use the same buffers and completion words,
-        # so a lane may change over between any two segments.
-        state = self._backend._state
-        for k, handle in enumerate(launches.handles):
-            state.launch["handle"][row, size, k] = handle
-        state.whole["handle"][row, size] = launches.whole
-
-    def _swap_out(self, rows: set[int]) -> None:
-        """`rows`: lanes that are still there."""
-        for row, size, plain in self._plain:
-            if row in rows:
-                self._write(row, size, plain)
-
-    def finish(self, rows: set[int]) -> TracedBlocks:
-        self._swap_out(rows)
-        # Leaving waits for the GPU, so nothing that records is in flight afterwards.
-        self._inner.__exit__(None)
-        for launches in self._traced:
-            self._backend.release(launches)
-        t = self._result
-        return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished)

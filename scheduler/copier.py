@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from instrument.device.heaps import compiled
 from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
-from scheduler.core_lanes import copy_inputs
 from scheduler.core_rings import address, bit_at, bit_of
+from scheduler.core_slots import copy_inputs
 from scheduler.loop import Bell, notice_edits, wakes
 from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, NONE, State, Words
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from instrument.device.heaps import compiled
 from scheduler.atomics import and_at, load_at, or_at, store_at
-from scheduler.core_lanes import put, take_out, touch
+from scheduler.core_lanes import take_out, touch
 from scheduler.core_rings import address, bit_at, bit_of, front_of
+from scheduler.core_slots import put
 from scheduler.state import (
     CANCELLED,
     CHANGED,

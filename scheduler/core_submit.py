@@ -9,9 +9,10 @@ import numpy as np
 from instrument.device.heaps import inlined
 from scheduler.atomics import load_at, store_at
 from scheduler.core_heaps import heap_add, queue_add
-from scheduler.core_lanes import ask, close_lane, count_queued, free_lane, put, touch, wait_for_copy
+from scheduler.core_lanes import ask, close_lane, free_lane, touch
 from scheduler.core_requests import called, checked_rank, complete, enter, fill_job, post_done
 from scheduler.core_rings import address
+from scheduler.core_slots import count_queued, put, wait_for_copy
 from scheduler.state import (
     ACTIVE_N,
     CANCEL,

@@ -10,7 +10,7 @@ from engine_models import scale_model
 
 from scheduler.copier import Copier
 from scheduler.core_check import check_at_rest
-from scheduler.core_lanes import LONG_COPY
+from scheduler.core_slots import LONG_COPY
 from scheduler.engine import Engine
 from scheduler.errors import DeadlineError
 
