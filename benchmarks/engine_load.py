@@ -153,13 +153,15 @@ def drive(
 
 
 @compiled
-def launch_alone(s: Any, lane: int, size: int, source: Any, times: Any, scratch: Any) -> None:
+def launch_alone(s: Any, lanes: Any, size: int, source: Any, times: Any, scratch: Any) -> None:
     """One launch of a lane's whole graph, seen complete by spinning on its word: nothing can be quicker.
 
-    With `source` the inputs are first copied to where the graph reads them, as for every request.
+    With `source` the inputs are first copied to where the graph reads them, as for every request. Several lanes take
+    turns, as they do in an engine.
     """
-    w = s.whole[lane, size]
     for k in range(times.shape[0]):
+        lane = lanes[k % lanes.shape[0]]
+        w = s.whole[lane, size]
         begin = read_clock(s, scratch)
         if source.shape[0] > 0:
             copy_inputs(s, source[k % source.shape[0]], lane, 0, s.lane[lane].model)
@@ -289,11 +291,12 @@ class Generator:
             int(self._scratch[7]),
         )  # fmt: skip
 
-    def alone_ns(self, model: int, size: int, repeats: int, copied: bool) -> NDArray[np.int64]:
+    def alone_ns(self, model: int, size: int, repeats: int, copied: bool, lanes: int = 1) -> NDArray[np.int64]:
         """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each."""
         times = np.zeros(repeats, np.int64)
         source = self._source[model, : len(self.inputs[model]) if copied else 0]
-        launch_alone(self.engine.state, self.loaded[model].lane_rows[0], size, source, times, self._scratch)
+        rows = np.array(self.loaded[model].lane_rows[:lanes], np.int64)
+        launch_alone(self.engine.state, rows, size, source, times, self._scratch)
         return times
 
 

@@ -156,13 +156,14 @@ def light(o: Options) -> Iterator[Point]:
             which = np.arange(n, dtype=np.int64) % VARIANTS
             one = loaded.offer("paella", np.zeros(n, np.int64), np.full(n, m, np.int64), which, outstanding=1)
             engine_us = float(np.median(one.latency_ns[n // 4 :])) / 1e3
-            graph_us = launch_us = float(loaded.alone_ns[m]) / 1e3
+            graph_us = launch_us = turns_us = float(loaded.alone_ns[m]) / 1e3
             if loaded.engine.device.name.startswith("cuda"):
-                graph_us, launch_us = (
-                    float(np.median(loaded.generator.alone_ns(m, 0, n, copied)[n // 4 :])) / 1e3
-                    for copied in (True, False)
+                graph_us, launch_us, turns_us = (
+                    float(np.median(loaded.generator.alone_ns(m, 0, n, copied, lanes)[n // 4 :])) / 1e3
+                    for copied, lanes in ((True, 1), (False, 1), (True, 2))
                 )
-            times = {"engine_us": engine_us, "graph_us": graph_us, "launch_us": launch_us}
+            # Two lanes in turn, as in the engine: what changing between their memory costs.
+            times = {"engine_us": engine_us, "graph_us": graph_us, "launch_us": launch_us, "turns_us": turns_us}
             found[kind.label] = {**times, "ratio": engine_us / graph_us}
         return found
 

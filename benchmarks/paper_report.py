@@ -131,10 +131,14 @@ def deadlines_text(points: dict[str, Any]) -> str:
 
 def light_text(points: dict[str, Any]) -> str:
     rows = [
-        [m, f"{v['launch_us']:.1f}", f"{v['graph_us']:.1f}", f"{v['engine_us']:.1f}", f"{v['ratio']:.3f}"]
+        [
+            m, f"{v['launch_us']:.1f}", f"{v['graph_us']:.1f}", f"{v['turns_us']:.1f}" if "turns_us" in v else "–",
+            f"{v['engine_us']:.1f}", f"{v['ratio']:.3f}",
+        ]
         for m, v in points["light"].items()
-    ]
-    head = ["model", "one graph launch, µs", "with the copy of its inputs", "through the engine", "÷ copy and launch"]
+    ]  # fmt: skip
+    head = ["model", "one graph launch, µs", "with the copy of its inputs", "two lanes in turn", "through the engine",
+            "÷ copy and launch"]  # fmt: skip
     return table(head, rows)
 
 
