@@ -269,6 +269,8 @@ class Generator:
         bell = self.engine._backend._bell  # type: ignore[attr-defined]
         none = [0] * len(self.names)
         self._scratch[6:] = 0
+        if admission and loops:
+            raise ValueError("closed loops ask again when they are answered: admission is for the others")
         window = np.zeros((len(self.names) if admission else 0, 4))
         if admission:
             window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]

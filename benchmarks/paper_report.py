@@ -118,7 +118,7 @@ def beyond_text(points: dict[str, Any], kind: str = "beyond") -> str:
     rows = [
         [system, f"{int(rate):,}/s", spread([100 * p["answered"] / p["offered"] for p in runs], 1),
          spread([p["p99_slowdown"] for p in runs]),
-         spread([100 * p["within_4x"] * p["offered"] / p["answered"] for p in runs], 1),
+         spread([100 * p["within_4x"] * p["offered"] / max(1, p["answered"]) for p in runs], 1),
          spread([p["throughput"] for p in runs], 0)]
         for (system, rate), runs in series(points, kind).items()
     ]  # fmt: skip

@@ -35,8 +35,7 @@ def simulate(
     `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`.
 
     >>> from paellapy import Poisson, simulate
-    >>> from scheduler.simulate_trace import OwnKernels
-from scheduler.simulate_mix import MIX, mix_profiles
+    >>> from scheduler.simulate_mix import MIX, mix_profiles
     >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
     True
     """

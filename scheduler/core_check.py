@@ -39,7 +39,6 @@ from scheduler.state import (
     RUNNING,
     SHARES,
     SLOTTED,
-    STANDING,
     TOUCHED_N,
     UNUSED,
     State,
@@ -198,7 +197,7 @@ def _check_lanes(s: State) -> None:
             _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
             ahead = a["issued"] - a["done"]
             _require(ahead <= max(s.g[LOOK_AHEAD], 1) + (s.g[LOOK_AHEAD] == 1), "a lane runs too far ahead", lane)
-            standing = a["active_at"] >= 0 and s.g[STANDING] > 0  # back for a short one, which is in flight
+            standing = a["active_at"] >= 0 and a["back"] and s.g[FLIGHT_N] > 0  # for a short one
             _require(ahead > 0 or a["ready_at"] >= 0 or standing, "a lane is forgotten", lane)
         if a["state"] in (FREE, HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])

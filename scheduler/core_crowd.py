@@ -6,9 +6,10 @@ on, and that still grows with the jobs that share it, as long as each leaves mos
 24 small ones at once did 0.75, 0.94 and 1.00 of what 48 do. So the limit grows while a queue stays, for jobs that are
 as large as they can get: a batch that is not full gains more by waiting.
 
-In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long stand back
-for it between their segments, down to the limit without a queue; unless short ones are there most of the time: then
-they are the load, and to hold back the others all the time would only cost throughput.
+In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long, and come
+after it by the policy's rank, stand back for it between their segments, the last by rank first, down to the limit
+without a queue; unless there is one to stand back for most of the time: then short ones are the load, and to hold back
+the others all the time would only cost throughput.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from scheduler.state import (
     DEMAND_LIMIT,
     LAST_NS,
     LOOK_AHEAD,
+    NONE,
     QUEUED_JOBS,
     READY_N,
-    ROOM,
     SHORT_OFTEN,
-    SHORTEST_NS,
     STANDING,
     WAITING,
     State,
@@ -36,6 +36,7 @@ LONG_QUEUE = 4.0  # jobs waiting for that long: twice as much may be demanded
 MOST_GROWTH = 1.5  # programs that keep the GPU busy 0.2 of their time fill it to 0.99 when they are 20
 STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
 SHORT_JOB = 16  # which are those of so many segments
+CROWD = 1.5  # times the limit is a crowd
 MUCH_LONGER = 3.0  # so many times as long as another, a job stands back for it,
 OFTEN = 0.6  # unless there is one to stand back for so much of the time
 
@@ -60,12 +61,18 @@ def has_room(s: State, lane: int) -> bool:
 
 
 @inlined
+def is_crowded(s: State) -> bool:
+    return bool(s.t[DEMAND] > CROWD * s.t[DEMAND_LIMIT])
+
+
+@inlined
 def in_one_piece(s: State, lane: int) -> bool:
     """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
     """
-    crowd = s.t[DEMAND] > s.t[DEMAND_LIMIT] and s.t[SHORT_OFTEN] < OFTEN
-    return bool(s.t[WAITING] >= STEADY_QUEUE and s.lane[lane].segments <= SHORT_JOB and not crowd)
+    if s.t[WAITING] < STEADY_QUEUE or s.lane[lane].segments > SHORT_JOB:
+        return False
+    return bool(s.t[SHORT_OFTEN] >= OFTEN or not is_crowded(s))
 
 
 @inlined
@@ -73,7 +80,7 @@ def look_ahead(s: State) -> int:
     """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
     already cannot stand back.
     """
-    return 1 if s.t[DEMAND] > s.t[DEMAND_LIMIT] else int(s.g[LOOK_AHEAD])
+    return 1 if is_crowded(s) else int(s.g[LOOK_AHEAD])
 
 
 @inlined
@@ -82,38 +89,51 @@ def length_ns(s: State, lane: int) -> float:
 
 
 @inlined
-def find_shortest(s: State) -> None:
-    s.t[SHORTEST_NS] = s.g[STANDING] = 0
-    if s.t[DEMAND] > s.t[DEMAND_LIMIT]:
-        s.t[SHORTEST_NS] = length_ns(s, s.active[0])
-        for k in range(1, s.g[ACTIVE_N]):
-            s.t[SHORTEST_NS] = min(s.t[SHORTEST_NS], length_ns(s, s.active[k]))
-
-
-@inlined
-def is_much_longer(s: State, lane: int) -> bool:
-    """Than the shortest that is active, in a crowd."""
-    return bool(s.t[SHORTEST_NS] > 0.0 and length_ns(s, lane) >= MUCH_LONGER * s.t[SHORTEST_NS])
-
-
-@inlined
-def count_room(s: State) -> None:
-    """What the limit without a queue leaves to those that are much longer than the shortest."""
-    find_shortest(s)
-    s.t[ROOM] = s.t[DEMAND_LIMIT]
-    if s.t[SHORTEST_NS] > 0.0:
+def find_shortest(s: State) -> int:
+    """The shortest active lane, in a crowd; else NONE."""
+    found = NONE
+    if is_crowded(s):
         for k in range(s.g[ACTIVE_N]):
-            if not is_much_longer(s, s.active[k]):
-                s.t[ROOM] -= s.lane[s.active[k]].demand
+            if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
+                found = s.active[k]
+    return int(found)
+
+
+@inlined
+def gives_way(s: State, lane: int, shortest: int) -> bool:
+    """Whether a lane may have to stand back for the shortest."""
+    if shortest < 0 or length_ns(s, lane) < MUCH_LONGER * length_ns(s, shortest):
+        return False
+    return bool(s.lane[lane].rank > s.lane[shortest].rank)
+
+
+@inlined
+def choose_who_stands_back(s: State) -> None:
+    """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
+    far as they fit into what the limit without a queue leaves them.
+    """
+    shortest = find_shortest(s)
+    s.g[STANDING] = 0
+    room = s.t[DEMAND_LIMIT]
+    for k in range(s.g[ACTIVE_N]):
+        a = s.lane[s.active[k]]
+        a.back = 1 if gives_way(s, s.active[k], shortest) else 0
+        s.g[STANDING] += a.back
+        if a.back == 0:
+            room -= a.demand
+    while s.g[STANDING] > 0:
+        best = NONE
+        for k in range(s.g[ACTIVE_N]):
+            lane = s.active[k]
+            if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
+                best = lane
+        room -= s.lane[best].demand
+        if room < 0.0:
+            break
+        s.lane[best].back = 0
+        s.g[STANDING] -= 1
 
 
 @inlined
 def stands_back(s: State, lane: int) -> bool:
-    """Whether the lane launches nothing for now; to be asked once for every active lane, after `count_room`."""
-    if not is_much_longer(s, lane):
-        return False
-    if s.lane[lane].demand <= s.t[ROOM]:
-        s.t[ROOM] -= s.lane[lane].demand
-        return False
-    s.g[STANDING] += 1
-    return bool(s.t[SHORT_OFTEN] < OFTEN)
+    return bool(s.lane[lane].back > 0 and s.t[SHORT_OFTEN] < OFTEN)

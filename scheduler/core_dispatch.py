@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from instrument.device.heaps import inlined
 from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
 from scheduler.core_crowd import (
-    count_room,
+    choose_who_stands_back,
     find_shortest,
+    gives_way,
     has_room,
     in_one_piece,
-    is_much_longer,
     look_ahead,
     stands_back,
 )
@@ -304,20 +304,21 @@ def choose(s: State, now: int) -> bool:
     n = s.g[REFRESH]
     swaps = s.g[PREEMPTIONS] + s.g[MAX_ACTIVE]
     k = NONE
-    find_shortest(s)
     while k < s.g[ACTIVE_N]:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
             lane = next_turn(s, n, swaps, now)
             if lane < 0:
                 k = 0
-                count_room(s)
+                choose_who_stands_back(s)
                 continue
             n = 0
-            if not activate(s, lane) or is_much_longer(s, lane):
+            if not activate(s, lane) or gives_way(s, lane, find_shortest(s)):
                 continue
         else:
             lane = s.active[k]
-            if not goes_on(s, lane, now):  # another lane has moved to k
+            if not goes_on(s, lane, now):  # another may have stood back for it
+                k = 0
+                choose_who_stands_back(s)
                 continue
             k += 1
             if stands_back(s, lane):

@@ -1,8 +1,8 @@
 """`simulate`: a workload on a simulated GPU, under the same core and policies that run a real one. Timing only.
 
-from scheduler.simulate_mix import MIX, mix_profiles
-result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
-print(result); result.plot()
+    from scheduler.simulate_mix import MIX, mix_profiles
+    result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
+    print(result); result.plot()
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def simulate(
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
     demand was measured.
 
-    >>> from scheduler.core_crowd import CROWDED
-from scheduler.core_models import ModelProfile, SegmentProfile
+    >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
     >>> net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 4})
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
@@ -176,7 +175,7 @@ def resources(
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
                 guess = (use[m, k, : len(program)].max(axis=1) * work[m, k, : len(program)]).sum() / total
-                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch) or min(model.lanes, CROWD))
+                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, CROWD))
                 use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total
@@ -186,17 +185,22 @@ def resources(
 def busy_alone(demand: float, together: int) -> float:
     """The part of its time that a program wants the GPU, if `together` of them at once take `demand` of its time each.
 
-    >>> round(busy_alone(0.2, 5), 3), round(busy_alone(0.25, 8), 3), busy_alone(1.0, 8)
-    (0.0, 0.213, 0.995)
+    A demand near 1 / together says only that hardly anybody waited. Then half of it is taken: so many that nobody could
+    have seen them wait are not free of cost.
+
+    >>> [round(busy_alone(*each), 3) for each in ((0.25, 8), (0.12, 8), (0.9, 1), (1.0, 8))]
+    [0.213, 0.06, 0.9, 0.995]
     """
-    low, high = 0.0, fluid.MOST_BUSY
+    if together <= 1:
+        return min(demand, fluid.MOST_BUSY)
+    low, high = demand / 2, fluid.MOST_BUSY
     for _ in range(50):
         busy = (low + high) / 2
-        if busy <= 0.0 or busy / (1 - (1 - busy) ** together) < demand:
+        if busy / (1 - (1 - busy) ** together) < demand:
             low = busy
         else:
             high = busy
-    return max(high, 1e-6)
+    return high
 
 
 def _more_records(f: fluid.Fluid) -> fluid.Fluid:

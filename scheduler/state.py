@@ -73,11 +73,11 @@ G_SIZE = 41
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
-# goes; the jobs that queued requests will make (in full batches), and the jobs that have been waiting of late; who
-# stands back for short jobs (core_crowd)
+# goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, and how
+# often some were to stand back for a short one
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, SHORTEST_NS, ROOM) = range(16)  # fmt: skip
-T_SIZE = 16
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN) = range(14)  # fmt: skip
+T_SIZE = 14
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -174,6 +174,7 @@ LANE = np.dtype(
         ("whole", "i8"),
         ("rank", "f8"),
         ("demand", "f8"),  # as counted in t[DEMAND] while it is active
+        ("back", "i8"),  # 1: stands back for a short one, if it is active
         ("ready_at", "i8"),  # index in State.ready, or NONE
         ("active_at", "i8"),  # in State.active
         ("flight_at", "i8"),  # in State.flight

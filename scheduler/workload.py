@@ -112,7 +112,7 @@ class Poisson(_OpenLoop):
     """Independent arrivals.
 
     >>> len(Poisson(1000, "m", duration=2).arrivals(["m"], seed=0))
-    1984
+    1977
     """
 
     __slots__ = ()

@@ -525,14 +525,15 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     bench.run_dry()
 
 
-def crowd_of_long_jobs(policy: str = "srpt") -> Bench:
+def crowd_of_long_jobs(policy: str = "srpt", deadline: int = st.NEVER) -> Bench:
     """Eleven jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
     limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
     each = {"demand": {1: 0.1}}
     models = [profile("short", segments=2, lanes=8, **each), profile("long", segments=20, lanes=60, **each)]
+    models.append(profile("other", segments=20, lanes=2, **each))
     bench = Bench(models, policy=replace(find_policy(policy), active=60), demand=0.5, limits=limits)
     for _ in range(60):
-        bench.submit(1)
+        bench.submit(1, deadline=deadline)
     for _ in range(60):
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
@@ -558,6 +559,42 @@ def test_in_a_crowd_long_jobs_stand_back_for_a_short_one() -> None:
     bench.finish_segment(short)
     bench.step()
     assert len(bench.running) == 11  # it is done: all of them go on
+    bench.run_dry()
+
+
+def test_who_is_first_by_the_policy_does_not_stand_back() -> None:
+    bench = crowd_of_long_jobs("edf", deadline=20_000_000_000)
+    bench.submit(0, deadline=10_000_000_000)
+    bench.step()
+    bench.submit(2, deadline=bench.now + 3_000_000)
+    bench.step()
+    lane = lane_of(bench, 2)
+    assert bench.history[lane] == [0]
+    for k in range(1, 6):
+        for each in bench.running:
+            if each != lane_of(bench, 0):
+                bench.finish_segment(each)
+        bench.step()
+        assert bench.history[lane] == list(range(k + 1))
+    bench.run_dry()
+
+
+def test_nobody_stands_back_for_a_job_that_the_policy_has_stopped() -> None:
+    limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
+    each = {"demand": {1: 0.1}}
+    models = [profile("low", segments=2, lanes=60, **each), profile("high", segments=20, lanes=8, priority=1, **each)]
+    bench = Bench(models, policy=replace(find_policy("priority"), active=60), demand=0.5, limits=limits)
+    for _ in range(60):
+        bench.submit(0)
+    for _ in range(60):
+        bench.step(1_000_000)
+    bench.finish_segment(bench.running[0])
+    bench.step()
+    for lane in bench.running:
+        bench.finish_segment(lane)
+    bench.submit(1, priority=1)
+    bench.step()
+    assert bench.history[lane_of(bench, 1)]
     bench.run_dry()
 
 

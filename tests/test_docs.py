@@ -180,3 +180,12 @@ def test_the_scheduling_page_quotes_the_engine_on_the_gpu() -> None:
         f"| {targets['saturation with batches, srpt / streams']['median']:.2f} |",
     ):
         assert quoted in text, quoted
+
+
+def test_the_scheduling_page_quotes_the_flood() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "flood.json").read_text())["results"]
+    text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
+    streams, ours, eight = (found[name] for name in ("streams", "srpt", "srpt, 8 jobs at once"))
+    assert f"p99 of {streams['short_p99_ms']:.1f} ms on streams and of {ours['short_p99_ms']:.1f} ms" in text
+    assert f"at {ours['long_per_s'] / streams['long_per_s']:.2f} of the throughput" in text
+    assert f"{eight['short_p99_ms']:.1f} ms at {eight['long_per_s'] / streams['long_per_s']:.2f}" in text

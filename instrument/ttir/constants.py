@@ -16,6 +16,7 @@ _NUMBER = re.compile(r"[-+]?(?:0x[0-9A-Fa-f]+|[\w.]+(?:[eE][-+]\d+)?)")
 def constant(text: str, type: Type | None) -> Any:
     """A scalar for a splat, an array with a leading block axis for a list.
 
+    >>> from instrument.ttir.types import parse_type
     >>> constant("dense<0xFF800000>", parse_type("tensor<4xf32>"))
     np.float32(-inf)
     """

@@ -44,9 +44,9 @@ class Recorded:
 class TtirProgram:
     """A kernel's TTIR, translated once, run for any range of blocks.
 
-    >>> program = TtirProgram.parse(text, kernel="add")
-    >>> cost = program.run([x, y, out, n], grid=(64, 1, 1))
-    >>> cost["bytes_loaded"].sum()
+        program = TtirProgram.parse(text, kernel="add")
+        cost = program.run([x, y, out, n], grid=(64, 1, 1))
+        cost["bytes_loaded"].sum()
     """
 
     def __init__(self, module: Module, kernel: str) -> None:

@@ -1,0 +1,24 @@
+"""Examples in docstrings do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for package in ("paellapy", "serving", "scheduler", "instrument")
+    for path in (ROOT / package).rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_is_true(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted
+    assert not found.failed
