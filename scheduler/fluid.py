@@ -9,8 +9,8 @@ Each lane's oldest launched segment progresses at a rate up to 1 (its time alone
 Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
 kernels use a resource now and then, not a part of it all the time, and wait for each other whenever they want it at
 once. Programs that want it independently of each other, parts u of the time, keep it busy 1 - Π(1 - u) of the time
-together. On the H200 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0, 5.3 and 5.5 times what
-one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
+together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0,
+5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
 
 The host is modelled too: the core launches one graph after the other, and decides nothing while it does.
 """

@@ -209,7 +209,7 @@ def test_what_a_program_keeps_busy_follows_from_its_demand(demand: float, togeth
 
 
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
-    """Paella's CNNs on the H200: six at once did 3.6 times what one does, 24 of them 5.5 times."""
+    """As Paella's CNNs do on an H200: see `scheduler.fluid`."""
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)
