@@ -5,7 +5,8 @@
 resnet50 at batch 1 is asked for 250 times a second (Poisson), beside batches that follow each other without pause, cut
 into segments. While the first is active the segments of the second stand still (the gate), or go to a green context
 of some SMs: its kernel nodes are given that context. Those of one job, or (two jobs) of a second one, so that the
-first can take the whole GPU back without waiting for a segment that has few SMs. CUDA only.
+first can take the whole GPU back without waiting for a segment that has few SMs. High priority has all SMs, or (apart)
+those the other leaves it, so that no SM serves both. CUDA only.
 """
 
 from __future__ import annotations
@@ -130,16 +131,18 @@ class Captured:
         return read_graph(clone)
 
 
-def green_context(sms: int, device: int) -> tuple[int, Any]:
-    """A context of at least so many SMs, and how many it has."""
+def green_contexts(sms: int, device: int) -> tuple[int, Any, Any]:
+    """A context of at least so many SMs and one of the others; how many the first has."""
     cu = driver()
     kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     every = check(cu.cuDeviceGetDevResource(device, kind), "reading the SMs")
-    found = check(cu.cuDevSmResourceSplitByCount(1, every, 0, sms), "splitting the SMs")
-    part = found[0][0]
-    described = check(cu.cuDevResourceGenerateDesc([part], 1), "describing SMs")
-    green = check(cu.cuGreenCtxCreate(described, device, 1), "creating a green context")
-    return int(part.sm.smCount), check(cu.cuCtxFromGreenCtx(green), "creating a green context")
+    parts, _, rest = check(cu.cuDevSmResourceSplitByCount(1, every, 0, sms), "splitting the SMs")
+    contexts = []
+    for part in (parts[0], rest):
+        described = check(cu.cuDevResourceGenerateDesc([part], 1), "describing SMs")
+        green = check(cu.cuGreenCtxCreate(described, device, 1), "creating a green context")
+        contexts.append(check(cu.cuCtxFromGreenCtx(green), "creating a green context"))
+    return int(parts[0].sm.smCount), *contexts
 
 
 class Bench:
@@ -158,8 +161,7 @@ class Bench:
         self._be = [Captured(beside, batch, 0) for _ in range(2)]
         stream = self.streams[0].handle
         self.hp_words = np.array([self._word() for _ in range(HP_LANES)], np.uint64)
-        pairs = zip(self._hp, self.hp_words.tolist(), strict=True)
-        self.hp = np.array([segment(h.graph, 0, len(h.graph.nodes), w, stream) for h, w in pairs], np.uint64)
+        self.hp = self._whole([each.graph for each in self._hp])
         n = len(self._be[0].graph.nodes)
         self.whole = [instantiate(each.graph.handle, stream) for each in self._be]
         self.whole_us = self.time_us([self.whole[0]])
@@ -173,13 +175,20 @@ class Bench:
         self._used += 1
         return int(self._words[8 * (self._used - 1) :].ctypes.data)
 
+    def _whole(self, graphs: list[CapturedGraph]) -> NDArray[np.uint64]:
+        pairs = zip(graphs, self.hp_words.tolist(), strict=True)
+        stream = self.streams[0].handle
+        return np.array([segment(each, 0, len(each.nodes), word, stream) for each, word in pairs], np.uint64)
+
     def _cut(self, graph: CapturedGraph, chain: int) -> list[int]:
         stream, words = self.streams[0].handle, self.words[chain].tolist()
         return [segment(graph, a, b, w, stream) for (a, b), w in zip(self.bounds, words, strict=True)]
 
-    def confine(self, sms: int) -> tuple[int, list[list[int]]]:
-        found, context = green_context(sms, self.index)
-        return found, [self._cut(each.confined(context, self.index), c) for c, each in enumerate(self._be)]
+    def confine(self, sms: int) -> tuple[int, list[list[int]], NDArray[np.uint64]]:
+        """Best effort on so many SMs, and high priority on the others."""
+        found, some, others = green_contexts(sms, self.index)
+        narrow = [self._cut(each.confined(some, self.index), c) for c, each in enumerate(self._be)]
+        return found, narrow, self._whole([each.confined(others, self.index) for each in self._hp])
 
     def time_us(self, graphs: list[int]) -> float:
         """Of graphs behind each other, the median of some."""
@@ -198,7 +207,12 @@ class Bench:
         return float(np.median(times[1:]))
 
     def run(
-        self, chains: list[tuple[list[int], list[int], bool, bool]], ahead: int, seconds: float, hp: bool = True
+        self,
+        chains: list[tuple[list[int], list[int], bool, bool]],
+        ahead: int,
+        seconds: float,
+        hp: bool = True,
+        apart: NDArray[np.uint64] | None = None,
     ) -> tuple[NDArray[np.float64], float]:
         """Latencies in µs, and batches of best effort a second. A chain: its graphs, on all and on some SMs; when."""
         at = poisson(np.random.default_rng(1), RATE, int(RATE * seconds)) if hp else np.zeros(0, np.int64)
@@ -208,7 +222,7 @@ class Bench:
         words = self.words if chains else np.array([[self._word()]], np.uint64)
         latency, scratch = np.zeros(len(at), np.int64), np.zeros(8, np.int64)
         drive(
-            self._clock, self._launch, at, self.hp, self.hp_words,
+            self._clock, self._launch, at, self.hp if apart is None else apart, self.hp_words,
             np.array([s.handle for s in self.hp_streams], np.uint64), graphs, words,
             np.array([s.handle for s in self.streams], np.uint64), np.array([w for _, _, w, _ in given]),
             np.array([n for _, _, _, n in given]), ahead, latency, scratch, 0 if hp else int(seconds * 1e9),
@@ -224,8 +238,8 @@ def measure(device: CudaDevice, beside: Kind, batch: int, seconds: float) -> lis
     p50, p99 = (float(np.quantile(bench.latency_alone, q)) for q in (0.5, 0.99))
     rows = []
 
-    def note(name: str, sms: int, ahead: int, chains: Any, be_us: float) -> None:
-        latency, rate = bench.run(chains, ahead, seconds)
+    def note(name: str, sms: int, ahead: int, chains: Any, be_us: float, apart: Any = None) -> None:
+        latency, rate = bench.run(chains, ahead, seconds, apart=apart)
         a, b = (float(np.quantile(latency, q)) for q in (0.5, 0.99))
         rows.append(
             {
@@ -240,12 +254,15 @@ def measure(device: CudaDevice, beside: Kind, batch: int, seconds: float) -> lis
         note("all SMs, stream priorities", device.sm_count, ahead, [(wide, wide, *both)], whole)
         note("gate", 0, ahead, [(wide, wide, True, False)], whole)
     for wanted in track(SMS, description=beside.name, transient=True):
-        sms, narrow = bench.confine(wanted)
+        sms, narrow, apart = bench.confine(wanted)
         took = bench.time_us(narrow[0])
+        one, two = [(wide, narrow[0], *both)], [(wide, wide, True, False), (bench.wide[1], narrow[1], False, True)]
+        note("high priority alone on the other SMs", sms, 1, [], took, apart)
         for ahead in (1, 2):
-            note("gate, one job on some SMs", sms, ahead, [(wide, narrow[0], *both)], took)
-            second = (bench.wide[1], narrow[1], False, True)
-            note("gate, a second job on some SMs", sms, ahead, [(wide, wide, True, False), second], took)
+            note("gate, one job on some SMs", sms, ahead, one, took)
+            note("gate, a second job on some SMs", sms, ahead, two, took)
+            note("gate, one job on some SMs, apart", sms, ahead, one, took, apart)
+            note("gate, a second job on some SMs, apart", sms, ahead, two, took, apart)
     return rows
 
 

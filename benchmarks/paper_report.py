@@ -146,15 +146,18 @@ def best_effort_text(points: dict[str, Any]) -> str:
     found = series(points, "best_effort")
     rows = []
     for (beside, system), runs in found.items():
-        alone = float(np.median([p["hp_p99_us"] for p in found[beside, "alone"]]))
+        pairs = list(zip(runs, found[beside, "alone"], strict=False))  # the same arrivals
+        shares = ("–", "–")
+        if system != "alone":
+            shares = tuple(spread([p[f"be_share_{jobs}"] for p in runs]) for jobs in (1, 2))
         rows.append(
             [
                 beside, system, spread([p["hp_p99_us"] for p in runs], 0),
-                spread([p["hp_p99_us"] / alone for p in runs]),
-                "–" if system == "alone" else spread([p["be_share"] for p in runs]),
+                spread([p["hp_p99_us"] / alone["hp_p99_us"] for p, alone in pairs]), *shares,
             ]
         )  # fmt: skip
-    return table(["best effort", "system", "high priority's p99, µs", "÷ alone", "best effort's share of alone"], rows)
+    head = ["best effort", "system", "high priority's p99, µs", "÷ alone", "best effort ÷ one job alone", "÷ two alone"]
+    return table(head, rows)
 
 
 def active_text(points: dict[str, Any]) -> str:

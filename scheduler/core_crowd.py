@@ -112,6 +112,8 @@ def choose_who_stands_back(s: State) -> None:
     """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
     far as they fit into what the limit without a queue leaves them.
     """
+    if s.g[STANDING] == 0 and not is_crowded(s):
+        return
     shortest = find_shortest(s)
     s.g[STANDING] = 0
     room = s.t[DEMAND_LIMIT]

@@ -223,6 +223,7 @@ def activate(s: State, lane: int) -> bool:
     s.active[s.g[ACTIVE_N]] = lane
     s.lane[lane].active_at = s.g[ACTIVE_N]
     s.g[ACTIVE_N] += 1
+    s.lane[lane].back = 0
     s.lane[lane].demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
     s.t[DEMAND] += s.lane[lane].demand
     return True
