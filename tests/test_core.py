@@ -495,7 +495,7 @@ def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 4  # 0.2 times 1 + 1.5 times 0.8, and no more
+    assert len(bench.running) == 5  # 0.2 times 1 + 2 (two times 16 wait) times 0.9, and no more
     bench.run_dry()
     bench.step(500_000_000)
     for _ in range(4):
@@ -526,7 +526,7 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
 
 
 def crowd_of_long_jobs(policy: str = "srpt", deadline: int = st.NEVER) -> Bench:
-    """Eleven jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
+    """Fifteen jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
     limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
     each = {"demand": {1: 0.1}}
     models = [profile("short", segments=2, lanes=8, **each), profile("long", segments=20, lanes=60, **each)]
@@ -538,7 +538,7 @@ def crowd_of_long_jobs(policy: str = "srpt", deadline: int = st.NEVER) -> Bench:
         bench.step(1_000_000)
     bench.finish_segment(bench.running[0])
     bench.step()
-    assert len(bench.running) == 11  # 0.5 times 1 + 1.5 times 0.8
+    assert len(bench.running) == 15  # 0.5 times 1 + 2.4 (times 16 wait) times 0.9
     return bench
 
 
@@ -558,7 +558,7 @@ def test_in_a_crowd_long_jobs_stand_back_for_a_short_one() -> None:
     assert bench.history[short] == [0, 1]
     bench.finish_segment(short)
     bench.step()
-    assert len(bench.running) == 11  # it is done: all of them go on
+    assert len(bench.running) == 15  # it is done: all of them go on
     bench.run_dry()
 
 
@@ -633,7 +633,7 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
 
 def test_a_queue_does_not_crowd_the_gpu_with_jobs_that_fill_it() -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
-    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.5})], policy="fifo", demand=1.0, limits=limits)
+    bench = Bench([profile(segments=2, lanes=60, demand={1: 1.0})], policy="fifo", demand=2.0, limits=limits)
     for _ in range(60):
         bench.submit()
     for _ in range(40):
