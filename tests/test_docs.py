@@ -182,6 +182,16 @@ def test_the_scheduling_page_quotes_the_engine_on_the_gpu() -> None:
         assert quoted in text, quoted
 
 
+def test_the_scheduling_page_quotes_the_core_s_speed() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "core_speed.json").read_text())["results"]
+    text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
+    for waiting, quoted in ((1_000, "with 1,000 waiting"), (100_000, "with 100,000")):
+        us = [d["ns_per_decision_median"] / 1e3 for d in found["decision"] if d["waiting_requests"] == waiting]
+        assert f"{min(us):.2f} to {max(us):.2f} µs {quoted}" in text
+    rates = [each["segment_events_per_s_median"] / 1e6 for each in found["simulation"]]
+    assert f"{min(rates):.2f} to {max(rates):.2f} million events" in text
+
+
 def test_the_scheduling_page_quotes_the_flood() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "flood.json").read_text())["results"]
     text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
