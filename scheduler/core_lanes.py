@@ -131,6 +131,7 @@ def fill_lane(s: State, m: int) -> None:
         a.started_ns = NEVER
         a.generation = (a.generation + 1) & GENERATION_MASK
         s.model[m].filling = lane
+        s.model[m].warm = 0
         for k in range(s.lane_ready.shape[1]):
             s.lane_ready[lane, k] = s.lane_hold[lane, k] = s.lane_known[lane, k] = _ZERO
         store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
@@ -200,6 +201,7 @@ def free_lane(s: State, lane: int) -> None:
     s.lane[lane].taken = s.lane[lane].live = 0
     s.free_lane[m, s.model[m].free_n] = lane
     s.model[m].free_n += 1
+    s.model[m].warm = 1
 
 
 @inlined
@@ -310,7 +312,24 @@ def reading_matters(s: State) -> bool:
 
 
 @inlined
+def stay_warm(s: State, m: int) -> None:
+    """Open the lane that ran last instead of one that nobody is in: its memory is in the GPU's cache. On the H200 two
+    lanes in turn took densenet121 and googlenet, one request at a time, 3 and 4 % longer than one.
+    """
+    lane = s.model[m].filling
+    if s.model[m].warm == 0 or lane < 0 or s.lane[lane].taken > 0:
+        return
+    if s.model[m].state != OPEN or s.g[MODE] != RUN_MODE:
+        return
+    if (load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK == _ZERO and close_lane(s, lane):
+        free_lane(s, lane)
+        top = s.model[m].free_n - 1
+        s.free_lane[m, top], s.free_lane[m, top - 1] = s.free_lane[m, top - 1], s.free_lane[m, top]
+
+
+@inlined
 def settle_model(s: State, m: int, now: int) -> None:
+    stay_warm(s, m)
     fill_lane(s, m)
     lane = s.model[m].filling
     if s.model[m].state == CLOSING and lane >= 0 and s.lane[lane].live == 0:

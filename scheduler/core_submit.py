@@ -155,6 +155,7 @@ def opened(s: State, m: int) -> None:
     s.model[m].queued = s.model[m].live = s.model[m].completed = 0
     s.model[m].used_ns = s.model[m].virtual_ns = 0.0
     s.model[m].free_n = s.model[m].n_lanes
+    s.model[m].warm = 0
     for k in range(s.model[m].n_lanes):
         s.free_lane[m, k] = s.model_lane[m, s.model[m].n_lanes - 1 - k]
     look_for_top(s)

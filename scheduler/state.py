@@ -124,6 +124,7 @@ MODEL = np.dtype(
         # written by the core
         ("free_n", "i8"),  # lanes on the stack free_lane[m]
         ("filling", "i8"),  # the core's own copy of State.filling[m]
+        ("warm", "i8"),  # the lane on top of the stack has run since the filling one was opened
         ("root", "i8"),  # heap of queued requests that came out of order
         ("first", "i8"),  # list of those that came in order: each behind the one before
         ("last", "i8"),

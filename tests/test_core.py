@@ -483,6 +483,33 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
     bench.run_dry()
 
 
+@pytest.mark.parametrize("hold", [False, True])
+def test_one_request_at_a_time_stays_on_one_lane(hold: bool) -> None:
+    bench = Bench([profile(segments=2, lanes=3)], hold=hold)
+    lanes = set()
+    for _ in range(5):
+        bench.submit(direct=True)
+        bench.step()
+        lanes.add(lane_of(bench, 0))
+        bench.run_dry()
+        bench.step()
+    assert len(lanes) == 1
+
+
+def test_a_slot_reserved_just_before_its_lane_gives_way_is_served() -> None:
+    bench = Bench([profile(segments=2, lanes=3)])
+    bench.submit(direct=True)
+    bench.step()
+    first = lane_of(bench, 0)
+    serial = bench.submit(direct=True, ready=False)  # has a slot of the other lane, and has not written it
+    bench.finish_segment(first)
+    bench.step()
+    third = bench.submit(direct=True)
+    bench.step()
+    bench.run_dry()
+    assert set(bench.done) == {1, serial, third}
+
+
 def test_more_jobs_share_the_gpu_where_a_queue_stays() -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
     models = [profile(segments=2, lanes=60, demand={1: 0.1})]
