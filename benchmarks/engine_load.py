@@ -67,15 +67,16 @@ def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
 @compiled
 def drive(
     s: Any, ask: Any, window: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
-    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, owner: Any,
-    free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any, bell: int,
-    scratch: Any,
+    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, think_ns: int,
+    owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any,
+    bell: int, pauses: Any, scratch: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
     Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
     `until_ns` and until the others are done. Their requests are numbered from n on. With a `window` for every model
-    requests that would be late are refused when they come; `ask` is the state with a scratch row of its own.
+    requests that would be late are refused when they come; `ask` is the state with a scratch row of its own. After an
+    answer nothing is sent for `think_ns`. `pauses`: the longest time the generator, and the core, stood still.
     """
     room = model.shape[0]
     n_free = free.shape[0]
@@ -83,14 +84,21 @@ def drive(
     sent = done = 0
     next_loop, in_loops, idle = n, 0, loops.copy()
     n_idle = idle.shape[0]
+    thinks_until = last = stepped = np.int64(0)
+    steps = s.g[st.STEPS]
     while done < n or in_loops > 0 or (next_loop < room and n_idle > 0 and scratch[6] < until_ns):
         now = read_clock(s, scratch) - start
         scratch[6] = now
         if now > GIVE_UP_NS:
             return -1
+        pauses[0] = max(pauses[0], now - last)
+        if steps != s.g[st.STEPS] or sent + in_loops == done:
+            pauses[1] = max(pauses[1], last - stepped)
+            steps, stepped = s.g[st.STEPS], now
+        last = now
         posted = False
         while n_free > 0:
-            if sent < n and sent - done < outstanding and at_ns[sent] <= now:
+            if sent < n and sent - done < outstanding and at_ns[sent] <= now and now >= thinks_until:
                 i = sent
                 # Latency counts from when the request was due, also when the generator comes late.
                 arrival[i] = start + (at_ns[i] if at_ns[i] > 0 else now)
@@ -140,6 +148,7 @@ def drive(
                 leaves(window, model[i], arrival[i], finish[i], deadline_ns[model[i]])
             free[n_free] = row
             n_free += 1
+            thinks_until = now + think_ns
             if i < n:
                 done += 1
             else:
@@ -153,11 +162,11 @@ def drive(
 
 
 @compiled
-def launch_alone(s: Any, lanes: Any, size: int, source: Any, times: Any, scratch: Any) -> None:
+def launch_alone(s: Any, lanes: Any, size: int, source: Any, think_ns: int, times: Any, scratch: Any) -> None:
     """One launch of a lane's whole graph, seen complete by spinning on its word: nothing can be quicker.
 
     With `source` the inputs are first copied to where the graph reads them, as for every request. Several lanes take
-    turns, as they do in an engine.
+    turns, as they do in an engine where requests overlap.
     """
     for k in range(times.shape[0]):
         lane = lanes[k % lanes.shape[0]]
@@ -170,8 +179,11 @@ def launch_alone(s: Any, lanes: Any, size: int, source: Any, times: Any, scratch
             return
         while load_at(w.word) == np.uint64(0):
             pass
-        times[k] = read_clock(s, scratch) - begin
+        end = read_clock(s, scratch)
+        times[k] = end - begin
         store_at(w.word, np.uint64(0))
+        while read_clock(s, scratch) < end + think_ns:
+            pass
 
 
 def lognormal_gaps(rng: np.random.Generator, rate: float, sigma: float, n: int) -> NDArray[np.int64]:
@@ -196,6 +208,8 @@ class Run:
     status: NDArray[np.int64]
     outputs: NDArray[np.uint8]  # a row of bytes for each request: its first output
     took_ns: int
+    generator_pause_ns: int  # the longest time in which the generator was not run, by whomever
+    core_pause_ns: int  # and the core, while there were requests
 
     @property
     def throughput(self) -> float:
@@ -253,9 +267,11 @@ class Generator:
         deadline_ns: Sequence[int] | None = None,
         may_fail: bool = False,
         admission: bool = False,
+        think_ns: int = 0,
     ) -> Run:
         """Sends what is due and waits for everything. `priority` and `deadline_ns` (0: none) are by model.
 
+        `think_ns`: after an answer nothing is sent for so long.
         `admission`: as the server does it, what would miss its deadline is refused when it comes.
         """
         n, state = len(at_ns), self.engine.state
@@ -275,12 +291,14 @@ class Generator:
         if admission:
             window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]
             window[:, SHORTEST] = np.inf
+        pauses = np.zeros(2, np.int64)
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
-            self._out_bytes, outstanding, np.zeros(rows, np.int64), np.arange(rows), np.zeros(256, st.COMPLETION),
-            outputs, arrival, finish, size, status, bell.word, bell.fd, self._scratch,
+            self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),
+            np.zeros(256, st.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
+            self._scratch,
         )  # fmt: skip
         if sent < 0 or ((status[:sent] != st.OK).any() and not may_fail):
             bad = {st.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}
@@ -290,15 +308,17 @@ class Generator:
         cut = slice(0, sent)
         return Run(
             models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
-            int(self._scratch[7]),
+            int(self._scratch[7]), int(pauses[0]), int(pauses[1]),
         )  # fmt: skip
 
-    def alone_ns(self, model: int, size: int, repeats: int, copied: bool, lanes: int = 1) -> NDArray[np.int64]:
+    def alone_ns(
+        self, model: int, size: int, repeats: int, copied: bool, lanes: int = 1, think_ns: int = 0
+    ) -> NDArray[np.int64]:
         """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each."""
         times = np.zeros(repeats, np.int64)
         source = self._source[model, : len(self.inputs[model]) if copied else 0]
         rows = np.array(self.loaded[model].lane_rows[:lanes], np.int64)
-        launch_alone(self.engine.state, rows, size, source, times, self._scratch)
+        launch_alone(self.engine.state, rows, size, source, think_ns, times, self._scratch)
         return times
 
 

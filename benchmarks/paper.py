@@ -40,6 +40,7 @@ RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
 BATCHED_RATES = (1000, 2000, 3000, 4000, 5000, 6000, 8000, 12000, 16000)
 THRESHOLDS_MS = (0.0, 1.0, 3.0, 10.0, 30.0, 1e6)
 HP_RATE = 250.0
+THINK_NS = 20_000  # between an answer and the next request of a light load: less than any client takes
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -152,12 +153,13 @@ def light(o: Options) -> Iterator[Point]:
 
     def once(loaded: Loaded, m: int) -> dict[str, float]:
         which = np.arange(n, dtype=np.int64) % VARIANTS
-        one = loaded.offer("paella", np.zeros(n, np.int64), np.full(n, m, np.int64), which, outstanding=1)
+        at, model = np.zeros(n, np.int64), np.full(n, m, np.int64)
+        one = loaded.offer("paella", at, model, which, outstanding=1, think_ns=THINK_NS)
         times = {"engine_us": one.latency_ns}
         if loaded.engine.device.name.startswith("cuda"):
-            # Two lanes in turn, as in the engine: what changing between their memory costs.
+            # Two lanes in turn, as where requests overlap: what changing between their memory costs.
             for name, copied, lanes in (("graph_us", True, 1), ("launch_us", False, 1), ("turns_us", True, 2)):
-                times[name] = loaded.generator.alone_ns(m, 0, n, copied, lanes)
+                times[name] = loaded.generator.alone_ns(m, 0, n, copied, lanes, THINK_NS)
         else:
             times |= dict.fromkeys(("graph_us", "launch_us", "turns_us"), loaded.alone_ns[m : m + 1].repeat(n))
         us = {name: float(np.median(each[n // 4 :])) / 1e3 for name, each in times.items()}
@@ -195,7 +197,7 @@ def best_effort(o: Options) -> Iterator[Point]:
     hp = TINY[0] if o.tiny else Kind("resnet50")
     beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
     setup = Setup((1,), 4)
-    fine = Setup((1,), 4, quantum_us=50.0)
+    fine = Setup((1,), 4, quantum_us=70.0)
     one_ahead = replace(find_policy("priority"), look_ahead=1)
     systems: dict[str, tuple[Setup, str | Policy, tuple[int, int], int]] = {
         "alone": (setup, "streams", (0, 0), 0),
@@ -205,8 +207,8 @@ def best_effort(o: Options) -> Iterator[Point]:
         "gate, two best-effort jobs": (setup, "priority", (1, 0), 2),
         "gate, one segment ahead": (setup, one_ahead, (1, 0), 1),
         "gate, one segment ahead, two best-effort jobs": (setup, one_ahead, (1, 0), 2),
-        "gate, 50 µs": (fine, "priority", (1, 0), 1),
-        "gate, 50 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
+        "gate, 70 µs": (fine, "priority", (1, 0), 1),
+        "gate, 70 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
         range(o.seeds), beside, systems.items()

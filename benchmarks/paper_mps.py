@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
-from paper import fig11_requests
+from paper import QUEUES, fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import Loaded, Setup
 from rich.progress import track
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rates", default="2000,3000,4000,5000")
     parser.add_argument("--percent", default="100,25", help="of the SMs that one process may use")
+    parser.add_argument("--queues", type=int, default=4, help="hardware queues of each process")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tiny", action="store_true")
@@ -104,7 +105,8 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
     kinds = TINY if args.tiny else FIG11
     share = np.array([kind.share for kind in kinds])
     command = [sys.executable, __file__, "--device", args.device, *(["--tiny"] if args.tiny else [])]
-    whole = {**os.environ, **env, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent}
+    # Hardware channels are few: with 32 queues each, the third process finds no room on the GPU for its context.
+    whole = {**os.environ, **env, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent, QUEUES: str(args.queues)}
     children = [
         subprocess.Popen(
             [*command, "--child", str(m)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=whole

@@ -159,6 +159,8 @@ class Loaded:
             "p50_slowdown": float(np.quantile(slow_ok, 0.5)),
             "p99_slowdown": float(np.quantile(slow_ok, 0.99)),
             "within_4x": float((good & (slow <= 4)).mean()),
+            "generator_pause_us": run.generator_pause_ns / 1e3,
+            "core_pause_us": run.core_pause_ns / 1e3,
             "mean_batch": float(run.batch[good].mean()) if good.any() else 0.0,
             "p99_us": {
                 kind.label: float(np.quantile(run.latency_ns[good & (run.model == m)], 0.99)) / 1e3
