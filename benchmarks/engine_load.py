@@ -21,7 +21,7 @@ from scheduler.core_predict import predict
 from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
-from serving.admission import DECREASE, LARGEST, LATE
+from serving.admission import DECREASE, LARGEST, LATE, next_margin
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -35,15 +35,18 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
         call_write(write, np.int32(bell), scratch.ctypes.data, np.uint64(8))
 
 
-# Columns of `window`, a row per model: requests that may be in flight and that are, the shortest latency yet, and when
-# the window was last made smaller. What `serving.admission` does, compiled.
-SIZE, IN_FLIGHT, SHORTEST, SINCE = range(4)
+# Columns of `window`, a row per model: requests that may be in flight and that are, the shortest latency yet, when the
+# window was last made smaller, and the part of the time that predictions may use. As in `serving.admission`, compiled.
+SIZE, IN_FLIGHT, SHORTEST, SINCE, MARGIN = range(5)
+margin_after = compiled(next_margin)
 
 
 @compiled
-def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, now: int) -> bool:
+def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, limit: int, now: int) -> bool:
     """Whether a request has room in its model's window, and would be in time by what the core predicts."""
-    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due:
+    shortest = min(window[m, SHORTEST], float(limit))
+    reach = shortest + window[m, MARGIN] * (limit - shortest)
+    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due - limit + reach:
         return False
     window[m, IN_FLIGHT] += 1
     return True
@@ -56,6 +59,7 @@ def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
     window[m, IN_FLIGHT] -= 1
     took = float(finish - entered)
     window[m, SHORTEST] = min(window[m, SHORTEST], took, float(limit))
+    window[m, MARGIN] = margin_after(window[m, MARGIN], took > limit)
     if took > window[m, SHORTEST] + LATE * (limit - window[m, SHORTEST]):
         if entered >= window[m, SINCE]:
             window[m, SIZE] = max(1.0, window[m, SIZE] * DECREASE)
@@ -114,7 +118,8 @@ def drive(
             row = free[n_free - 1]
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
-            if window.shape[0] > 0 and not lets_in(ask, window, m, rows[m], priority[m], due, start + now):
+            limit = deadline_ns[m]
+            if window.shape[0] > 0 and not lets_in(ask, window, m, rows[m], priority[m], due, limit, start + now):
                 status[i], finish[i] = st.QUEUE_FULL, arrival[i]
                 done += 1
                 continue
@@ -287,10 +292,11 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        window = np.zeros((len(self.names) if admission else 0, 4))
+        window = np.zeros((len(self.names) if admission else 0, 5))
         if admission:
             window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]
             window[:, SHORTEST] = np.inf
+            window[:, MARGIN] = 1.0
         pauses = np.zeros(2, np.int64)
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,

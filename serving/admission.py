@@ -4,7 +4,8 @@ Two grounds. The core predicts when a request would be done, from the profiles o
 what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
 other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
 so many requests in flight at a time, a number that follows their latencies: additive increase, multiplicative
-decrease, as TCP finds its window.
+decrease, as TCP finds its window. And predictions may use up only part of the limit, a margin that shrinks with every
+request that was let in and is late after all, until one in a hundred is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ Mode = Literal["targets", "deadlines", "off"]
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
 LARGEST = 4096.0
+MAY_BE_LATE = 0.01  # of the requests that were let in
+LESS_MARGIN = 0.03  # of the margin, for each that was late
+LEAST_MARGIN = 0.2  # one moment in which nothing went on must not cost minutes
+
+
+def next_margin(margin: float, late: bool) -> float:
+    """Down by a step where a request was late, up where it was not by so much less that MAY_BE_LATE of them are."""
+    if late:
+        return max(LEAST_MARGIN, margin * (1.0 - LESS_MARGIN))
+    return min(1.0, margin + margin * LESS_MARGIN * MAY_BE_LATE / (1.0 - MAY_BE_LATE))
 
 
 class Window:
@@ -34,15 +45,21 @@ class Window:
     It aims at half of the time there is, so that most are in time too when the machine is slow for a moment.
     """
 
-    __slots__ = ("_shortest_s", "_since", "in_flight", "size")
+    __slots__ = ("_shortest_s", "_since", "in_flight", "margin", "size")
 
     def __init__(self, size: float) -> None:
-        self.size, self.in_flight, self._since, self._shortest_s = size, 0, 0.0, math.inf
+        self.size, self.in_flight, self.margin, self._since, self._shortest_s = size, 0, 1.0, 0.0, math.inf
+
+    def reach_s(self, limit_s: float) -> float:
+        """How long a request may be predicted to take: not less than the shortest did, so that an idle GPU serves."""
+        shortest_s = min(self._shortest_s, limit_s)
+        return shortest_s + self.margin * (limit_s - shortest_s)
 
     def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
         took_s = now_s - entered_s
         self._shortest_s = min(self._shortest_s, took_s, limit_s)
+        self.margin = next_margin(self.margin, took_s > limit_s)
         if took_s > self._shortest_s + LATE * (limit_s - self._shortest_s):
             if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
                 self.size, self._since = max(1.0, self.size * DECREASE), now_s
@@ -96,11 +113,14 @@ class Admission:
             raise _overloaded(model, window, kind, limit_ms)
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(self._engine.state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
-        if predicted_ms > limit_ms:
+        reach_ms = window.reach_s(limit_ms * 1e-3) * 1e3
+        if predicted_ms > reach_ms:
+            beyond = "" if predicted_ms > limit_ms else f"; by experience predictions may use {reach_ms:.3g} ms of that"
             raise RefusedError(
-                f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms",
+                f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms"
+                + beyond,
                 f"predicted_{kind}",
-                retry_after_s=(predicted_ms - limit_ms) * 1e-3,
+                retry_after_s=(predicted_ms - reach_ms) * 1e-3,
             )
         window.in_flight += 1
         return Ticket(window, now_ns * 1e-9, limit_ms * 1e-3, window.in_flight)

@@ -99,6 +99,23 @@ def test_a_window_never_closes_and_grows_only_when_it_is_used():
     assert window.size == grown
 
 
+def test_predictions_that_were_too_good_are_trusted_less_until_one_in_a_hundred_is_late():
+    rng = np.random.default_rng(0)
+    window, clock, late = Window(64.0), 0.0, []
+    for _ in range(20_000):
+        clock += 0.01
+        predicted = rng.uniform(0.02, 0.1)  # limit 0.1; it takes up to twice as long
+        if predicted <= window.reach_s(0.1):
+            took = predicted * rng.uniform(0.5, 2.0)
+            window.done(clock - took, clock, 0.1, 1)
+            late.append(took > 0.1)
+    assert 0.3 < window.margin < 0.9
+    assert np.mean(late[2000:]) < 0.02
+    for k in range(1000):  # never shut: what takes as long as the shortest did is always let in
+        window.done(clock + k, clock + k + 1.0, 0.1, 1)
+    assert window.reach_s(0.1) > 0.02
+
+
 def test_under_overload_the_surplus_is_refused_and_it_recovers():
     """150 at once are more than a window takes."""
     model = scale_model("slow", steps=200, batch=(1,), lanes=1, target_ms=10.0)
