@@ -44,6 +44,7 @@ from scheduler.state import (
     RUN_MODE,
     RUNNING,
     TOUCHED_N,
+    WHOLE_ALWAYS,
     State,
 )
 
@@ -314,12 +315,13 @@ def reading_matters(s: State) -> bool:
 @inlined
 def stay_warm(s: State, m: int) -> None:
     """Open the lane that ran last instead of one that nobody is in: its memory is in the GPU's cache. On the H200 two
-    lanes in turn took densenet121 and googlenet, one request at a time, 3 and 4 % longer than one.
+    lanes in turn took densenet121 and googlenet, one request at a time, 3 and 4 % longer than one. Not where the hardware
+    decides: there a lane has its own stream, and few lanes would have few of the hardware's queues.
     """
     lane = s.model[m].filling
     if s.model[m].warm == 0 or lane < 0 or s.lane[lane].taken > 0:
         return
-    if s.model[m].state != OPEN or s.g[MODE] != RUN_MODE:
+    if s.model[m].state != OPEN or s.g[MODE] != RUN_MODE or s.g[WHOLE_ALWAYS]:
         return
     if (load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK == _ZERO and close_lane(s, lane):
         free_lane(s, lane)
