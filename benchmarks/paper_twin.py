@@ -1,4 +1,4 @@
-"""The sweep of `paper.py` on the virtual twin: the same requests, the profiles recorded on the GPU, nothing fitted.
+"""The sweep of `paper.py` on the virtual twin: the same requests, and the profiles recorded on the GPU.
 
     python benchmarks/paper_twin.py [--out DIR]
 
@@ -32,15 +32,21 @@ FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
 
 
 def simulated(
-    profiles: list[Any], system: System, at: Any, model: Any, alone_ns: dict[str, float]
+    profiles: list[Any], system: System, at: Any, model: Any, alone_ns: dict[str, float], copy_ns: dict[str, float]
 ) -> dict[str, float]:
+    """`copy_ns`: what it takes to put a request's inputs where the GPU reads them, as measured at light load."""
     names = [each.name for each in profiles]
+    copy = np.array([copy_ns.get(name, 0.0) for name in names])
+    at = at + copy[model]
+    order = np.argsort(at, kind="stable")
+    at, model = at[order], model[order]
     rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
     by = "demand" if isinstance(system.active, float) else "active"
-    result = simulate(profiles, Trace(rows), system.policy, **({by: system.active} if system.active else {}))
+    limit = {by: system.active} if system.active else {}
+    result = simulate(profiles, Trace(rows), system.policy, queues=system.setup.queues, **limit)
     done = result.jobs[result.jobs["status"] == OK]
     alone = np.array([alone_ns[each.name] for each in profiles])  # by what slowdowns were measured too
-    slow = (done["finish_ns"] - done["arrival_ns"]) / alone[done["model"]]
+    slow = (done["finish_ns"] - done["arrival_ns"] + copy[done["model"]]) / alone[done["model"]]
     return {
         "p50_slowdown": float(np.quantile(slow, 0.5)),
         "p99_slowdown": float(np.quantile(slow, 0.99)),
@@ -65,6 +71,8 @@ def main() -> None:
             for each in profiles["batcher"]
         ]
     alone_ns = {name: us * 1e3 for name, us in measured["alone_us"].items()}
+    light = measured["points"].get("light", {})
+    copy_ns = {name: max(0.0, each["graph_us"] - each["launch_us"]) * 1e3 for name, each in light.items()}
     kinds = {kind.label: kind for kind in (*FIG11, *TINY)}
     limit = saturation_rates(measured["points"])
     rows = []
@@ -80,7 +88,7 @@ def main() -> None:
         real = measured["points"][key]
         share = np.array([kinds[p.name].share for p in profiles[name]])
         at, model, _ = fig11_requests(share / share.sum(), int(seed), float(sigma), float(rate), real["seconds"])
-        twin = simulated(profiles[name], system, at, model, alone_ns)
+        twin = simulated(profiles[name], system, at, model, alone_ns, copy_ns)
         rows.append(
             {
                 "point": key, "system": which, "load": float(rate) / limit.get(which, np.inf),

@@ -48,6 +48,7 @@ def simulate(
     active: int | None = None,
     look_ahead: int | None = None,
     demand: float | None = None,
+    queues: int | None = None,
     host_launch_ns: float = HOST_LAUNCH_NS,
     kernels: OwnKernels | None = None,
 ) -> Results:
@@ -57,7 +58,8 @@ def simulate(
     every kernel on its SM, about a thousand times slower; with the models' own `kernels` the result has a `trace`.
     `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
-    demand was measured.
+    demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
+    8, paellapy sets 32); left out, every stream has its own.
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -90,6 +92,7 @@ def simulate(
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     f.g[fluid.FREE_N] = len(state.request)
+    f.g[fluid.QUEUES] = queues or 0
     f.t[fluid.HORIZON] = workload.seconds * 1e9
     f.t[fluid.BIN_NS] = max(1.0, workload.seconds * 1e9 / BINS)
     f.t[fluid.LAUNCH_NS], f.t[fluid.SEGMENT_GAP_NS] = host_launch_ns, SEGMENT_GAP_NS

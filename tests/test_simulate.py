@@ -217,3 +217,17 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
         result = simulate([net], ClosedLoop("net", clients=clients, duration=0.5), "streams", host_launch_ns=0.0)
         rates[clients] = result.all.throughput * 500e-6
     assert rates == pytest.approx({n: (1 - 0.82**n) / 0.18 for n in rates}, rel=0.03)
+
+
+def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32)]}, lanes=6)
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+
+    def last_ns(queues: int | None, policy: str = "streams") -> float:
+        return float(np.max(simulate([net], load, policy, queues=queues, host_launch_ns=0.0).jobs["finish_ns"]))
+
+    at_once = last_ns(None)
+    assert last_ns(6) == at_once
+    assert last_ns(1) == pytest.approx(3 * at_once, rel=0.05)  # two at a time
+    assert last_ns(3) == at_once
+    assert last_ns(1, "srpt") == last_ns(None, "srpt")  # the engine gives every job a queue
