@@ -192,6 +192,30 @@ def test_the_scheduling_page_quotes_the_core_s_speed() -> None:
     assert f"{min(rates):.2f} to {max(rates):.2f} million events" in text
 
 
+def test_the_scheduling_page_quotes_what_batches_carry() -> None:
+    points = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["results"]["points"]
+    text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
+
+    def most(system: str) -> float:
+        rates = [p["throughput"] for key, p in points.items() if key.startswith(f"saturation|{system}|")]
+        return sorted(rates)[len(rates) // 2]
+
+    assert f"did {most('hrrn, batches') / most('streams'):.1f} times the requests of streams" in text
+    for other in ("srpt", "slack"):
+        assert f"{most(other + ', batches') / most('streams'):.1f} times under" in text
+
+
+def test_the_scheduling_page_quotes_a_short_model_beside_long_ones() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "short_beside_long.json").read_text())["results"]
+    text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
+    segments, blocks = (
+        {policy: each["p99_ratio_to_streams_and_fifo"][0] for policy, each in found[kind].items()}
+        for kind in ("segments", "blocks")
+    )
+    assert f"{segments['paella']:.2f} times that under `streams`" in text
+    assert f"({blocks['paella']:.2f} and {blocks['edf']:.2f} times with every block placed)" in text
+
+
 def test_the_scheduling_page_quotes_the_flood() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "flood.json").read_text())["results"]
     text = (ROOT / "docs" / "scheduling.md").read_text().replace("\n", " ")
