@@ -181,11 +181,10 @@ class FastConnection(Connection):
             work.ticket = service.admission.enter(model, row, request.priority, deadline_ms)
             try:
                 self._submit(work, model, request, deadline_ms)
-            except BaseException:
-                if not work.over:
-                    for each in work.pending:
-                        work.front.cancel(each)
-                    work._leave(answered=False)
+            except Exception:
+                if work.over:  # an earlier item has failed meanwhile, and that was the answer
+                    return
+                work.cancel()
                 raise
         except Exception as e:
             self.failed(work, e)

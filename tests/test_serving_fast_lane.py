@@ -228,3 +228,24 @@ def test_items_behind_one_that_has_failed_are_not_submitted(server, monkeypatch)
         client.send(post(2.0, 2, items=4))
         check(client.answer(), 2.0, 2, items=4)
     server.wait_until(lambda: not server.engine._front.waiting)
+
+
+def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
+    submitted, submit = [], server.engine._submit
+    counts = server.service.counters.of("scale")
+    before = counts.refused["queue_full"]
+
+    def second_fails_and_cannot_be_submitted(*request):
+        if submitted:
+            request[-1].answer(QueueFullError("no room"))
+            raise QueueFullError("no room here either")
+        submitted.append(submit(*request))
+        return submitted[-1]
+
+    monkeypatch.setattr(server.engine, "_submit", second_fails_and_cannot_be_submitted)
+    with Client(server) as client:
+        client.send(post(1.0, 1, items=3))
+        status, _, body = client.answer()
+        assert (status, json.loads(body)) == (503, {"error": "no room"})
+    assert counts.refused["queue_full"] == before + 1
+    server.wait_until(lambda: not server.engine._front.waiting)
