@@ -21,7 +21,7 @@ from scheduler.core_predict import predict
 from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
-from serving.admission import DECREASE, LARGEST, LATE, next_margin
+from serving.admission import DECREASE, LARGEST, LATE, LEAST_MARGIN, LESS_MARGIN, MARGIN_BACK_S, ROOM
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -36,16 +36,22 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 
 
 # Columns of `window`, a row per model: requests that may be in flight and that are, the shortest latency yet, when the
-# window was last made smaller, and the part of the time that predictions may use. As in `serving.admission`, compiled.
-SIZE, IN_FLIGHT, SHORTEST, SINCE, MARGIN = range(5)
-margin_after = compiled(next_margin)
+# window was last made smaller, the part of the time that predictions may use, and when it was last lowered. What
+# `serving.admission` does, compiled.
+SIZE, IN_FLIGHT, SHORTEST, SINCE, MARGIN, LOWERED = range(6)
+
+
+@compiled
+def margin(window: Any, m: int, now: int) -> float:
+    return min(1.0, window[m, MARGIN] + (now - window[m, LOWERED]) / (MARGIN_BACK_S * 1e9))
 
 
 @compiled
 def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, limit: int, now: int) -> bool:
     """Whether a request has room in its model's window, and would be in time by what the core predicts."""
     shortest = min(window[m, SHORTEST], float(limit))
-    reach = shortest + window[m, MARGIN] * (limit - shortest)
+    alone = min(ask.size[row, 0].total_ns, float(limit))
+    reach = max(alone, shortest + margin(window, m, now) * (limit - shortest))
     if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due - limit + reach:
         return False
     window[m, IN_FLIGHT] += 1
@@ -59,7 +65,9 @@ def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
     window[m, IN_FLIGHT] -= 1
     took = float(finish - entered)
     window[m, SHORTEST] = min(window[m, SHORTEST], took, float(limit))
-    window[m, MARGIN] = margin_after(window[m, MARGIN], took > limit)
+    if took > limit >= ROOM * window[m, SHORTEST] and entered >= window[m, LOWERED]:
+        window[m, MARGIN] = max(LEAST_MARGIN, margin(window, m, finish) * (1.0 - LESS_MARGIN))
+        window[m, LOWERED] = finish
     if took > window[m, SHORTEST] + LATE * (limit - window[m, SHORTEST]):
         if entered >= window[m, SINCE]:
             window[m, SIZE] = max(1.0, window[m, SIZE] * DECREASE)
@@ -292,7 +300,7 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        window = np.zeros((len(self.names) if admission else 0, 5))
+        window = np.zeros((len(self.names) if admission else 0, 6))
         if admission:
             window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]
             window[:, SHORTEST] = np.inf

@@ -4,8 +4,8 @@ Two grounds. The core predicts when a request would be done, from the profiles o
 what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
 other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
 so many requests in flight at a time, a number that follows their latencies: additive increase, multiplicative
-decrease, as TCP finds its window. And predictions may use up only part of the limit, a margin that shrinks with every
-request that was let in and is late after all, until one in a hundred is.
+decrease, as TCP finds its window. And predictions may use up only part of the limit: a margin that shrinks whenever
+requests that were let in are late after all, and grows back in seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,10 @@ Mode = Literal["targets", "deadlines", "off"]
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
 LARGEST = 4096.0
-MAY_BE_LATE = 0.01  # of the requests that were let in
-LESS_MARGIN = 0.03  # of the margin, for each that was late
-LEAST_MARGIN = 0.2  # one moment in which nothing went on must not cost minutes
-
-
-def next_margin(margin: float, late: bool) -> float:
-    """Down by a step where a request was late, up where it was not by so much less that MAY_BE_LATE of them are."""
-    if late:
-        return max(LEAST_MARGIN, margin * (1.0 - LESS_MARGIN))
-    return min(1.0, margin + margin * LESS_MARGIN * MAY_BE_LATE / (1.0 - MAY_BE_LATE))
+LESS_MARGIN = 0.1  # of the margin, where one was late that entered since the last time
+LEAST_MARGIN = 0.2
+MARGIN_BACK_S = 4.0  # from nothing to all of it: one moment in which nothing went on must not cost minutes
+ROOM = 2.0  # times the shortest latency: who is late with less asked for too much, and says nothing of predictions
 
 
 class Window:
@@ -45,21 +39,28 @@ class Window:
     It aims at half of the time there is, so that most are in time too when the machine is slow for a moment.
     """
 
-    __slots__ = ("_shortest_s", "_since", "in_flight", "margin", "size")
+    __slots__ = ("_lowered_s", "_margin", "_shortest_s", "_since", "generation", "in_flight", "size")
 
-    def __init__(self, size: float) -> None:
-        self.size, self.in_flight, self.margin, self._since, self._shortest_s = size, 0, 1.0, 0.0, math.inf
+    def __init__(self, size: float, generation: int = 0) -> None:
+        self.size, self.generation, self.in_flight = size, generation, 0
+        self._since, self._shortest_s = 0.0, math.inf
+        self._margin, self._lowered_s = 1.0, 0.0
 
-    def reach_s(self, limit_s: float) -> float:
-        """How long a request may be predicted to take: not less than the shortest did, so that an idle GPU serves."""
+    def margin(self, now_s: float) -> float:
+        """The part of its time that a request may be predicted to take."""
+        return min(1.0, self._margin + (now_s - self._lowered_s) / MARGIN_BACK_S)
+
+    def reach_s(self, limit_s: float, now_s: float) -> float:
+        """How long a request may be predicted to take."""
         shortest_s = min(self._shortest_s, limit_s)
-        return shortest_s + self.margin * (limit_s - shortest_s)
+        return shortest_s + self.margin(now_s) * (limit_s - shortest_s)
 
     def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
         took_s = now_s - entered_s
         self._shortest_s = min(self._shortest_s, took_s, limit_s)
-        self.margin = next_margin(self.margin, took_s > limit_s)
+        if took_s > limit_s >= ROOM * self._shortest_s and entered_s >= self._lowered_s:
+            self._margin, self._lowered_s = max(LEAST_MARGIN, self.margin(now_s) * (1.0 - LESS_MARGIN)), now_s
         if took_s > self._shortest_s + LATE * (limit_s - self._shortest_s):
             if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
                 self.size, self._since = max(1.0, self.size * DECREASE), now_s
@@ -106,16 +107,19 @@ class Admission:
             return None
         kind = "deadline" if deadline_ms is not None else "target"
         now_ns = time.monotonic_ns()
+        state = self._engine.state
+        generation = int(state.model["generation"][row])
         window = self.windows.get(model.name)
-        if window is None:
-            window = self.windows[model.name] = Window(2.0 * model.max_batch)
+        if window is None or window.generation != generation:  # another model of that name knows nothing of this one's
+            window = self.windows[model.name] = Window(2.0 * model.max_batch, generation)
         if window.in_flight >= window.size:
             raise _overloaded(model, window, kind, limit_ms)
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
-        predicted_ms = (predict_finish(self._engine.state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
-        reach_ms = window.reach_s(limit_ms * 1e-3) * 1e3
+        predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
+        alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves
+        reach_ms = max(window.reach_s(limit_ms * 1e-3, now_ns * 1e-9) * 1e3, min(alone_ms, limit_ms))
         if predicted_ms > reach_ms:
-            beyond = "" if predicted_ms > limit_ms else f"; by experience predictions may use {reach_ms:.3g} ms of that"
+            beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
             raise RefusedError(
                 f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms"
                 + beyond,
