@@ -3,7 +3,7 @@
 Jobs share the GPU until together they would keep DEMAND_LIMIT GPUs busy: a burst is over soonest for most where few of
 them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job gets
 on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6, 12 and
-24 small ones at once did 0.75, 0.94 and 1.00 of what 48 do. So the limit grows while a queue stays, for jobs that are
+24 small ones at once did 0.72, 0.94 and 1.01 of what 48 do. So the limit grows while a queue stays, for jobs that are
 as large as they can get: a batch that is not full gains more by waiting.
 
 In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long, and come
