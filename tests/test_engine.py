@@ -338,13 +338,23 @@ def test_one_name_is_loaded_once(loaded):
 def test_a_full_queue_refuses(engine_with_few_rows):
     engine = engine_with_few_rows
     x = {"x": np.ones(64, np.float32)}
+    holds, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        holds.set()
+        go_on.wait()
 
     async def main():
-        return await asyncio.gather(*(engine.infer("scale", x) for _ in range(40)), return_exceptions=True)
+        engine._backend.call(hold)  # so nothing is done before all have asked
+        holds.wait()
+        asked = [asyncio.ensure_future(engine.infer("scale", x)) for _ in range(40)]
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     found = asyncio.run(main())
     refused = [each for each in found if isinstance(each, QueueFullError)]
-    assert refused
+    assert len(refused) == 24
     assert "16 requests" in str(refused[0])
     assert all(isinstance(each, dict | QueueFullError) for each in found)
     check(engine.infer_sync("scale", x), {"y": np.full(64, 2, np.float32)})
