@@ -19,7 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from common import save
+from common import need_gpu, save
 from engine_load import poisson
 from numpy.typing import NDArray
 from paper_models import Kind
@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import paellapy as pp
 from instrument.device import CudaDevice
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver, library
-from scheduler.atomics import call_clock, call_launch, load_at, store_at
+from scheduler.atomics import call_launch, load_at, store_at
+from scheduler.core_dispatch import monotonic_ns
 from scheduler.cuda_graphs import CapturedGraph, instantiate, read_graph, segment
 
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -41,12 +41,6 @@ RATE = 250.0
 SMS = (16, 32, 64)
 QUANTUM_US = 80.0
 _LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
-
-
-@compiled
-def read_clock(clock: int, scratch: Any) -> int:
-    call_clock(clock, np.int32(1), scratch.ctypes.data)
-    return scratch[0] * 1_000_000_000 + scratch[1]
 
 
 @compiled
@@ -61,10 +55,10 @@ def drive(
     n, lanes, chains, m = at_ns.shape[0], hp.shape[0], graphs.shape[0], graphs.shape[2]
     which = np.full(lanes, -1)
     head, tail = np.zeros(chains, np.int64), np.zeros(chains, np.int64)
-    start = read_clock(clock, scratch)
+    start = monotonic_ns(clock, scratch)
     sent = done = 0
     while True:
-        now = read_clock(clock, scratch) - start
+        now = monotonic_ns(clock, scratch) - start
         busy = 0
         for k in range(lanes):
             if which[k] >= 0 and load_at(hp_words[k]) != np.uint64(0):
@@ -271,9 +265,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    device = pp.Device("auto")
-    if not isinstance(device, CudaDevice):
-        raise SystemExit("green contexts are CUDA's: this needs a GPU")
+    device = need_gpu("green contexts are CUDA's")
     rows = []
     for kind, batch in ((Kind("resnet50"), 64), (Kind("vgg19"), 32)):
         rows += measure(device, kind, batch, args.seconds)

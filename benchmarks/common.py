@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from instrument.device import Device
+from instrument.device import CudaDevice, Device
 from instrument.versions import versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,6 +35,14 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def need_gpu(why: str) -> CudaDevice:
+    """The GPU of this machine, or the end."""
+    device = Device("auto")
+    if not isinstance(device, CudaDevice):
+        raise SystemExit(f"{why}: this needs a GPU")
+    return device
 
 
 def save(name: str, results: Any, device: Device | None = None, folder: Path | None = None) -> Path:

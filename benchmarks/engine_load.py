@@ -21,7 +21,8 @@ from scheduler.core_predict import predict
 from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
-from serving.admission import DECREASE, LARGEST, LATE, LEAST_MARGIN, LESS_MARGIN, MARGIN_BACK_S, ROOM
+from serving import admission
+from serving.admission import DECREASE, LARGEST, LATE, ROOM
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -39,20 +40,20 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 # window was last made smaller, the part of the time that predictions may use, and when it was last lowered. What
 # `serving.admission` does, compiled.
 SIZE, IN_FLIGHT, SHORTEST, SINCE, MARGIN, LOWERED = range(6)
+margin_after, lower, reach = (compiled(each) for each in (admission.margin_after, admission.lower, admission.reach))
 
 
 @compiled
 def margin(window: Any, m: int, now: int) -> float:
-    return min(1.0, window[m, MARGIN] + (now - window[m, LOWERED]) / (MARGIN_BACK_S * 1e9))
+    return float(margin_after(window[m, MARGIN], (now - window[m, LOWERED]) * 1e-9))
 
 
 @compiled
 def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, limit: int, now: int) -> bool:
     """Whether a request has room in its model's window, and would be in time by what the core predicts."""
-    shortest = min(window[m, SHORTEST], float(limit))
     alone = min(ask.size[row, 0].total_ns, float(limit))
-    reach = max(alone, shortest + margin(window, m, now) * (limit - shortest))
-    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due - limit + reach:
+    most = max(alone, reach(window[m, SHORTEST], margin(window, m, now), float(limit)))
+    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due - limit + most:
         return False
     window[m, IN_FLIGHT] += 1
     return True
@@ -66,7 +67,7 @@ def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
     took = float(finish - entered)
     window[m, SHORTEST] = min(window[m, SHORTEST], took, float(limit))
     if took > limit >= ROOM * window[m, SHORTEST] and entered >= window[m, LOWERED]:
-        window[m, MARGIN] = max(LEAST_MARGIN, margin(window, m, finish) * (1.0 - LESS_MARGIN))
+        window[m, MARGIN] = lower(margin(window, m, finish))
         window[m, LOWERED] = finish
     if took > window[m, SHORTEST] + LATE * (limit - window[m, SHORTEST]):
         if entered >= window[m, SINCE]:

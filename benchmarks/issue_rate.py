@@ -20,13 +20,11 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import numpy as np
 import torch
-from common import RESULTS, save
+from common import RESULTS, need_gpu, save
 from paper_models import FIG11
 from rich.console import Console
 from rich.table import Table
 
-import paellapy as pp
-from instrument.device import CudaDevice
 from scheduler.core_models import load_profiles
 
 KERNELS = 200  # of one graph
@@ -83,9 +81,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of each run")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    device = pp.Device("auto")
-    if not isinstance(device, CudaDevice):
-        raise SystemExit("the rate is a GPU's: this needs one")
+    device = need_gpu("the rate is a GPU's")
     chains = [chain(128) for _ in range(max(STREAMS))]
     found = {str(n): rate(chains[:n], args.seconds) for n in STREAMS}
     mix = of_the_mix(args.out if args.out and (args.out / "paper.json").exists() else RESULTS)

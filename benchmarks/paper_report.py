@@ -118,19 +118,15 @@ def fig11_picture(points: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def beyond_text(points: dict[str, Any], kind: str = "beyond") -> str:
+def beyond_text(points: dict[str, Any]) -> str:
     rows = [
         [system, f"{int(rate):,}/s", spread([100 * p["answered"] / p["offered"] for p in runs], 1),
          spread([p["p99_slowdown"] for p in runs]),
          spread([100 * p["within_4x"] * p["offered"] / max(1, p["answered"]) for p in runs], 1),
          spread([p["throughput"] for p in runs], 0)]
-        for (system, rate), runs in series(points, kind).items()
+        for (system, rate), runs in series(points, "beyond").items()
     ]  # fmt: skip
     return table(["system", "offered", "% answered", "their p99 slowdown", "% of them within 4×", "answered/s"], rows)
-
-
-def deadlines_text(points: dict[str, Any]) -> str:
-    return beyond_text(points, "deadlines")
 
 
 def light_text(points: dict[str, Any]) -> str:
@@ -215,7 +211,6 @@ def twin_text(path: Path) -> str:
 SECTIONS = (
     ("fig11", "Paella's mix of eight CNNs, load swept to saturation", fig11_text),
     ("beyond", "Beyond saturation, with admission for deadlines at 4× alone", beyond_text),
-    ("deadlines", "Beyond saturation, with deadlines at 4× alone and no admission", deadlines_text),
     ("active", "How many jobs at once", active_text),
     ("light", "Light load", light_text),
     ("best_effort", "High priority beside best effort", best_effort_text),

@@ -33,7 +33,7 @@ from scheduler.state import (
 CROWDED = 2.6  # the limit where the engine decides
 QUEUE_NS = 5e7  # how far back is looked
 LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
-MOST_GROWTH = 2.5  # 24 jobs at once, of demands 0.15 to 0.45, did as much as 48
+MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
 STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
 SHORT_JOB = 16  # which are those of so many segments
 CROWD = 1.5  # times the limit is a crowd

@@ -132,9 +132,15 @@ def leave_stream(s: State, lane: int) -> None:
 
 
 @inlined
-def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
-    call_clock(s.fn[F_CLOCK], np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
+def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
+    """By the address of clock_gettime."""
+    call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
     return int(scratch[0] * 1_000_000_000 + scratch[1])
+
+
+@inlined
+def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
+    return monotonic_ns(s.fn[F_CLOCK], scratch)
 
 
 @inlined

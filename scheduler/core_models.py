@@ -86,6 +86,9 @@ class ModelProfile:
         return math.fsum(segment.time_ns for segment in self.sizes[fitting[0]])
 
 
+TOGETHER = 8  # runs at once to measure a demand, where there are as many lanes
+
+
 def save_profiles(path: Path, profiles: Iterable[ModelProfile]) -> None:
     path.write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
 

@@ -14,7 +14,7 @@ together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella'
 
 Streams share the hardware's queues, if their number is given: where the hardware decides, a job waits for those that
 were launched before it into its queue. Not for the last of them: with two of a queue's jobs at a time the sweep of
-Paella's CNNs comes out as on the H200, with one or three it does not; why is not known.
+Paella's CNNs comes out as on the H200, with one or three it does not (side runs, not kept); why is not known.
 
 The host is modelled too: the core launches one graph after the other, and decides nothing while it does.
 """

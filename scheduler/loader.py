@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from instrument.device.base import Device
 from scheduler import profile as profiles
 from scheduler.backend import Backend, Launches
+from scheduler.core_models import TOGETHER
 from scheduler.errors import ModelError
 from scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
 from scheduler.model import Arrays, Model
@@ -17,7 +18,7 @@ from scheduler.segments import cut, plan_slices
 from scheduler.state import Limits
 
 _REPEATS = 15
-_CROWD, _ROUNDS = 8, 3  # lanes that run at once, and how often, to see what the GPU gives when it is full
+_ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
 
 # One capture at a time on a device: other threads' launches go on, other loads wait.
 _locks: dict[int, threading.RLock] = {}
@@ -117,7 +118,7 @@ class Loader:
             if k:
                 backend.discard(program)
         if alone and not known.demand and len(loaded.lanes) > 1:
-            crowd = [launches[-1] for launches in loaded.launches[:_CROWD]]
+            crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
             demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
             known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
             profiles.store(where, known)

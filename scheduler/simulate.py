@@ -22,7 +22,7 @@ from scheduler import fluid
 from scheduler import state as st
 from scheduler.core import attach_policy
 from scheduler.core_crowd import CROWDED
-from scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
+from scheduler.core_models import TOGETHER, ModelProfile, ProfileError, install, open_model, set_capacity
 from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
 from scheduler.simulate_blocks import BlocksGpu
@@ -34,7 +34,6 @@ HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nod
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
 BINS = 400
-CROWD = 8  # as many runs at once as demands are measured with, unless the profile says otherwise
 
 
 def simulate(
@@ -178,7 +177,7 @@ def resources(
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
                 guess = (use[m, k, : len(program)].max(axis=1) * work[m, k, : len(program)]).sum() / total
-                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, CROWD))
+                busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
                 use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total

@@ -33,6 +33,20 @@ MARGIN_BACK_S = 4.0  # from nothing to all of it: one moment in which nothing we
 ROOM = 2.0  # times the shortest latency: who is late with less asked for too much, and says nothing of predictions
 
 
+def margin_after(margin: float, seconds: float) -> float:
+    return min(1.0, margin + seconds / MARGIN_BACK_S)
+
+
+def lower(margin: float) -> float:
+    return max(LEAST_MARGIN, margin * (1.0 - LESS_MARGIN))
+
+
+def reach(shortest: float, margin: float, limit: float) -> float:
+    """How long a request may be predicted to take."""
+    shortest = min(shortest, limit)
+    return shortest + margin * (limit - shortest)
+
+
 class Window:
     """How many requests of a model may be in flight.
 
@@ -48,19 +62,17 @@ class Window:
 
     def margin(self, now_s: float) -> float:
         """The part of its time that a request may be predicted to take."""
-        return min(1.0, self._margin + (now_s - self._lowered_s) / MARGIN_BACK_S)
+        return margin_after(self._margin, now_s - self._lowered_s)
 
     def reach_s(self, limit_s: float, now_s: float) -> float:
-        """How long a request may be predicted to take."""
-        shortest_s = min(self._shortest_s, limit_s)
-        return shortest_s + self.margin(now_s) * (limit_s - shortest_s)
+        return reach(self._shortest_s, self.margin(now_s), limit_s)
 
     def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
         took_s = now_s - entered_s
         self._shortest_s = min(self._shortest_s, took_s, limit_s)
         if took_s > limit_s >= ROOM * self._shortest_s and entered_s >= self._lowered_s:
-            self._margin, self._lowered_s = max(LEAST_MARGIN, self.margin(now_s) * (1.0 - LESS_MARGIN)), now_s
+            self._margin, self._lowered_s = lower(self.margin(now_s)), now_s
         if took_s > self._shortest_s + LATE * (limit_s - self._shortest_s):
             if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
                 self.size, self._since = max(1.0, self.size * DECREASE), now_s

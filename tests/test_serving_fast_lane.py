@@ -210,6 +210,12 @@ def test_a_body_that_is_too_large_is_a_413(server):
         assert client.answer()[0] == 413
 
 
+def is_refused(client, items):
+    client.send(post(1.0, 1, items=items))
+    status, _, body = client.answer()
+    assert (status, json.loads(body)) == (503, {"error": "no room"})
+
+
 def test_items_behind_one_that_has_failed_are_not_submitted(server, monkeypatch):
     submitted, submit = [], server.engine._submit
 
@@ -221,9 +227,7 @@ def test_items_behind_one_that_has_failed_are_not_submitted(server, monkeypatch)
 
     monkeypatch.setattr(server.engine, "_submit", second_fails)
     with Client(server) as client:
-        client.send(post(1.0, 1, items=4))
-        status, _, body = client.answer()
-        assert (status, json.loads(body)) == (503, {"error": "no room"})
+        is_refused(client, items=4)
         assert len(submitted) == 2
         client.send(post(2.0, 2, items=4))
         check(client.answer(), 2.0, 2, items=4)
@@ -244,8 +248,6 @@ def test_a_request_whose_items_fail_twice_counts_once(server, monkeypatch):
 
     monkeypatch.setattr(server.engine, "_submit", second_fails_and_cannot_be_submitted)
     with Client(server) as client:
-        client.send(post(1.0, 1, items=3))
-        status, _, body = client.answer()
-        assert (status, json.loads(body)) == (503, {"error": "no room"})
+        is_refused(client, items=3)
     assert counts.refused["queue_full"] == before + 1
     server.wait_until(lambda: not server.engine._front.waiting)
