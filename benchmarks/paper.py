@@ -40,6 +40,8 @@ RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
 BATCHED_RATES = (1000, 2000, 3000, 4000, 5000, 6000, 8000, 12000, 16000)
 THRESHOLDS_MS = (0.0, 1.0, 3.0, 10.0, 30.0, 1e6)
 HP_RATE = 250.0
+MOST_PAUSE_US = 2500.0  # a load generator that stood still for longer has not offered the load it should have
+RUN_AGAIN = 2
 THINK_NS = 20_000  # between an answer and the next request of a light load: less than any client takes
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -296,6 +298,16 @@ EXPERIMENTS: dict[str, Callable[[Options], Iterator[Point]]] = {
 }  # fmt: skip
 
 
+def run_undisturbed(point: Point, loaded: Loaded) -> dict[str, Any]:
+    """A point's result; again where the load generator stood still. What the core did is the engine's own affair."""
+    found = point.run(loaded)
+    again = 0
+    while found.get("generator_pause_us", 0.0) > MOST_PAUSE_US and again < RUN_AGAIN:
+        again += 1
+        found = {**point.run(loaded), "run_again": again}
+    return found
+
+
 def run(args: argparse.Namespace) -> None:
     sigmas = tuple(float(each) for each in args.sigma.split(","))
     systems = tuple(SYSTEMS) if args.systems is None else tuple(args.systems.split(";"))
@@ -346,7 +358,7 @@ def run(args: argparse.Namespace) -> None:
                     if time.monotonic() - began > args.budget:
                         break
                     checked, wrong = loaded.checked, loaded.wrong
-                    results["points"][point.key] = point.run(loaded)
+                    results["points"][point.key] = run_undisturbed(point, loaded)
                     results["checked"] += loaded.checked - checked
                     results["wrong"] += loaded.wrong - wrong
                     save("paper", results, device, folder)
