@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
+WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
+
 
 @dataclass(slots=True)
 class Launches:
@@ -37,6 +39,12 @@ class Launches:
     whole: int
     keep: list[Any] = field(default_factory=list)
     notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
+    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's two windows
+
+    @property
+    def crowded(self) -> int:
+        """The whole program as it is launched where many share the GPU."""
+        return self.confined[0][1] if self.confined else self.whole
 
 
 class Backend(ABC):
@@ -75,16 +83,22 @@ class Backend(ABC):
         """For each node: blocks of its kernel that the GPU holds at once; 0 for what is no kernel."""
 
     @abstractmethod
-    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
-        """Makes the segments launchable; segment k writes to the lane's word k, the whole to its last one."""
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+        """Makes the segments launchable; segment k writes to the lane's word k, the whole to its last one.
+
+        `confine`: also inside the lane's windows, as far as its kernels can be.
+        """
 
     @abstractmethod
-    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
-        """Time of each segment and of the whole program. `alone`: nothing else runs meanwhile."""
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
+        """Time of each segment, of the whole program, and of that inside a window (0: it is not confined).
+
+        `alone`: nothing else runs meanwhile.
+        """
 
     @abstractmethod
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        """Time per run when every lane launches its whole program again and again, all at once."""
+        """Time per run when every lane launches its whole program again and again, all at once, as in a crowd."""
 
     @abstractmethod
     def release(self, launches: Launches) -> None: ...
@@ -147,6 +161,11 @@ class Backend(ABC):
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known."""
         return None
 
+    @abstractmethod
+    def open_windows(self, count: int) -> None:
+        """Divides the SMs into so many windows, before any model is loaded."""
+
+    windows = 0  # of SMs; 0: none
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
     shared_slots = False  # lanes' host memory is made for other processes to map

@@ -19,14 +19,15 @@ from instrument.device.cuda_memory import CudaArray, CudaStream
 from instrument.device.driver import check, driver, fail, library
 from instrument.errors import LaunchError, PaellaError
 from scheduler import state as st
-from scheduler.backend import Backend, Bounds, Launches
+from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
 from scheduler.capture import ModelCapture
 from scheduler.copier import Copier
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_engine_trace import CudaTrace
-from scheduler.cuda_graphs import Gate, launch_times_ns, node_times_ns, segment
+from scheduler.cuda_graphs import CapturedGraph, Gate, launch_times_ns, node_times_ns, segment
 from scheduler.cuda_loop import BROKEN, serve
 from scheduler.cuda_torch import TorchPool, torch_in_use
+from scheduler.cuda_windows import CudaWindows
 from scheduler.engine_trace import TracedBlocks
 from scheduler.lanes import Lane, LanePlan, Memory
 from scheduler.loader import LoadedModel, device_lock
@@ -123,6 +124,7 @@ class CudaBackend(Backend):
         self._threads: list[threading.Thread] = []
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # while a model is rehearsed
+        self._windows: CudaWindows | None = None
 
     def default_memory_bytes(self) -> int:
         self.device.activate()
@@ -131,7 +133,7 @@ class CudaBackend(Backend):
 
     def fingerprint(self) -> str:
         version = check(driver().cuDriverGetVersion(), "reading the driver's version")
-        return f"{self.device.title} cuda {version}"
+        return f"{self.device.title} cuda {version} windows {self.windows} of {WINDOW_SHARE}"
 
     def lane_memory(self, plan: LanePlan) -> CudaMemory:
         return CudaMemory(self.device, plan, self.shared_slots)
@@ -187,32 +189,63 @@ class CudaBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
+    def open_windows(self, count: int) -> None:
+        self.windows = count
+        if count:
+            self.device.activate()
+            try:
+                self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
+            except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
+                raise LaunchError(
+                    f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.4 "
+                    "does; or use sm_windows=0"
+                ) from e
+
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         self.device.activate()
-        stream = self._capture_stream(lane.model.priority)
+        launches = Launches(program, bounds, [], 0, [lane], frozenset(program.marks.values()))
+        try:
+            launches.handles, launches.whole = self._cut(program.body, bounds, lane)
+            if confine and self._windows is not None and lane.windows is not None:
+                for window in lane.windows:
+                    body = self._windows.confine(program.body, window)
+                    if body is None:
+                        break
+                    try:
+                        launches.confined.append(self._cut(body, bounds, lane))
+                    finally:
+                        body.destroy()
+        except BaseException:
+            self.release(launches)
+            raise
+        return launches
+
+    def _cut(self, body: CapturedGraph, bounds: Bounds, lane: Lane) -> tuple[list[int], int]:
+        stream = self._capture_stream(lane.model.priority).handle
         words = int(lane.words.ctypes.data)
+        ends = [(first, end, words + 8 * k) for k, (first, end) in enumerate(bounds)]
+        ends.append((0, len(body.nodes), words + 8 * (lane.plan.n_words - 1)))
         handles: list[int] = []
         try:
-            for k, (first, end) in enumerate(bounds):
-                handles.append(segment(program.body, first, end, words + 8 * k, stream.handle))
-            last = words + 8 * (lane.plan.n_words - 1)
-            handles.append(segment(program.body, 0, len(program.nodes), last, stream.handle))
+            for first, end, word in ends:
+                handles.append(segment(body, first, end, word, stream))
         except BaseException:
             for handle in handles:
                 driver().cuGraphExecDestroy(handle)
             raise
-        notified = frozenset(program.marks.values())
-        return Launches(program, bounds, handles[:-1], handles[-1], [lane], notified)
+        return handles[:-1], handles[-1]
 
-    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle
         gate = self._gate if len(launches.program.nodes) <= _GATED_NODES else None
         cut = launch_times_ns([launches.handles] * (repeats + 1), stream, gate)
-        whole = launch_times_ns([[launches.whole]] * (repeats + 1), stream, gate)
+        wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
+        whole = [launch_times_ns([[each]] * (repeats + 1), stream, gate) for each in wholes]
         # Beside other work a time can only come out too long: the shortest is the nearest to alone.
         pick = np.median if alone else np.min
         times: NDArray[np.float64] = np.asarray(pick(cut[1:], axis=0))
-        return [float(t) for t in times], float(pick([run[0] for run in whole[1:]]))
+        wide, *narrow = (float(pick([run[0] for run in each[1:]])) for each in whole)
+        return [float(t) for t in times], wide, narrow[0] if narrow else 0.0
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
         self.device.activate()
@@ -223,7 +256,7 @@ class CudaBackend(Backend):
             began = time.perf_counter_ns()
             for _ in range(rounds):
                 for each, stream in zip(lanes, streams, strict=False):
-                    check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
+                    check(cu.cuGraphLaunch(each.crowded, stream), "timing a graph")
             for stream in streams:
                 check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
             times.append(time.perf_counter_ns() - began)
@@ -232,10 +265,14 @@ class CudaBackend(Backend):
 
     def release(self, launches: Launches) -> None:
         self.device.activate()
-        for handle in (*launches.handles, launches.whole):
-            driver().cuGraphExecDestroy(handle)
+        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+            for handle in (*handles, whole):
+                if handle:
+                    driver().cuGraphExecDestroy(handle)
         launches.keep.clear()
         launches.handles.clear()
+        launches.confined.clear()
+        launches.whole = 0
 
     def discard(self, program: Program) -> None:
         if program.body is not None:
@@ -328,6 +365,9 @@ class CudaBackend(Backend):
         # Now, and not whenever the collector comes by: that may be within another engine's capture.
         self._pools.clear()
         self._captures.clear()
+        if self._windows is not None:
+            self._windows.close()
+            self._windows = None
 
     # -- traces
 

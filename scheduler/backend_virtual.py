@@ -26,7 +26,7 @@ from instrument.errors import TraceError
 from instrument.records import Records
 from instrument.tracing import Session
 from scheduler import state as st
-from scheduler.backend import Backend, Bounds, Launches
+from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
 from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from scheduler.engine_trace import TracedBlocks, TracedPiece
 from scheduler.lanes import ALIGN, Lane, LanePlan, Memory
@@ -144,7 +144,8 @@ class VirtualBackend(Backend):
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs: dict[str, list[BlockCost | None]] = {}
-        self._programs: dict[tuple[str, int, int], list[SmProgram | tuple[str, int]]] = {}
+        self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
+        self._windows: list[int] = []  # numbers in the SM model
         self._pieces: dict[int, Piece] = {}
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
@@ -163,7 +164,23 @@ class VirtualBackend(Backend):
         return int(self.device.part.memory_bytes * 0.9)
 
     def fingerprint(self) -> str:
-        return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r}"
+        how = f"windows {self.windows} of {WINDOW_SHARE}"
+        return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
+
+    def open_windows(self, count: int) -> None:
+        self.windows = count
+        self._windows = self._add_windows(self.sm)
+
+    def _add_windows(self, model: SmModel) -> list[int]:
+        sms = self.device.sm_count
+        n = max(1, round(WINDOW_SHARE * sms))
+        return [model.window(round(k * sms / self.windows) % sms, n) for k in range(self.windows)]
+
+    def _new_model(self) -> SmModel:
+        """A GPU of its own, to measure on."""
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        self._add_windows(model)
+        return model
 
     def lane_memory(self, plan: LanePlan) -> VirtualMemory:
         return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots)
@@ -217,21 +234,25 @@ class VirtualBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def cut(self, program: Program, bounds: Bounds, lane: Lane) -> Launches:
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+        windows = [self._windows[k] for k in lane.windows or ()] if confine else []
         with self._sm_model():
-            handles = [self._piece(program, first, end) for first, end in bounds]
-            whole = handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes))
-        return Launches(program, bounds, handles, whole, notified=frozenset(program.marks.values()))
+            (handles, whole), *confined = (self._cut(program, bounds, window) for window in (0, *windows))
+        return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
 
-    def _piece(self, program: Program, first: int, end: int) -> int:
-        key = (program.content(), first, end)
+    def _cut(self, program: Program, bounds: Bounds, window: int) -> tuple[list[int], int]:
+        handles = [self._piece(program, first, end, window) for first, end in bounds]
+        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window)
+
+    def _piece(self, program: Program, first: int, end: int, window: int) -> int:
+        key = (program.content(), first, end, window)
         if key not in self._programs:
-            self._programs[key] = self._steps(program, first, end)
+            self._programs[key] = self._steps(program, first, end, window)
         handle, self._next = self._next, self._next + 1
         self._pieces[handle] = Piece(program.body[first:end], self._programs[key])
         return handle
 
-    def _steps(self, program: Program, first: int, end: int) -> list[SmProgram | tuple[str, int]]:
+    def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[SmProgram | tuple[str, int]]:
         steps: list[SmProgram | tuple[str, int]] = []
         kernels: list[Kernel] = []
         costs = self._block_costs(program)
@@ -244,42 +265,47 @@ class VirtualBackend(Backend):
                 )  # fmt: skip
                 continue
             if kernels:
-                steps.append(self.sm.program(kernels))
+                steps.append(self.sm.program(kernels, window))
                 kernels = []
             steps.append((node.kind, node.nbytes))
         if kernels:
-            steps.append(self.sm.program(kernels))
+            steps.append(self.sm.program(kernels, window))
         return steps
 
-    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float]:
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         # The model is exact: one run, on a GPU of its own, says it all.
-        model = SmModel(self.device.part, timing=self.sm.timing)
+        model = self._new_model()
         times = []
-        for first, end in [*launches.bounds, (0, len(launches.program.nodes))]:
-            piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end))
+        whole = (0, len(launches.program.nodes))
+        window = [(*whole, self._windows[0])] if launches.confined else []
+        for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *window]:
+            piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end, number))
             stream = model.stream()
             before = piece.place(model, stream, model.now_ns).last
             last = piece.place(model, stream, model.now_ns).last
             model.run()
             # Queued behind another, as in an engine that is busy: the gap between two launches is part of it.
             times.append(model.finish_ns(last) - model.finish_ns(before))
-        return times[:-1], times[-1]
+        n = len(launches.bounds)
+        return times[:n], times[n], times[n + 1] if window else 0.0
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        model = SmModel(self.device.part, timing=self.sm.timing)
+        model = self._new_model()
         program = lanes[0].program
-        piece = Piece(program.body, self._steps(program, 0, len(program.nodes)))
+        windows = [self._windows[k % self.windows] if each.confined else 0 for k, each in enumerate(lanes)]
+        pieces = [Piece(program.body, self._steps(program, 0, len(program.nodes), window)) for window in windows]
         streams = [model.stream() for _ in lanes]
         for _ in range(rounds):
-            for stream in streams:
+            for stream, piece in zip(streams, pieces, strict=True):
                 piece.place(model, stream, 0.0)
         model.run()
         return float(model.now_ns) / (rounds * len(lanes))
 
     def release(self, launches: Launches) -> None:
         with self._sm_model():
-            for handle in {*launches.handles, launches.whole}:
-                self._pieces.pop(handle, None)
+            for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+                for handle in (*handles, whole):
+                    self._pieces.pop(handle, None)
 
     def pool(self, state: State, priority: int) -> int:
         if not state.stream.any():

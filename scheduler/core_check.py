@@ -168,6 +168,10 @@ def _check_streams(s: State) -> None:
         found[s.lane["stream_at"][lane]] += 1
     _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
     _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
+    confined = np.flatnonzero(s.lane["window"] >= 0)
+    _require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
+    found = np.bincount(s.lane["window"][confined], minlength=len(s.window_jobs))
+    _require((found == s.window_jobs).all(), "the jobs in a window are miscounted")
 
 
 def _check_lanes(s: State) -> None:

@@ -23,6 +23,7 @@ from scheduler.core_crowd import (
 )
 from scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
 from scheduler.core_requests import charge, fill_lane_job, rank_lane
+from scheduler.core_windows import handle_of, leave_window
 from scheduler.state import (
     ACTIVE_N,
     BACKEND,
@@ -129,6 +130,7 @@ def take_stream(s: State, lane: int) -> None:
 def leave_stream(s: State, lane: int) -> None:
     s.stream_jobs[s.lane[lane].stream_at] -= 1
     s.lane[lane].stream_at = NONE
+    leave_window(s, lane)
 
 
 @inlined
@@ -165,13 +167,14 @@ def launch(s: State, lane: int, now: int) -> bool:
         store_at(s.launch[lane, a.size, k].draining, _ZERO)
     s.g[LAUNCHES] += 1
     s.g[WHOLE_LAUNCHES] += a.whole
+    what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
+    handle = handle_of(s, lane, what)
     if s.g[BACKEND] == VIRTUAL:
         out = s.out[s.g[OUT_N]]
         out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k
-        out.word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, k].word
+        out.word, out.handle = what.word, handle
         s.g[OUT_N] += 1
         return True
-    handle = s.whole[lane, a.size].handle if a.whole else s.launch[lane, a.size, k].handle
     began = read_clock(s, s.clock)
     error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
     s.t[LAUNCH_NS] += read_clock(s, s.clock) - began

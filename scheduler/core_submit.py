@@ -190,11 +190,12 @@ def fail_all(s: State, now: int) -> None:
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
     s.t[DEMAND] = s.t[QUEUED_JOBS] = 0.0
     s.stream_jobs[...] = 0
+    s.window_jobs[...] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]
         if a.model >= 0:
             a.live = 0
-            a.ready_at = a.active_at = a.flight_at = a.stream_at = NONE
+            a.ready_at = a.active_at = a.flight_at = a.stream_at = a.window = NONE
             if a.state == RUNNING or (a.state == FILLING and close_lane(s, lane)):
                 free_lane(s, lane)
     gpu = s.gpu[0]

@@ -8,6 +8,7 @@ from instrument.tracing import trace
 from scheduler import state as st
 from scheduler.backend import Launches
 from scheduler.engine_trace import TracedBlocks, TracedPiece
+from scheduler.install import write_handles
 from scheduler.lanes import Lane
 from scheduler.loader import LoadedModel
 
@@ -40,29 +41,21 @@ class CudaTrace:
         cuts = loaded.profiles[size].cuts
         program, ids = backend.capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
         try:
-            traced = backend.cut(program, plain.bounds, lane)
+            traced = backend.cut(program, plain.bounds, lane, confine=bool(plain.confined))
         finally:
             backend.discard(program)
         self._traced.append(traced)
         self._plain.append((row, size, plain))
-        self._write(row, size, traced)
+        write_handles(backend._state, row, size, traced)
         for k, (first, end) in [*enumerate(plain.bounds), (st.WHOLE, (0, len(ids)))]:
             launches = tuple(i for i in ids[first:end] if i)
             self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
-
-    def _write(self, row: int, size: int, launches: Launches) -> None:
-        # Aligned words, read by the core at its next launch. Both variants use the same buffers and completion words,
-        # so a lane may change over between any two segments.
-        state = self._backend._state
-        for k, handle in enumerate(launches.handles):
-            state.launch["handle"][row, size, k] = handle
-        state.whole["handle"][row, size] = launches.whole
 
     def _swap_out(self, rows: set[int]) -> None:
         """`rows`: lanes that are still there."""
         for row, size, plain in self._plain:
             if row in rows:
-                self._write(row, size, plain)
+                write_handles(self._backend._state, row, size, plain)
 
     def finish(self, rows: set[int]) -> TracedBlocks:
         self._swap_out(rows)

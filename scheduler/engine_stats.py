@@ -42,6 +42,7 @@ def core_stats(state: State) -> dict[str, Any]:
         "launches": int(g[st.LAUNCHES]),
         "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver
         "whole_launches": int(g[st.WHOLE_LAUNCHES]),
+        "confined_launches": int(g[st.CONFINED_LAUNCHES]),  # to a window of SMs
         "segments": int(g[st.SEGMENTS_DONE]),
         "decisions": int(g[st.DECISIONS]),
         "preemptions": int(g[st.PREEMPTIONS]),

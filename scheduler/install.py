@@ -5,6 +5,7 @@ from __future__ import annotations
 from instrument.device.base import Device
 from instrument.device.timing import Timing
 from scheduler import core_models
+from scheduler.backend import Launches
 from scheduler.loader import LoadedModel
 from scheduler.profile import model_profile
 from scheduler.state import State
@@ -34,12 +35,27 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
         words, draining = lane.words, lane.draining
         words[:] = draining[:] = 0
         state.lane["pool"][row] = pool
+        if lane.windows:
+            state.lane["home"][row], state.lane["away"][row] = lane.windows
         for k, array in enumerate(lane.inputs.values()):
             state.input_address[row, k] = array.ctypes.data
         for size, launches in enumerate(sizes):
             segments = state.launch[row, size, : len(launches.handles)]
-            segments["handle"] = launches.handles
             for i in range(len(launches.handles)):
                 segments["word"][i] = words.ctypes.data + 8 * i
                 segments["draining"][i] = draining.ctypes.data + 8 * i if i in launches.notified else 0
-            state.whole[row, size] = (launches.whole, words[-1:].ctypes.data, 0)
+            state.whole["word"][row, size] = words[-1:].ctypes.data
+            state.whole["draining"][row, size] = 0
+            write_handles(state, row, size, launches)
+
+
+def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
+    """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
+    variants use the same buffers and completion words.
+    """
+    none = ([0] * len(launches.handles), 0)
+    variants = [(launches.handles, launches.whole), *(launches.confined or (none, none))]
+    for name, (handles, whole) in zip(("handle", "home", "away"), variants, strict=True):
+        for k, handle in enumerate(handles):
+            state.launch[name][row, size, k] = handle
+        state.whole[name][row, size] = whole

@@ -107,8 +107,11 @@ def tensors(model: Model) -> list[tuple[str, TensorSpec]]:
 class Lane:
     """The buffers of one batch in flight."""
 
-    def __init__(self, index: int, model: Model, plan: LanePlan, memory: Memory) -> None:
+    def __init__(
+        self, index: int, model: Model, plan: LanePlan, memory: Memory, windows: tuple[int, int] | None = None
+    ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
+        self.windows = windows  # of SMs, which it may be confined to
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
 

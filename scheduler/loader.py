@@ -52,6 +52,7 @@ class Loader:
 
     def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, quantum_ns: float) -> None:
         self.backend, self.memory, self.limits, self.quantum_ns = backend, memory, limits, quantum_ns
+        self._loads = 0
 
     def load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
         """`alone`: nothing else runs on the GPU, so times are undisturbed."""
@@ -74,7 +75,9 @@ class Loader:
             reservation = self.memory.reserve(
                 model.name, weights_bytes, plan.device_bytes + foreign, model.lanes or lanes_wanted, least
             )
-            lanes += (Lane(k, model, plan, backend.lane_memory(plan)) for k in range(reservation.lanes))
+            for k in range(reservation.lanes):
+                lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
+            self._loads += 1
             loaded = LoadedModel(model, weights, reservation, lanes, [], [[] for _ in lanes])
             for batch in model.batch:
                 self._program(loaded, batch, alone)
@@ -97,6 +100,13 @@ class Loader:
             if count > limit:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
 
+    def _windows(self, lane: int) -> tuple[int, int] | None:
+        """Two that lie apart, others for every lane of a model. Models begin with different ones: where few lanes of
+        each are busy, it is the first.
+        """
+        n, first = self.backend.windows, self._loads + lane
+        return (first % n, (first + n // 2) % n) if n else None
+
     # -- programs
 
     def _program(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
@@ -114,7 +124,7 @@ class Loader:
         for k, lane in enumerate(loaded.lanes):
             again = k > 0 or marks
             program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
-            loaded.launches[k].append(backend.cut(program, known.bounds, lane))
+            loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
             if k:
                 backend.discard(program)
         if alone and not known.demand and len(loaded.lanes) > 1:
@@ -139,8 +149,8 @@ class Loader:
         while len(bounds) > self.limits.segments:
             quantum_ns *= 1.25 * len(bounds) / self.limits.segments
             bounds = cut(times, quantum_ns)
-        launches = backend.cut(program, bounds, loaded.lanes[0])
-        segment_ns, whole_ns = backend.segment_times_ns(launches, _REPEATS, alone)
+        launches = backend.cut(program, bounds, loaded.lanes[0], confine=backend.windows > 0)
+        segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
         backend.release(launches)
         if cuts:
             backend.discard(program)
@@ -149,7 +159,9 @@ class Loader:
             profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
             for (a, b), t in zip(bounds, segment_ns, strict=True)
         )
-        return ProgramProfile(first.batch, tuple(bounds), segments, whole_ns, cuts, program.chain)
+        return ProgramProfile(
+            first.batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns
+        )
 
     def unload(self, loaded: LoadedModel) -> None:
         """Gives everything back; nothing of the model may be in flight."""

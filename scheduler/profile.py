@@ -14,7 +14,8 @@ from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.model import Model
 from scheduler.program import Cuts, Node
 
-_FORMAT = "2"
+_FORMAT = "3"
+_MOST_STRETCH = 1.35  # what fills more SMs than a window has would rather have them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,12 @@ class ProgramProfile:
     chain: bool
     demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
     together: int = 0  # with so many at once
+    window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
+
+    @property
+    def confined(self) -> bool:
+        """Whether it keeps to a window where many share the GPU: if that hardly slows it."""
+        return 0.0 < self.window_ns <= _MOST_STRETCH * self.whole_ns
 
     @property
     def segmented_ns(self) -> float:
@@ -95,6 +102,7 @@ def load(where: str) -> ProgramProfile | None:
             chain=found["chain"],
             demand=found["demand"],
             together=found["together"],
+            window_ns=found["window_ns"],
         )
     except (ValueError, KeyError, TypeError):
         return None

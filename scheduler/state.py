@@ -68,8 +68,8 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, STANDING) = range(41)  # fmt: skip
-G_SIZE = 41
+ TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, STANDING, CONFINED_LAUNCHES) = range(42)  # fmt: skip
+G_SIZE = 42
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
@@ -87,6 +87,8 @@ FN_SIZE = 8
 # handed out, and stand for the GPU's hardware queues; the others belong to lanes, each to its own.
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 POOL_STREAMS = QUEUES + OWN_STREAMS
+
+WINDOWS = 64  # of SMs, at most
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
@@ -189,6 +191,9 @@ LANE = np.dtype(
         ("touched", "i8"),  # 1: listed in State.touched
         ("pool", "i8"),  # of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
+        ("home", "i8"),  # its two windows of SMs, by the installer; NONE: it has none
+        ("away", "i8"),
+        ("window", "i8"),  # where its latest launch is confined to, while it is in flight; NONE: to nothing
     ],
     align=True,
 )
@@ -197,7 +202,8 @@ LANE = np.dtype(
 # (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
 # and clears. Segments of one lane complete in order.
 # `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
-LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
+# `home` and `away` are handles of the same confined to the lane's windows; 0: there are none.
+LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8"), ("home", "u8"), ("away", "u8")], align=True)
 
 # Inputs on their way into a slot, by the copier.
 COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8")], align=True)
@@ -278,7 +284,7 @@ COMPLETION = np.dtype(
 )
 
 # What VIRTUAL backends launch: the loop runs entries 0 … g[OUT_N] − 1 and sets g[OUT_N] to 0.
-OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8")], align=True)
+OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
 WHOLE = -1  # out.segment: the whole program
 
 # What a policy sees of a job: one lane's requests, or one request for `order`. Times as floats: ranks are.
@@ -366,6 +372,7 @@ class State(NamedTuple):
     whole: Table  # LAUNCH[L, B], by the installer
     stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
     stream_jobs: NDArray[np.int64]  # [POOL_STREAMS] lanes in flight on each, in whichever pool: the queues are the same
+    window_jobs: NDArray[np.int64]  # [WINDOWS] lanes in flight that are confined to each
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
     request: Table  # REQUEST[R]
@@ -441,6 +448,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "whole": ((n.lanes, n.sizes), LAUNCH),
         "stream": ((POOLS, POOL_STREAMS), words),
         "stream_jobs": ((POOL_STREAMS,), ints),
+        "window_jobs": ((WINDOWS,), ints),
         "segment_ns": ((n.lanes, n.segments, 2), ints),
         "word": ((n.lanes, n.segments + 1), words),
         "request": ((n.requests,), REQUEST),
@@ -510,7 +518,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
-    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at"):
+    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "home", "away", "window"):
         state.lane[column] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE

@@ -35,7 +35,7 @@ def note_orders(s: State, orders: Ints, in_flight: Ints) -> None:
         to = s.whole[o.lane, o.size] if o.segment == WHOLE else s.launch[o.lane, o.size, o.segment]
         orders[k, 0], orders[k, 1], orders[k, 2], orders[k, 3] = o.lane, o.size, o.segment, np.int64(o.word)
         a = s.lane[o.lane]
-        orders[k, 4], orders[k, 5] = np.int64(to.handle), np.int64(s.stream[a.pool, a.stream_at])
+        orders[k, 4], orders[k, 5] = np.int64(o.handle), np.int64(s.stream[a.pool, a.stream_at])
         orders[k, 6] = np.int64(to.draining)
     in_flight[2] = s.g[OUT_N]
     s.g[OUT_N] = 0

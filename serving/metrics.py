@@ -134,6 +134,7 @@ class ServiceCollector(Collector):
         for name, text, value in (
             ("paellapy_launches", "Launches on the GPU", stats["launches"]),
             ("paellapy_whole_launches", "Of those, whole programs", stats["whole_launches"]),
+            ("paellapy_confined_launches", "Of all, confined to a window of SMs", stats["confined_launches"]),
             ("paellapy_segments", "Segments completed", stats["segments"]),
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):

@@ -109,6 +109,25 @@ def test_a_module_is_cut_into_segments_and_keeps_its_chain(loaded):
     assert sum(s.kernels for s in profile.segments) > 15
 
 
+def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same():
+    net, x = Net(6), images(300)
+    expected = reference(net, x)
+    with pp.Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+        engine.load(
+            pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="crowd", channels_last=True, batch=(1,), lanes=12)
+        )
+        profile = engine.profile("crowd")[0]
+        assert profile.confined, (profile.window_ns, profile.whole_ns)
+
+        async def main():
+            return await asyncio.gather(*(engine.infer("crowd", {"input": each}) for each in x))
+
+        for found, wanted in zip(asyncio.run(main()), expected, strict=True):
+            np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-4)
+        assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]
+        check_at_rest(engine.state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(engine, dtype):
     net = Net(4)

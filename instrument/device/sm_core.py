@@ -39,9 +39,9 @@ PLACE_TREE = 3  # the fourth tree: SMs by load, for the footprint being placed
 
 # State.g
 (NEXT, LINKED, PENDING, READY_N, ACTIVE, WAITING_N, TIMED_N, PLACE, DIRTY_N, TODO_HEAD, TODO_N, DONE_HEAD, DONE_TAIL,
- UNREPORTED, FREED, BACKFILL, GRID_LIMIT, SEED, BLOCK_EVENTS, FP_THREADS, FP_REGISTERS, FP_SHARED,
- ) = range(22)  # fmt: skip
-G_SIZE = 22
+ UNREPORTED, FREED, BACKFILL, GRID_LIMIT, SEED, BLOCK_EVENTS, FP_THREADS, FP_REGISTERS, FP_SHARED, PASS,
+ ) = range(23)  # fmt: skip
+G_SIZE = 23
 
 # State.t
 NOW, CLOCKS_AT, FRONT_FREE, PLACE_FREE, LAUNCH_NS, KERNEL_GAP, GRAPH_GAP, GRID_ISSUE, BLOCK_ISSUE, JITTER = range(10)
@@ -49,9 +49,9 @@ T_SIZE = 10
 
 # State.ci: a command's integers; State.cf: its times
 (KIND, STREAM, PRIORITY, LINK, STATUS, BLOCKS, PLACED, ENDED, WARPS, THREADS, REGISTERS, SHARED, CLUSTER, COST,
- COST_STRIDE, TRACE, LAUNCH_ID, KERNEL, FIRST, EVENT, GRAPH, REPORT, DONE_LINK, BLOCKED_AT, ENGINE,
- ) = range(25)  # fmt: skip
-CI_SIZE = 25
+ COST_STRIDE, TRACE, LAUNCH_ID, KERNEL, FIRST, EVENT, GRAPH, REPORT, DONE_LINK, BLOCKED_AT, ENGINE, WINDOW,
+ ) = range(26)  # fmt: skip
+CI_SIZE = 26
 SUBMIT, LATENCY, START, NOTIFY, FINISH = range(5)
 CF_SIZE = 5
 LAUNCH, COPY, RECORD, WAIT = range(4)
@@ -70,6 +70,10 @@ E_RECORDED, E_FIRED, E_WAITERS = range(3)
 F_THREADS, F_REGISTERS, F_SHARED, F_BLOCKS = range(4)
 B_COMMAND, B_BLOCK, B_PENDING = range(3)
 ENDS_BY_TIMER = -1
+
+# State.window: so many SMs from the first on, around the end (number 0: all), and the last PASS of `place` that found
+# no room there
+W_FIRST, W_SMS, W_HELD = range(3)
 
 # State.use: of one SM, since the model was made
 U_WARPS, U_SINCE, U_WARP_NS, U_BUSY_NS = range(4)
@@ -104,9 +108,10 @@ class State(NamedTuple):
     timed_id: Ints
     free: Ints  # per SM
     gpc: Ints  # first SM of each GPC, and the number of SMs
+    window: Ints  # ranges of SMs; a command's WINDOW says to which its blocks are confined
     stack: Ints  # free slots of each SM
     slot: Ints
-    dirty: Ints  # list of SMs freed since the placement tree was last looked at, and their flags
+    dirty: Ints  # list of SMs changed behind the placement tree's back since it was last looked at, and their flags
     pool: Floats
     pool_n: Ints
     heap: Floats
@@ -280,6 +285,15 @@ def slot_timer(s: State, slot: int) -> None:
 
 
 @inlined
+def make_dirty(s: State, sm: int) -> None:
+    """The SM has more or less room than the placement tree says, whatever footprint that is for."""
+    if s.dirty[1, sm] == 0:
+        s.dirty[1, sm] = 1
+        s.dirty[0, s.g[DIRTY_N]] = sm
+        s.g[DIRTY_N] += 1
+
+
+@inlined
 def end_block(s: State, slot: int) -> None:
     handle = s.slot[slot, B_COMMAND]
     i = handle & (s.ci.shape[0] - 1)
@@ -294,10 +308,7 @@ def end_block(s: State, slot: int) -> None:
     s.free[sm, F_SHARED] += s.ci[i, SHARED]
     s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
     change_warps(s, sm, -s.ci[i, WARPS])
-    if s.dirty[1, sm] == 0:
-        s.dirty[1, sm] = 1
-        s.dirty[0, s.g[DIRTY_N]] = sm
-        s.g[DIRTY_N] += 1
+    make_dirty(s, sm)
     s.g[FREED] += 1
     s.g[BLOCK_EVENTS] += 1
     if s.g[WAITING_N] > 0:
@@ -326,7 +337,7 @@ def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
 
 @inlined
 def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
-    """Make the placement tree true for this footprint: only what was freed has changed if it was the last one too."""
+    """Make the placement tree true for this footprint: only dirty SMs have changed if it was the last one too."""
     if s.g[FP_THREADS] != threads or s.g[FP_REGISTERS] != registers or s.g[FP_SHARED] != shared:
         s.g[FP_THREADS], s.g[FP_REGISTERS], s.g[FP_SHARED] = threads, registers, shared
         for sm in range(s.free.shape[0]):
@@ -357,6 +368,36 @@ def place_one(s: State, handle: int) -> bool:
 
 
 @inlined
+def place_confined(s: State, handle: int) -> bool:
+    """Place the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
+    i = handle & (s.ci.shape[0] - 1)
+    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    first = s.window[s.ci[i, WINDOW], W_FIRST]
+    chosen = -1
+    least = INF
+    for k in range(first, first + s.window[s.ci[i, WINDOW], W_SMS]):
+        sm = k if k < s.free.shape[0] else k - s.free.shape[0]
+        rank = load(s, sm, threads, registers, shared)
+        if rank < least or (rank == least and sm < chosen):
+            least = rank
+            chosen = sm
+    if chosen < 0:
+        return False
+    start_block(s, handle, chosen)
+    make_dirty(s, chosen)
+    return True
+
+
+@inlined
+def in_window(s: State, window: int, sm: int) -> bool:
+    after = sm - s.window[window, W_FIRST]
+    if after < 0:
+        after += s.free.shape[0]
+    inside: bool = after < s.window[window, W_SMS]
+    return inside
+
+
+@inlined
 def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
     """How many blocks of this footprint still fit the SM."""
     n: int = min(s.free[sm, F_BLOCKS], s.free[sm, F_THREADS] // threads)
@@ -369,15 +410,17 @@ def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
 
 @inlined
 def place_cluster(s: State, handle: int) -> bool:
-    """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them."""
+    """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window."""
     i = handle & (s.ci.shape[0] - 1)
     threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    window = s.ci[i, WINDOW]
     most = s.ci[i, CLUSTER] - 1
     best = -1
     for gpc in range(s.gpc.shape[0] - 1):
         fit = 0
         for sm in range(s.gpc[gpc], s.gpc[gpc + 1]):
-            fit += room(s, sm, threads, registers, shared)
+            if in_window(s, window, sm):
+                fit += room(s, sm, threads, registers, shared)
         if fit > most:
             most = fit
             best = gpc
@@ -388,31 +431,43 @@ def place_cluster(s: State, handle: int) -> bool:
         least = INF
         for sm in range(s.gpc[best], s.gpc[best + 1]):
             rank = load(s, sm, threads, registers, shared)
-            if rank < least:
+            if rank < least and in_window(s, window, sm):
                 least = rank
                 chosen = sm
         start_block(s, handle, chosen)
-    s.g[FP_THREADS] = -1  # the placement tree has not followed
+        make_dirty(s, chosen)
     return True
 
 
 @inlined
 def place(s: State) -> None:
-    """Hand out blocks: the first waiting grid until it has no more or fits nowhere; with backfill, then the next."""
+    """Hand out blocks: the first waiting grid until it has no more or fits nowhere; with backfill, then the next.
+
+    Without, a grid that fits nowhere in its window holds up that window only: a context has a front end of its own.
+    """
+    s.g[PASS] += 1
     k = 0
     while k < s.g[WAITING_N]:
         handle = s.waiting[k]
         i = handle & (s.ci.shape[0] - 1)
+        window = s.ci[i, WINDOW]
+        if window > 0 and s.window[window, W_HELD] == s.g[PASS]:
+            k += 1
+            continue
         if s.ci[i, BLOCKED_AT] == s.g[FREED]:  # nothing was freed since it fitted nowhere
             placed = False
         elif s.ci[i, CLUSTER] > 1:
             placed = place_cluster(s, handle)
+        elif window > 0:
+            placed = place_confined(s, handle)
         else:
             placed = place_one(s, handle)
         if not placed:
             s.ci[i, BLOCKED_AT] = s.g[FREED]
             if s.g[BACKFILL] == 0:
-                break
+                if window == 0:
+                    break
+                s.window[window, W_HELD] = s.g[PASS]
             k += 1
             continue
         if s.ci[i, PLACED] == s.ci[i, BLOCKS]:

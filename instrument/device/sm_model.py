@@ -20,7 +20,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from instrument.device import sm_core as core
 from instrument.device.parts import Part
-from instrument.device.sm_state import doubled, more_commands, more_streams, new_state, unfinished_launches, who_waits
+from instrument.device.sm_state import (
+    doubled,
+    more_commands,
+    more_streams,
+    most_in_a_gpc,
+    new_state,
+    unfinished_launches,
+    who_waits,
+)
 from instrument.device.timing import Timing
 from instrument.errors import LaunchError, PaellaError
 from instrument.occupancy import footprint, occupancy
@@ -123,7 +131,8 @@ class SmModel:
         self._cost_rows = 0
         self._cost_epoch = 0
         self._known_costs: dict[tuple[float, ...], int] = {}
-        self._footprints: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
         self._s = new_state(part, self.timing, seed, backfill, lines)
 
     # --- submitting ------------------------------------------------------------------------------------------------
@@ -138,6 +147,22 @@ class SmModel:
         self._priorities.append(priority)
         self._s.stream[number, core.S_QUEUE] = number % self._connections if self._connections else number
         return number
+
+    def window(self, first: int, n: int) -> int:
+        """A number for the `n` SMs from `first` on, around the end: launches with it run there, as in a green context.
+
+        Windows may overlap. A grid that waits for room in one holds up only those behind it in the same.
+        """
+        sms = self.part.sms
+        if not (0 <= first < sms and 1 <= n <= sms):
+            raise LaunchError(f"a window of {n} SMs from SM {first} on: choose 1 to {sms} of SMs 0 to {sms - 1}")
+        if (first, n) not in self._windows:
+            number = len(self._windows) + 1
+            if number == len(self._s.window):
+                self._s = self._s._replace(window=doubled(self._s.window))
+            self._s.window[number] = (first, n, 0)
+            self._windows[first, n] = number
+        return self._windows[first, n]
 
     def graph(self) -> int:
         """A number for launches that belong to one graph: consecutive ones follow each other at the graph's pace."""
@@ -156,6 +181,7 @@ class SmModel:
         duration_ns: ArrayLike | None = None,
         latency_ns: float | None = None,
         cluster: int = 1,
+        window: int = 0,
         graph: int = 0,
         launch_id: int | None = None,
         kernel: int = 0,
@@ -167,30 +193,35 @@ class SmModel:
         """Put a kernel on a stream; its handle. Blocks take `cost` at shared rates, or exactly `duration_ns`.
 
         `first` numbers the first block (slices of a larger grid); `launch_id` defaults to the handle. With
-        `report=False` the end is not among `completed()`.
+        `report=False` the end is not among `completed()`. `window` confines its blocks to some SMs; 0 is all.
         """
         at = self._check(stream, submit_ns)
-        warps, whole, allocated, shared = self._footprint(n_blocks, threads, registers, shared_bytes, cluster)
+        warps, whole, allocated, shared = self._footprint(n_blocks, threads, registers, shared_bytes, cluster, window)
         row, stride = self._cost_row(n_blocks, cost, duration_ns)
         handle, i = self._reserve()
         latency = self.timing.block_overhead_ns if latency_ns is None else latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
-        # The order of sm_core's columns, KIND to ENGINE and SUBMIT to FINISH: one assignment is five times faster.
+        # The order of sm_core's columns, KIND to WINDOW and SUBMIT to FINISH: one assignment is five times faster.
         self._s.ci[i] = (core.LAUNCH, stream, self._priorities[stream], -1, core.QUEUED, n_blocks, 0, 0, warps, whole,
                          allocated, shared, cluster, row, stride, trace_row, number, kernel, first, 0, graph, report,
-                         -1, -1, 0)  # fmt: skip
+                         -1, -1, 0, window)  # fmt: skip
         self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
         return handle
 
-    def program(self, kernels: Sequence[Kernel]) -> Program:
-        """Check a segment's kernels once; `launch_program` then costs the same however many they are."""
+    def program(self, kernels: Sequence[Kernel], window: int = 0) -> Program:
+        """Check a segment's kernels once; `launch_program` then costs the same however many they are.
+
+        `window` confines the blocks of all of them, at every launch of the program.
+        """
         ints = np.zeros((len(kernels), core.CI_SIZE), np.int64)
         floats = np.full((len(kernels), core.CF_SIZE), _NAN)
         costs = []
         row = 0
         for k, each in enumerate(kernels):
-            block = self._footprint(each.n_blocks, each.threads, each.registers, each.shared_bytes, each.cluster)
+            block = self._footprint(
+                each.n_blocks, each.threads, each.registers, each.shared_bytes, each.cluster, window
+            )
             table = _cost_table(each.n_blocks, each.cost, each.duration_ns)
             ints[k, [core.WARPS, core.THREADS, core.REGISTERS, core.SHARED]] = block
             ints[k, [core.BLOCKS, core.CLUSTER, core.KERNEL, core.FIRST]] = (
@@ -202,6 +233,7 @@ class SmModel:
         if not kernels:
             raise LaunchError("a program without kernels: give it at least one")
         ints[:, [core.LINK, core.TRACE, core.DONE_LINK, core.BLOCKED_AT]] = -1
+        ints[:, core.WINDOW] = window
         ints[-1, core.REPORT] = 1
         return Program(ints, floats, np.concatenate(costs), sum(each.n_blocks for each in kernels))
 
@@ -219,6 +251,7 @@ class SmModel:
         Its kernels have the handles before that one, and `launch_id` counts up from the one given (default: handles).
         """
         at = self._check(stream, submit_ns)
+        self._check_window(int(program.ints[0, core.WINDOW]))  # it may come from another model of the same part
         n = len(program.ints)
         if program.epoch != self._cost_epoch:
             row = self._reserve_costs(len(program.costs))
@@ -264,7 +297,7 @@ class SmModel:
 
     @property
     def state(self) -> core.State:
-        """For a compiled loop that runs the model itself. Another one after every submission that needs more room."""
+        """For a compiled loop that runs the model itself. Another one after all that needs more room: windows too."""
         return self._s
 
     def copy(
@@ -415,6 +448,9 @@ class SmModel:
         assert (s.clock[:, core.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
         assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
         assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
+        leaves = s.tree[core.PLACE_TREE, s.tree.shape[1] // 2 :][: self.part.sms]
+        known = (s.dirty[1] == 0) & (s.g[core.FP_THREADS] >= 0)
+        assert (leaves[known] == -sm.threads).all(), "the placement tree is wrong about an SM it takes for known"
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -434,22 +470,39 @@ class SmModel:
             raise LaunchError(f"no event {event}: there are {self._events}")
         return event
 
+    def _check_window(self, window: int) -> None:
+        if not 0 <= window <= len(self._windows):
+            raise LaunchError(f"no window {window}: there are {len(self._windows)}; make one with `window(first, n)`")
+
     def _row(self, handle: int) -> int:
         if not self._base <= handle < self._next:
             raise LaunchError(f"no command {handle}: known are {self._base} to {self._next - 1}")
         return handle & (len(self._s.ci) - 1)
 
     def _footprint(
-        self, n_blocks: int, threads: int, registers: int, shared: int, cluster: int
+        self, n_blocks: int, threads: int, registers: int, shared: int, cluster: int, window: int
     ) -> tuple[int, int, int, int]:
-        key = (threads, registers, shared, cluster)
+        key = (threads, registers, shared, cluster, window)
         if key not in self._footprints:
             occupancy(self.part, threads, registers, shared, cluster)  # refuses what fits no SM or no GPC
+            self._check_window(window)
+            if window > 0 and cluster > 1:
+                self._check_cluster(threads, registers, shared, cluster, window)
             block = footprint(self.part.sm, threads, registers, shared)
             self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
         if n_blocks < 1 or n_blocks % cluster:
             raise LaunchError(f"a grid of {n_blocks} blocks in clusters of {cluster}: one cluster or more, all whole")
         return self._footprints[key]
+
+    def _check_cluster(self, threads: int, registers: int, shared: int, cluster: int, window: int) -> None:
+        """A cluster that no GPC's part of the window could hold would wait for ever."""
+        each = occupancy(self.part.sm, threads, registers, shared).blocks_per_sm
+        sms = most_in_a_gpc(self._s, window)
+        if sms * each < cluster:
+            raise LaunchError(
+                f"a cluster of {cluster} blocks fits no GPC's part of window {window}: at most {sms} SMs of it are in "
+                f"one, with {each} such blocks each; choose a larger window or a smaller cluster"
+            )
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         handle, i = self._reserve()

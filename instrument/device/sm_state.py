@@ -32,6 +32,8 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         raise LaunchError(f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}")
     queue = np.zeros((streams, 6), np.int64)
     queue[:, [core.Q_HEAD, core.Q_TAIL]] = -1
+    window = np.zeros((64, 3), np.int64)
+    window[0, core.W_SMS] = n
     return core.State(
         g=g,
         t=t,
@@ -51,6 +53,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         timed_id=np.zeros(slots + 2 * streams, np.int64),
         free=np.tile(np.array([sm.threads, sm.registers, sm.shared_bytes, sm.blocks], np.int64), (n, 1)),
         gpc=np.concatenate([[0], np.cumsum(part.gpc_sms)]).astype(np.int64),
+        window=window,
         # The stack's top is taken first: slot 0 of an SM before its others.
         stack=np.arange(slots).reshape(n, sm.blocks)[:, ::-1].copy(),
         slot=np.zeros((slots, 3), np.int64),
@@ -114,6 +117,13 @@ def more_commands(s: core.State, first: int, end: int) -> core.State:
     ci[handles & (2 * size - 1)] = s.ci[handles & (size - 1)]
     cf[handles & (2 * size - 1)] = s.cf[handles & (size - 1)]
     return s._replace(ci=ci, cf=cf)
+
+
+def most_in_a_gpc(s: core.State, window: int) -> int:
+    """How many of the window's SMs are in one GPC, where they are most."""
+    first, n = s.window[window, core.W_FIRST], s.window[window, core.W_SMS]
+    sms = (first + np.arange(n)) % len(s.free)
+    return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
 
 
 def unfinished_launches(s: core.State, first: int) -> NDArray[np.int64]:

@@ -1,0 +1,81 @@
+"""SM windows on CUDA: green contexts of some of the SMs each, and captured graphs whose kernels stay inside one.
+
+Neighbouring windows share SMs, so that there is one to go to wherever there is room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instrument.device.cuda import CudaDevice
+from instrument.device.driver import check, driver
+from scheduler.cuda_graphs import CapturedGraph, read_graph
+
+_LEAST_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer do
+_LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
+
+
+class CudaWindows:
+    """So many windows of `share` of the GPU's SMs; contexts are created when they are first used."""
+
+    def __init__(self, device: CudaDevice, count: int, share: float) -> None:
+        self._device = device
+        cu = driver()
+        kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
+        groups, n, _ = check(
+            cu.cuDevSmResourceSplitByCount(device.sm_count // _LEAST_SMS, every, 0, _LEAST_SMS), "splitting the SMs"
+        )
+        self._groups = list(groups)[: int(n)]
+        self._size = max(1, round(share * device.sm_count / _LEAST_SMS))
+        self._starts = [round(k * len(self._groups) / count) for k in range(count)]
+        self._contexts: dict[int, Any] = {}
+        self._green: list[Any] = []
+
+    def _context(self, number: int) -> Any:
+        if number not in self._contexts:
+            cu = driver()
+            n = len(self._groups)
+            mine = [self._groups[(self._starts[number] + k) % n] for k in range(min(self._size, n))]
+            described = check(cu.cuDevResourceGenerateDesc(mine, len(mine)), "describing a window of SMs")
+            flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+            green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs")
+            self._green.append(green)
+            self._contexts[number] = check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
+        return self._contexts[number]
+
+    def confine(self, graph: CapturedGraph, number: int) -> CapturedGraph | None:
+        """The same graph inside a window; None where no kernel can be sent there.
+
+        A node follows a context only if it names a CUkernel, which belongs to none, and no function, which does. So
+        kernels of modules that were loaded into a context stay on all SMs.
+        """
+        cu = driver()
+        clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
+        confined = 0
+        for node in graph.nodes:
+            if check(cu.cuGraphNodeGetType(node), "reading a node") != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                continue
+            copy = check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
+            params = check(cu.cuGraphKernelNodeGetParams(copy), "reading a kernel's node")
+            if not int(params.kern):
+                continue
+            if params.sharedMemBytes > _LARGE_SHARED:
+                most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                check(
+                    cu.cuKernelSetAttribute(most, params.sharedMemBytes, params.kern, self._device.index),
+                    "allowing a kernel its shared memory",
+                )
+            params.func, params.ctx = cu.CUfunction(0), self._context(number)
+            check(cu.cuGraphKernelNodeSetParams(copy, params), "sending a kernel to a window of SMs")
+            confined += 1
+        if confined:
+            return read_graph(clone)
+        check(cu.cuGraphDestroy(clone), "freeing a graph")
+        return None
+
+    def close(self) -> None:
+        for green in self._green:
+            driver().cuGreenCtxDestroy(green)
+        self._green.clear()
+        self._contexts.clear()

@@ -1,0 +1,350 @@
+"""Kernels confined to a window of SMs: where their blocks run, and whom a full window holds up."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sm_model import EXACT, H200
+
+from instrument.device.parts import KIB
+from instrument.device.sm_model import BlockCost, Kernel, SmModel
+from instrument.errors import LaunchError
+from instrument.occupancy import footprint
+
+# Eight SMs in three uneven GPCs, so that windows cut through them; two blocks of 1024 threads fill an SM.
+SMALL = dataclasses.replace(H200, gpc_sms=(3, 2, 3), concurrent_grids=8)
+SMS = SMALL.sms
+LIMITS = np.array([SMALL.sm.threads, SMALL.sm.registers, SMALL.sm.shared_bytes, SMALL.sm.blocks])
+GPC = np.repeat(np.arange(len(SMALL.gpc_sms)), SMALL.gpc_sms)
+ALL = (0, SMS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    stream: int
+    n_blocks: int
+    threads: int
+    shared: int
+    duration: int
+    submit: int
+    window: tuple[int, int] | None  # first SM and number of SMs
+    cluster: int
+
+    @property
+    def sms(self) -> list[int]:
+        return sms_of(*(self.window or ALL))
+
+    @property
+    def need(self) -> np.ndarray:
+        block = footprint(SMALL.sm, self.threads, 32, self.shared)
+        return np.array([block.threads, block.registers, block.shared_bytes, 1])
+
+
+def sms_of(first: int, n: int) -> list[int]:
+    return sorted((first + k) % SMS for k in range(n))
+
+
+def holds_its_cluster(launch: Launch) -> bool:
+    fits = (LIMITS // np.maximum(launch.need, 1)).min()
+    return int(np.bincount(GPC[launch.sms]).max() * fits) >= launch.cluster
+
+
+ranges = st.tuples(st.integers(0, SMS - 1), st.integers(1, SMS))
+launches = st.builds(
+    Launch,
+    stream=st.integers(0, 4),
+    n_blocks=st.integers(1, 10).map(lambda n: 4 * n),
+    threads=st.sampled_from([32, 1024]),  # few footprints, so that they come back
+    shared=st.sampled_from([0, 110 * KIB, 227 * KIB]),
+    duration=st.integers(1, 50),
+    submit=st.integers(0, 100),
+    # A few that often meet (disjoint, overlapping, around the end), or any.
+    window=st.none() | st.sampled_from([(0, 4), (4, 4), (3, 2), (6, 4)]) | ranges,
+    cluster=st.sampled_from([1, 1, 1, 2, 4]),
+).filter(holds_its_cluster)
+scripts = st.lists(launches, min_size=1, max_size=12).map(lambda script: sorted(script, key=lambda each: each.submit))
+priorities = st.lists(st.integers(-1, 1), min_size=5, max_size=5)
+
+
+def play(script: list[Launch], priority: list[int], *, work: bool = False, backfill: bool = False) -> SmModel:
+    sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
+    for each in priority:
+        sim.stream(each)
+    for each in script:
+        how = {"cost": BlockCost(bytes=each.duration * 100)} if work else {"duration_ns": each.duration}
+        sim.launch(
+            each.stream, each.n_blocks, each.threads, 32, each.shared, cluster=each.cluster, submit_ns=each.submit,
+            window=sim.window(*each.window) if each.window else 0, **how,
+        )  # fmt: skip
+    sim.run()
+    sim.check_integrity()
+    return sim
+
+
+# --- the rules once more, without a tree and without compiled code ---------------------------------------------------
+
+Row = tuple[int, int, int, int, int]  # launch, block, SM, start, end
+
+
+def choose(launch: Launch, free: np.ndarray) -> list[int]:
+    """The SMs of the launch's next block, or of its next cluster's blocks; none while there is no room."""
+    room = {sm: int((free[sm] // np.maximum(launch.need, 1)).min()) for sm in launch.sms}
+    if launch.cluster > 1:
+        total = [sum(n for sm, n in room.items() if GPC[sm] == gpc) for gpc in range(len(SMALL.gpc_sms))]
+        best = total.index(max(total))
+        room = {sm: n for sm, n in room.items() if GPC[sm] == best}
+    chosen: list[int] = []
+    for _ in range(launch.cluster):
+        fitting = [sm for sm, n in room.items() if n > chosen.count(sm)]
+        if not fitting:
+            return []
+        chosen.append(min(fitting, key=lambda sm: (chosen.count(sm) * launch.need[0] - free[sm][0], sm)))
+    return chosen
+
+
+def schedule(script: list[Launch], priority: list[int], backfill: bool) -> list[Row]:
+    free = np.tile(LIMITS, (SMS, 1))
+    queued = {stream: [k for k, each in enumerate(script) if each.stream == stream] for stream in range(5)}
+    unplaced = [each.n_blocks for each in script]
+    running: list[Row] = []
+    ended: list[Row] = []
+    waiting: list[int] = []
+    busy: dict[int, int] = {}  # which launch a stream runs
+    now = 0
+    while True:
+        for row in [row for row in running if row[4] == now]:
+            free[row[2]] += script[row[0]].need
+            running.remove(row)
+            ended.append(row)
+        for stream, k in list(busy.items()):
+            if not unplaced[k] and all(row[0] != k for row in running):
+                del busy[stream]
+        ready = [s for s, ks in queued.items() if ks and s not in busy and script[ks[0]].submit <= now]
+        for stream in sorted(ready, key=lambda s: queued[s][0]):
+            busy[stream] = queued[stream].pop(0)
+            waiting.append(busy[stream])
+        waiting.sort(key=lambda k: -priority[script[k].stream])  # stable: else first come, first served
+        held = set()
+        for k in list(waiting):
+            each = script[k]
+            if each.window in held:
+                continue
+            while unplaced[k] and (chosen := choose(each, free)):
+                for sm in chosen:
+                    free[sm] -= each.need
+                    running.append((k, each.n_blocks - unplaced[k], sm, now, now + each.duration))
+                    unplaced[k] -= 1
+            if not unplaced[k]:
+                waiting.remove(k)
+            elif not backfill and each.window is None:
+                break
+            elif not backfill:
+                held.add(each.window)
+        times = [row[4] for row in running]
+        times += [script[ks[0]].submit for s, ks in queued.items() if ks and s not in busy]
+        if not times:
+            return sorted(ended)
+        now = min(times)
+
+
+@settings(max_examples=120, deadline=None)
+@given(scripts, priorities, st.booleans())
+def test_every_block_goes_where_the_rules_say(script: list[Launch], priority: list[int], backfill: bool):
+    sim = play(script, priority, backfill=backfill)
+    found = sim.blocks()[["launch", "block", "sm", "start_ns", "end_ns"]].tolist()
+    assert sorted(found) == schedule(script, priority, backfill)
+
+
+# --- where blocks run ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(scripts, priorities, st.booleans())
+def test_blocks_stay_in_their_window_and_no_sm_is_overfull(script: list[Launch], priority: list[int], backfill: bool):
+    blocks = play(script, priority, work=True, backfill=backfill).blocks()
+    for k, each in enumerate(script):
+        mine = blocks[blocks["launch"] == k]
+        assert len(mine) == each.n_blocks
+        assert set(mine["sm"].tolist()) <= set(each.sms)
+    needs = np.array([each.need for each in script])[blocks["launch"]]
+    for at in np.unique(blocks["start_ns"]):
+        resident = (blocks["start_ns"] <= at) & (blocks["end_ns"] > at)
+        for sm in np.unique(blocks["sm"][resident]):
+            assert (needs[resident & (blocks["sm"] == sm)].sum(axis=0) <= LIMITS).all()
+
+
+@pytest.mark.parametrize("first", range(SMS))
+def test_a_window_goes_around_the_end(first: int):
+    sim = SmModel(SMALL, timing=EXACT)
+    sim.launch(sim.stream(), 6, 1024, duration_ns=10, window=sim.window(first, 3))
+    sim.run()
+    assert sorted(sim.blocks()["sm"].tolist()) == sorted([*sms_of(first, 3)] * 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(launches, st.integers(0, SMS - 1), st.booleans())
+def test_a_window_of_all_sms_is_like_none(launch: Launch, first: int, work: bool):
+    free = dataclasses.replace(launch, window=None)
+    around = dataclasses.replace(launch, window=(first, SMS))
+    runs = [play([each], [0] * 5, work=work) for each in (free, around)]
+    assert runs[0].blocks().tobytes() == runs[1].blocks().tobytes()
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(("n_blocks", "window", "start"), [(14, (0, 4), 2), (30, (0, 8), 100)])
+def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, window: tuple[int, int], start: int):
+    sim = SmModel(SMALL, timing=EXACT)
+    sim.launch(sim.stream(), 1, 1024, duration_ns=100)  # the placement tree is for this footprint from now on
+    sim.launch(sim.stream(), n_blocks, 512, cluster=cluster, duration_ns=99, window=sim.window(*window), submit_ns=1)
+    k = sim.launch(sim.stream(), 8, 1024, duration_ns=10, submit_ns=2)
+    sim.run()
+    sim.check_integrity()
+    assert (sim.start_ns(k), sim.notify_ns(k)) == (start, start)
+    if start == 2:
+        assert set(sim.blocks()[-8:]["sm"].tolist()) == {4, 5, 6, 7}
+
+
+def test_a_cluster_stays_in_its_gpcs_part_of_the_window():
+    sim = SmModel(SMALL, timing=EXACT)
+    sim.launch(sim.stream(), 24, 1024, cluster=2, duration_ns=10, window=sim.window(7, 3))  # SMs 7, 0 and 1
+    sim.run()
+    sim.check_integrity()
+    clusters = sim.blocks().reshape(-1, 2)
+    assert (GPC[clusters["sm"]] == GPC[clusters["sm"]][:, :1]).all()
+    assert np.bincount(clusters["sm"].ravel(), minlength=SMS).tolist() == [8, 8, 0, 0, 0, 0, 0, 8]
+    assert sim.now_ns == 40
+
+
+# --- whom a full window holds up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", [False, True])
+def test_disjoint_windows_do_not_delay_each_other(work: bool):
+    # Flops have no limit but each SM's own, unlike bytes.
+    how = {"cost": BlockCost(flops=1e5)} if work else {"duration_ns": 100}
+
+    def ends(windows: list[tuple[int, int]]) -> dict[tuple[int, int], list[float]]:
+        sim = SmModel(SMALL, timing=EXACT)
+        streams = [sim.stream() for _ in windows]
+        handles: dict[tuple[int, int], list[int]] = {each: [] for each in windows}
+        for n_blocks in (20, 3, 50):
+            for stream, each in zip(streams, windows, strict=True):
+                handles[each].append(sim.launch(stream, n_blocks, 1024, window=sim.window(*each), **how))
+        sim.run()
+        return {each: [sim.finish_ns(handle) for handle in found] for each, found in handles.items()}
+
+    left, right = (6, 3), (1, 5)
+    assert ends([left, right]) == ends([left]) | ends([right])
+
+
+def started(window: tuple[int, int] | None, *, backfill: bool = False) -> float:
+    """When a small grid starts behind one that waits for room in the left half; the right half is empty."""
+    sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
+    left = sim.window(0, 4)
+    sim.launch(sim.stream(), 7, 1024, duration_ns=100, window=left)
+    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, window=left, submit_ns=1)
+    k = sim.launch(sim.stream(), 1, 32, duration_ns=10, window=sim.window(*window) if window else 0, submit_ns=2)
+    sim.run()
+    return sim.start_ns(k)
+
+
+def test_a_blocked_grid_holds_up_its_own_window_only():
+    assert started((0, 4)) == 100
+    assert started((4, 4)) == 2
+    assert started((3, 4)) == 2  # overlapping is not the same
+    assert started(None) == 2
+    assert started((0, 4), backfill=True) == 2
+
+
+def test_a_blocked_unconfined_grid_holds_up_all_windows():
+    sim = SmModel(SMALL, timing=EXACT)
+    sim.launch(sim.stream(), 8, 32, duration_ns=100)
+    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, submit_ns=1)  # wants an SM to itself
+    k = sim.launch(sim.stream(), 1, 32, duration_ns=10, window=sim.window(4, 4), submit_ns=2)
+    sim.run()
+    assert sim.start_ns(k) == 100
+
+
+def test_an_urgent_grid_goes_ahead_in_a_blocked_window():
+    sim = SmModel(SMALL, timing=EXACT)
+    left = sim.window(0, 1)
+    sim.launch(sim.stream(), 1, 1024, duration_ns=100, window=left)
+    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, window=left, submit_ns=1)
+    k = sim.launch(sim.stream(priority=1), 1, 32, duration_ns=10, window=left, submit_ns=2)
+    sim.run()
+    assert sim.start_ns(k) == 2
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_keeps_its_window_however_it_is_launched():
+    sim = SmModel(SMALL, timing=EXACT)
+    window = sim.window(5, 2)
+    program = sim.program([Kernel(9, 256, duration_ns=10), Kernel(8, 1024, cluster=4, duration_ns=20)], window)
+    s = sim.stream()
+    last = sim.launch_program(s, program)
+    placed = sim.placed(last - 1, last)
+    sim.run()
+    assert set(sim.blocks()["sm"].tolist()) == {5, 6}
+    took, before = sim.now_ns, sim.lines["started"].copy()
+    again = sim.again(placed, s, sim.now_ns)
+    sim.run()
+    sim.check_integrity()
+    assert sim.finish_ns(again) == 2 * took
+    assert (sim.lines["started"] == 2 * before).all()
+    assert np.flatnonzero(before).tolist() == [5, 6]
+
+
+def test_other_commands_are_not_confined_by_the_rows_they_reuse():
+    sim = SmModel(SMALL, timing=EXACT, history=1)
+    s, window = sim.stream(), sim.window(0, 1)
+    for _ in range(3000):
+        sim.launch(s, 1, 32, duration_ns=1, window=window, trace=False)
+        sim.copy(s, 64, "h2d")
+        sim.run()
+        sim.completed()
+    sim.launch(s, SMS, 32, duration_ns=1)
+    sim.run()
+    sim.check_integrity()
+    assert sim.blocks()["sm"].tolist() == [*range(SMS)]
+
+
+def test_there_is_room_for_every_window_and_each_has_one_number():
+    sim = SmModel(H200, timing=EXACT)
+    spans = [(first, n) for first in range(0, 132, 11) for n in range(1, 133, 10)]
+    numbers = [sim.window(*each) for each in spans]
+    assert numbers == [*range(1, len(spans) + 1)]
+    assert [sim.window(*each) for each in spans] == numbers
+    sim.launch(sim.stream(), 2, 1024, duration_ns=1, window=sim.window(121, 1))
+    sim.run()
+    assert sim.blocks()["sm"].tolist() == [121, 121]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused():
+    sim = SmModel(SMALL, timing=EXACT)
+    s = sim.stream()
+    for first, n in ((0, 0), (0, 9), (-1, 2), (8, 1)):
+        with pytest.raises(LaunchError, match=f"a window of {n} SMs from SM {first} on: choose 1 to 8 of SMs 0 to 7"):
+            sim.window(first, n)
+    window = sim.window(2, 2)  # one SM of each of two GPCs
+    for unknown in (-1, 2):
+        with pytest.raises(LaunchError, match=f"no window {unknown}: there are 1; make one"):
+            sim.launch(s, 1, 32, duration_ns=1, window=unknown)
+        with pytest.raises(LaunchError, match=f"no window {unknown}"):
+            sim.program([Kernel(1, 32, duration_ns=1)], unknown)
+    with pytest.raises(LaunchError, match=r"a cluster of 4 blocks fits no GPC's part of window 1: .* choose a larger"):
+        sim.launch(s, 4, 1024, cluster=4, duration_ns=1, window=window)
+    with pytest.raises(LaunchError, match="fits no GPC's part of window 1"):
+        sim.program([Kernel(4, 1024, cluster=4, duration_ns=1)], window)
+    sim.launch(s, 4, 1024, cluster=2, duration_ns=1, window=window)
+    sim.run()
+    confined = sim.program([Kernel(1, 32, duration_ns=1)], window)
+    other = SmModel(SMALL, timing=EXACT)
+    with pytest.raises(LaunchError, match="no window 1: there are 0"):
+        other.launch_program(other.stream(), confined)

@@ -1,0 +1,198 @@
+"""Windows of SMs: where many jobs share the GPU each keeps to some SMs; alone, it has all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from core_bench import Bench, profile
+from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import paellapy as pp
+from scheduler import state as st
+from scheduler.backend import WINDOW_SHARE
+from scheduler.core_check import check_at_rest, check_integrity
+from scheduler.core_models import install, remove
+from scheduler.core_windows import ROOMY
+from scheduler.engine import Engine
+from scheduler.errors import ModelError
+from scheduler.policy import policy_names
+from scheduler.profile import ProgramProfile
+
+DEVICE = "virtual:h200"
+WINDOWS = 4
+
+# --- in the core ----------------------------------------------------------------------------------------------------
+
+
+def bench_with_windows(policy: str = "srpt", lanes: int = 4) -> Bench:
+    bench = Bench([profile(lanes=lanes), profile("b", lanes=lanes), profile("c", lanes=lanes)], policy=policy)
+    s = bench.state
+    s.g[st.MAX_ACTIVE] = 16
+    used = np.flatnonzero(s.lane["model"] >= 0)
+    s.lane["home"][used], s.lane["away"][used] = used % WINDOWS, (used + WINDOWS // 2) % WINDOWS
+    for table in (s.launch, s.whole):
+        table["handle"], table["home"], table["away"] = 1, 2, 3
+    return bench
+
+
+def windows_in_use(bench: Bench) -> list[int]:
+    flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    return sorted(int(w) for w in bench.state.lane["window"][flight])
+
+
+def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
+    bench = bench_with_windows()
+    for k in range(ROOMY):
+        bench.submit(k % 3)
+        bench.step()
+    assert windows_in_use(bench) == [st.NONE] * ROOMY
+    for k in range(WINDOWS):
+        bench.submit(k % 3)
+        bench.step()
+        check_integrity(bench.state)
+    jobs = bench.state.window_jobs
+    assert windows_in_use(bench)[:ROOMY] == [st.NONE] * ROOMY
+    assert jobs.sum() == WINDOWS
+    for home in range(WINDOWS // 2):  # each went to the emptier of its two
+        assert abs(jobs[home] - jobs[home + WINDOWS // 2]) <= 1
+    bench.run_dry()
+    assert not bench.state.window_jobs.any()
+
+
+def test_where_the_hardware_decides_nothing_is_confined() -> None:
+    bench = bench_with_windows(policy="streams")
+    for k in range(12):
+        bench.submit(k % 3)
+    bench.step()
+    assert windows_in_use(bench) == [st.NONE] * 12
+    bench.run_dry()
+
+
+def test_what_has_no_launches_in_a_window_has_all_sms() -> None:
+    bench = bench_with_windows()
+    for table in (bench.state.launch, bench.state.whole):
+        table["home"] = table["away"] = 0
+    for k in range(12):
+        bench.submit(k % 3)
+    bench.step()
+    assert windows_in_use(bench) == [st.NONE] * 12
+    bench.run_dry()
+
+
+def test_a_model_that_takes_the_rows_of_another_does_not_take_its_windows() -> None:
+    bench = bench_with_windows()
+    for m in range(3):
+        bench.tell(st.CLOSE_MODEL, m)
+    bench.step()
+    for m in range(3):
+        remove(bench.state, m)
+    _, lanes = install(bench.state, profile("later", lanes=4))
+    assert (bench.state.lane["home"][lanes] == st.NONE).all()
+    assert not bench.state.launch["home"][lanes].any()
+    assert not bench.state.whole["away"][lanes].any()
+
+
+@given(some.lists(some.tuples(some.integers(0, 2), some.booleans()), max_size=40))
+@settings(max_examples=40, deadline=None)
+def test_jobs_in_windows_are_counted_whatever_happens(events: list[tuple[int, bool]]) -> None:
+    bench = bench_with_windows()
+    for model, finish in events:
+        if finish:
+            flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+            if len(flight):
+                bench.finish_segment(int(flight[0]))
+        elif bench.free:
+            bench.submit(model)
+        bench.step(1000)
+        check_integrity(bench.state)
+    bench.run_dry()
+    assert not bench.state.window_jobs.any()
+    assert (bench.state.lane["window"] == st.NONE).all()
+
+
+# --- which programs are confined --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window_ns", "confined"), [(0.0, False), (100.0, True), (130.0, True), (200.0, False)])
+def test_a_program_is_confined_if_that_hardly_slows_it(window_ns: float, confined: bool) -> None:
+    assert ProgramProfile(1, ((0, 1),), (), 100.0, {}, True, window_ns=window_ns).confined is confined
+
+
+# --- on the virtual GPU -----------------------------------------------------------------------------------------------
+
+KINDS = {
+    "short": (scale_model("short", 3.0, batch=(1, 4)), scale_reference(3.0)),
+    "long": (scale_model("long", 2.0, steps=30, batch=(1, 2)), scale_reference(2.0, 30)),
+    "mlp": (mlp_model("mlp", batch=(1, 2, 4)), mlp_reference()),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    with Engine(DEVICE, quantum_us=10, sm_windows=8) as engine:
+        for model, _ in KINDS.values():
+            engine.load(model)
+        yield engine
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_answer_is_right_with_windows_under_every_policy(loaded, name):
+    loaded.set_policy(name)
+    rng = np.random.default_rng(1)
+    work = [(str(kind), random_inputs(KINDS[kind][0], rng)) for kind in rng.choice(list(KINDS), 60)]
+
+    async def main():
+        return await asyncio.gather(*(loaded.infer(kind, inputs) for kind, inputs in work))
+
+    for (kind, inputs), outputs in zip(work, asyncio.run(main()), strict=True):
+        for key, value in KINDS[kind][1](inputs).items():
+            np.testing.assert_allclose(outputs[key], value, rtol=1e-4, atol=1e-6)
+    check_at_rest(loaded.state)
+
+
+def spans(engine, trace):
+    """For each launch, how many neighbouring SMs, around the end, hold all of its blocks."""
+    n = engine.device.sm_count
+    for launch in np.unique(trace.blocks["launch"]):
+        on = np.unique(trace.blocks["sm"][trace.blocks["launch"] == launch])
+        yield n - int(np.diff(np.append(on, on[0] + n)).max()) + 1
+
+
+def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
+    """Seen in traces: blocks of one job at a time are on more SMs than a window has."""
+    wide = scale_model("wide", steps=40, n=128 * 100, batch=(1,), lanes=12)
+    with Engine(DEVICE, "srpt", quantum_us=10, max_active=12, sm_windows=8) as engine:
+        engine.load(wide)
+        assert engine.profile("wide")[0].confined
+        x = random_inputs(wide, np.random.default_rng(2))
+
+        async def crowd(n):
+            await asyncio.gather(*(engine.infer("wide", x) for _ in range(n)))
+
+        with engine.trace() as alone:
+            engine.infer_sync("wide", x)
+        with engine.trace() as together:
+            asyncio.run(crowd(12))
+        window = round(WINDOW_SHARE * engine.device.sm_count)
+        assert min(spans(engine, alone)) > window
+        assert min(spans(engine, together)) <= window < max(spans(engine, together))
+        assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]
+        check_at_rest(engine.state)
+
+
+def test_there_are_windows_only_where_they_are_asked_for():
+    with Engine(DEVICE) as engine:
+        assert not engine.state.window_jobs.any()
+        engine.load(KINDS["short"][0])
+        assert (engine.state.lane["home"] == st.NONE).all()
+        assert engine.profile("short")[0].window_ns == 0.0
+
+
+@pytest.mark.parametrize("wrong", [-1, 65])
+def test_a_number_of_windows_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ModelError, match="sm_windows"):
+        pp.Engine(DEVICE, sm_windows=wrong)
