@@ -32,7 +32,7 @@ from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver, library
 from scheduler.atomics import call_launch, load_at, store_at
 from scheduler.core_dispatch import monotonic_ns
-from scheduler.cuda_graphs import CapturedGraph, read_graph, segment
+from scheduler.cuda_graphs import CapturedGraph, read_graph, segment, segment_graph
 from scheduler.cuda_windows import CudaWindows
 
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -194,7 +194,10 @@ class Bench:
         self.words, self.wide = np.zeros(shape, np.uint64), np.zeros(shape, np.uint64)
         for k, (m, lane) in enumerate(self._each()):
             self.words[m, lane] = self._pinned[8 * k :].ctypes.data
-            self.wide[m, lane] = self._launchable(self.models[m].graphs[lane], m, lane)
+            graph = self.models[m].graphs[lane]
+            self.wide[m, lane] = segment(
+                graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle
+            )
         for each in self._streams:  # hardware queues are dealt out with a stream's first work
             check(driver().cuGraphLaunch(int(self.wide[0, 0]), each.handle), "opening a stream")
             each.synchronize()
@@ -209,19 +212,15 @@ class Bench:
     def _each(self) -> list[tuple[int, int]]:
         return [(m, lane) for m, n in enumerate(LANES) for lane in range(n)]
 
-    def _launchable(self, graph: CapturedGraph, m: int, lane: int) -> int:
-        return segment(graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle)
-
     def _inside(self, how: How, m: int, lane: int, window: int) -> int:
         """A lane's graph in a window."""
         key = (how.count, how.sms, m, lane, window)
         if key not in self._confined:
             if key[:2] not in self._made:
                 self._made[key[:2]] = CudaWindows(self.device, how.count, how.sms / self.device.sm_count)
-            graph = self._made[key[:2]].confine(self.models[m].graphs[lane], window)
-            assert graph is not None
-            self._confined[key] = self._launchable(graph, m, lane)
-            graph.destroy()
+            stream, graph = self._streams[0].handle, self.models[m].graphs[lane]
+            with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as (made, nodes):
+                (self._confined[key],) = self._made[key[:2]].confined(made, nodes, [window], stream)
         return self._confined[key]
 
     def confined(self, how: How) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float64]]:
@@ -288,7 +287,11 @@ def main() -> None:
     rates = [int(each) for each in args.rates.split(",")]
     bench = Bench()
     chosen = SYSTEMS[: args.systems]
-    rows = [bench.measure(how, rates, args.seeds, args.seconds) for how in track(chosen, "systems", transient=True)]
+    rows: list[dict[str, Any]] = []
+    for how in track(chosen, "systems", transient=True):
+        rows.append(bench.measure(how, rates, args.seeds, args.seconds))
+        print(how.name, f"{rows[-1]['saturation']:,.0f}/s", flush=True)
+        path = save("sm_windows", rows, bench.device, args.out)  # each is kept as soon as it is measured
     table = Table(title="Eight CNNs at batch 1, by what their kernels are confined to", box=None)
     for column in ("confined to", "alone ×", "saturation/s", *(f"p50, p99 at {r}/s" for r in rates)):
         table.add_column(column, justify="left" if column == "confined to" else "right")
@@ -296,7 +299,7 @@ def main() -> None:
         slow = (", ".join(f"{np.median(r[f'{q}_{rate}']):.2f}" for q in ("p50", "p99")) for rate in rates)
         table.add_row(r["name"], f"{np.mean(r['alone']):.2f}", f"{r['saturation']:,.0f}", *slow)
     Console(width=120).print(table)
-    print(save("sm_windows", rows, bench.device, args.out))
+    print(path)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Launches:
     whole: int
     keep: list[Any] = field(default_factory=list)
     notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
-    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's two windows
+    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
 
     @property
     def crowded(self) -> int:
@@ -163,9 +163,10 @@ class Backend(ABC):
 
     @abstractmethod
     def open_windows(self, count: int) -> None:
-        """Divides the SMs into so many windows, before any model is loaded."""
+        """Makes so many windows of SMs, evenly spread, before any model is loaded."""
 
     windows = 0  # of SMs; 0: none
+    window_sms = 0  # of each
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
     shared_slots = False  # lanes' host memory is made for other processes to map

@@ -24,7 +24,7 @@ from scheduler.capture import ModelCapture
 from scheduler.copier import Copier
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_engine_trace import CudaTrace
-from scheduler.cuda_graphs import CapturedGraph, Gate, launch_times_ns, node_times_ns, segment
+from scheduler.cuda_graphs import Gate, instantiate, launch_times_ns, node_times_ns, segment_graph
 from scheduler.cuda_loop import BROKEN, serve
 from scheduler.cuda_torch import TorchPool, torch_in_use
 from scheduler.cuda_windows import CudaWindows
@@ -195,6 +195,7 @@ class CudaBackend(Backend):
             self.device.activate()
             try:
                 self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
+                self.window_sms = self._windows.sms
             except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
                 raise LaunchError(
                     f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.4 "
@@ -203,37 +204,29 @@ class CudaBackend(Backend):
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         self.device.activate()
-        launches = Launches(program, bounds, [], 0, [lane], frozenset(program.marks.values()))
-        try:
-            launches.handles, launches.whole = self._cut(program.body, bounds, lane)
-            if confine and self._windows is not None and lane.windows is not None:
-                for window in lane.windows:
-                    body = self._windows.confine(program.body, window)
-                    if body is None:
-                        break
-                    try:
-                        launches.confined.append(self._cut(body, bounds, lane))
-                    finally:
-                        body.destroy()
-        except BaseException:
-            self.release(launches)
-            raise
-        return launches
-
-    def _cut(self, body: CapturedGraph, bounds: Bounds, lane: Lane) -> tuple[list[int], int]:
         stream = self._capture_stream(lane.model.priority).handle
         words = int(lane.words.ctypes.data)
-        ends = [(first, end, words + 8 * k) for k, (first, end) in enumerate(bounds)]
-        ends.append((0, len(body.nodes), words + 8 * (lane.plan.n_words - 1)))
-        handles: list[int] = []
+        windows = lane.windows if confine and self._windows is not None else ()
+        made: list[list[int]] = []  # of each segment, then of the whole: on all SMs, and in each window
         try:
-            for first, end, word in ends:
-                handles.append(segment(body, first, end, word, stream))
+            for k, (first, end) in enumerate([*bounds, (0, len(program.nodes))]):
+                word = words + 8 * (k if k < len(bounds) else lane.plan.n_words - 1)
+                with segment_graph(program.body, first, end, word) as (graph, nodes):
+                    made.append([instantiate(graph, stream)])
+                    if windows:
+                        assert self._windows is not None
+                        made[-1] += self._windows.confined(graph, nodes, windows, stream)
         except BaseException:
-            for handle in handles:
+            for handle in (handle for each in made for handle in each):
                 driver().cuGraphExecDestroy(handle)
             raise
-        return handles[:-1], handles[-1]
+        *handles, whole = (each[0] for each in made)
+        # A segment of nothing that can be confined is launched as it is.
+        confined = [
+            ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
+            for k in range(len(made[-1]) - 1)
+        ]
+        return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle

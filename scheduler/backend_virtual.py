@@ -168,13 +168,12 @@ class VirtualBackend(Backend):
         return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
 
     def open_windows(self, count: int) -> None:
-        self.windows = count
+        self.windows, self.window_sms = count, max(1, round(WINDOW_SHARE * self.device.sm_count))
         self._windows = self._add_windows(self.sm)
 
     def _add_windows(self, model: SmModel) -> list[int]:
         sms = self.device.sm_count
-        n = max(1, round(WINDOW_SHARE * sms))
-        return [model.window(round(k * sms / self.windows) % sms, n) for k in range(self.windows)]
+        return [model.window(round(k * sms / self.windows) % sms, self.window_sms) for k in range(self.windows)]
 
     def _new_model(self) -> SmModel:
         """A GPU of its own, to measure on."""
@@ -235,7 +234,7 @@ class VirtualBackend(Backend):
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
-        windows = [self._windows[k] for k in lane.windows or ()] if confine else []
+        windows = [self._windows[k] for k in lane.windows] if confine else []
         with self._sm_model():
             (handles, whole), *confined = (self._cut(program, bounds, window) for window in (0, *windows))
         return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)

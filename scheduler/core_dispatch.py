@@ -23,7 +23,7 @@ from scheduler.core_crowd import (
 )
 from scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
 from scheduler.core_requests import charge, fill_lane_job, rank_lane
-from scheduler.core_windows import handle_of, leave_window
+from scheduler.core_windows import choose_handle, leave_window
 from scheduler.state import (
     ACTIVE_N,
     BACKEND,
@@ -168,7 +168,7 @@ def launch(s: State, lane: int, now: int) -> bool:
     s.g[LAUNCHES] += 1
     s.g[WHOLE_LAUNCHES] += a.whole
     what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
-    handle = handle_of(s, lane, what)
+    handle = choose_handle(s, lane, k, what.handle)
     if s.g[BACKEND] == VIRTUAL:
         out = s.out[s.g[OUT_N]]
         out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k

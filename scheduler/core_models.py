@@ -14,7 +14,7 @@ from instrument.device.parts import Part
 from instrument.device.timing import Timing
 from instrument.errors import PaellaError
 from scheduler.core_rings import RING_FULL, post
-from scheduler.state import ABSENT, NEVER, NONE, OPEN_MODEL, State
+from scheduler.state import ABSENT, NEVER, NONE, OPEN_MODEL, WINDOW_N, State
 
 
 class ProfileError(PaellaError, ValueError):
@@ -169,9 +169,9 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])
     state.launch["word"][lanes] = words[:, None, :-1]
     state.whole["word"][lanes] = words[:, -1:]
-    state.lane["home"][lanes] = state.lane["away"][lanes] = NONE
-    for table in (state.launch, state.whole):
-        table["home"][lanes] = table["away"][lanes] = 0
+    state.lane_window[lanes] = NONE
+    if state.g[WINDOW_N]:
+        state.confined[lanes] = 0
     state.word[lanes] = 0
     return m, [int(lane) for lane in lanes]
 

@@ -190,7 +190,7 @@ def fail_all(s: State, now: int) -> None:
     s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
     s.t[DEMAND] = s.t[QUEUED_JOBS] = 0.0
     s.stream_jobs[...] = 0
-    s.window_jobs[...] = 0
+    s.window_load[...] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]
         if a.model >= 0:

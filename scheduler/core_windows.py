@@ -1,10 +1,9 @@
 """SM windows in the core: where many jobs share the GPU, each keeps to some of its SMs.
 
 Kernels of small batches leave most of the GPU idle, and still slow each other where they meet on an SM. Confined to
-windows that overlap, they meet fewer others: on the H200 the same mix of CNNs got 13 % more done, and ran steadier
-(benchmarks/sm_windows.py). A lane has two windows that lie apart, and every launch goes to the emptier one: with only
-one of each, jobs would wait for each other in some places while there is room in others. While few share the GPU each
-has all of it.
+windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
+emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
+While few share the GPU, each has all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from instrument.device.heaps import inlined
-from scheduler.state import CONFINED_LAUNCHES, FLIGHT_N, NONE, WHOLE_ALWAYS, State
+from scheduler.state import CHOICES, CONFINED_LAUNCHES, FLIGHT_N, NONE, WHOLE_ALWAYS, WINDOW_N, State
 
 ROOMY = 4  # so many jobs in flight have all SMs
 
@@ -22,22 +21,38 @@ _ZERO = np.uint64(0)
 
 
 @inlined
+def fill_window(s: State, window: int, change: int) -> None:
+    """A job more or less in a window, and so in those that it shares SMs with."""
+    n = s.g[WINDOW_N]
+    for k in range(n):
+        s.window_load[(window + k) % n] += change * s.overlap[k]
+
+
+@inlined
 def leave_window(s: State, lane: int) -> None:
     a = s.lane[lane]
     if a.window >= 0:
-        s.window_jobs[a.window] -= 1
+        fill_window(s, a.window, -1)
         a.window = NONE
 
 
 @inlined
-def handle_of(s: State, lane: int, what: Any) -> Any:
-    """Which handle of a LAUNCH to launch next, for a lane that is in flight; where the hardware decides, on all SMs."""
+def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
+    """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
+
+    Where the hardware decides, everything has all SMs.
+    """
     leave_window(s, lane)
-    if what.home == _ZERO or s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY:
-        return what.handle
     a = s.lane[lane]
-    away = s.window_jobs[a.away] < s.window_jobs[a.home]
-    a.window = a.away if away else a.home
-    s.window_jobs[a.window] += 1
+    at = s.confined.shape[2] - 1 if a.whole else segment
+    if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.confined[lane, a.size, at, 0] == _ZERO:
+        return wide
+    best = 0
+    for k in range(1, CHOICES):
+        window = s.lane_window[lane, k]
+        if window >= 0 and s.window_load[window] < s.window_load[s.lane_window[lane, best]]:
+            best = k
+    a.window = s.lane_window[lane, best]
+    fill_window(s, a.window, 1)
     s.g[CONFINED_LAUNCHES] += 1
-    return what.away if away else what.home
+    return s.confined[lane, a.size, at, best]

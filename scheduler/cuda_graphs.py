@@ -6,7 +6,8 @@ pinned memory after everything else: the write comes with a system-wide fence, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -111,6 +112,13 @@ def instantiate(graph: Any, stream: int) -> int:
 
 def segment(graph: CapturedGraph, first: int, end: int, word: int, stream: int) -> int:
     """An executable graph of some nodes that ends by writing 1 to the word at an address."""
+    with segment_graph(graph, first, end, word) as (made, _):
+        return instantiate(made, stream)
+
+
+@contextmanager
+def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[tuple[Any, list[Any]]]:
+    """The graph of a segment, and the captured nodes in it: for as long as it takes to instantiate it."""
     cu = driver()
     clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
     try:
@@ -125,7 +133,7 @@ def segment(graph: CapturedGraph, first: int, end: int, word: int, stream: int) 
         last = [node for i, node in kept.items() if i not in followed]
         params = _write_word(cu, word)
         check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
-        return instantiate(clone, stream)
+        yield clone, list(kept.values())
     finally:
         check(cu.cuGraphDestroy(clone), "freeing a graph")
 

@@ -5,11 +5,12 @@ Neighbouring windows share SMs, so that there is one to go to wherever there is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from instrument.device.cuda import CudaDevice
 from instrument.device.driver import check, driver
-from scheduler.cuda_graphs import CapturedGraph, read_graph
+from scheduler.cuda_graphs import instantiate
 
 _LEAST_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer do
 _LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
@@ -29,6 +30,8 @@ class CudaWindows:
         self._groups = list(groups)[: int(n)]
         self._size = max(1, round(share * device.sm_count / _LEAST_SMS))
         self._starts = [round(k * len(self._groups) / count) for k in range(count)]
+        self.sms = min(self._size, len(self._groups)) * _LEAST_SMS
+        self._allowed: set[tuple[int, int]] = set()  # kernels and the shared memory they may have
         self._contexts: dict[int, Any] = {}
         self._green: list[Any] = []
 
@@ -44,35 +47,49 @@ class CudaWindows:
             self._contexts[number] = check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
         return self._contexts[number]
 
-    def confine(self, graph: CapturedGraph, number: int) -> CapturedGraph | None:
-        """The same graph inside a window; None where no kernel can be sent there.
+    def confined(self, graph: Any, nodes: Sequence[Any], windows: Sequence[int], stream: int) -> list[int]:
+        """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
 
         A node follows a context only if it names a CUkernel, which belongs to none, and no function, which does. So
         kernels of modules that were loaded into a context stay on all SMs.
         """
         cu = driver()
-        clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
-        confined = 0
-        for node in graph.nodes:
-            if check(cu.cuGraphNodeGetType(node), "reading a node") != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-                continue
-            copy = check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
-            params = check(cu.cuGraphKernelNodeGetParams(copy), "reading a kernel's node")
-            if not int(params.kern):
-                continue
-            if params.sharedMemBytes > _LARGE_SHARED:
-                most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        movable = []
+        for node in nodes:
+            if check(cu.cuGraphNodeGetType(node), "reading a node") == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+                if int(params.kern):
+                    self._allow_shared(params)
+                    movable.append(node)
+        made: list[int] = []
+        try:
+            for window in windows if movable else ():
+                context = self._context(window)
+                for node in movable:
+                    # Read again: its arguments lie in memory of the node's, which is another after every change.
+                    params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+                    params.func, params.ctx = cu.CUfunction(0), context
+                    check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
+                made.append(instantiate(graph, stream))
+        except BaseException:
+            for handle in made:
+                cu.cuGraphExecDestroy(handle)
+            raise
+        return made
+
+    def _allow_shared(self, params: Any) -> None:
+        """A kernel may have been allowed much shared memory as a function of its context, which it leaves."""
+        key = (int(params.kern), int(params.sharedMemBytes))
+        if params.sharedMemBytes > _LARGE_SHARED and key not in self._allowed:
+            cu = driver()
+            most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            had = check(cu.cuKernelGetAttribute(most, params.kern, self._device.index), "reading a kernel's limits")
+            if int(had) < params.sharedMemBytes:
                 check(
                     cu.cuKernelSetAttribute(most, params.sharedMemBytes, params.kern, self._device.index),
                     "allowing a kernel its shared memory",
                 )
-            params.func, params.ctx = cu.CUfunction(0), self._context(number)
-            check(cu.cuGraphKernelNodeSetParams(copy, params), "sending a kernel to a window of SMs")
-            confined += 1
-        if confined:
-            return read_graph(clone)
-        check(cu.cuGraphDestroy(clone), "freeing a graph")
-        return None
+            self._allowed.add(key)
 
     def close(self) -> None:
         for green in self._green:

@@ -30,7 +30,7 @@ from scheduler.engine_stats import engine_stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
 from scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
 from scheduler.frontend import FrontEnd, Waiter
-from scheduler.install import capacity, install
+from scheduler.install import capacity, install, spread_windows
 from scheduler.lanes import MemoryPlan
 from scheduler.loader import LoadedModel, Loader
 from scheduler.loop import Bell
@@ -85,6 +85,7 @@ class Engine(Requester):
         self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
         capacity(self.state, self.device)
+        spread_windows(self.state, sm_windows, self._backend.window_sms, self.device.sm_count)
         self.state.g[st.HOLD] = 1
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.

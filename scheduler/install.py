@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from instrument.device.base import Device
 from instrument.device.timing import Timing
 from scheduler import core_models
+from scheduler import state as st
 from scheduler.backend import Launches
 from scheduler.loader import LoadedModel
 from scheduler.profile import model_profile
@@ -35,8 +38,7 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
         words, draining = lane.words, lane.draining
         words[:] = draining[:] = 0
         state.lane["pool"][row] = pool
-        if lane.windows:
-            state.lane["home"][row], state.lane["away"][row] = lane.windows
+        state.lane_window[row, : len(lane.windows)] = lane.windows
         for k, array in enumerate(lane.inputs.values()):
             state.input_address[row, k] = array.ctypes.data
         for size, launches in enumerate(sizes):
@@ -53,9 +55,18 @@ def write_handles(state: State, row: int, size: int, launches: Launches) -> None
     """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
     variants use the same buffers and completion words.
     """
-    none = ([0] * len(launches.handles), 0)
-    variants = [(launches.handles, launches.whole), *(launches.confined or (none, none))]
-    for name, (handles, whole) in zip(("handle", "home", "away"), variants, strict=True):
+    for k, handle in enumerate(launches.handles):
+        state.launch["handle"][row, size, k] = handle
+    state.whole["handle"][row, size] = launches.whole
+    none = [([0] * len(launches.handles), 0)] * (st.CHOICES - len(launches.confined))
+    for choice, (handles, whole) in enumerate([*launches.confined, *none]):
         for k, handle in enumerate(handles):
-            state.launch[name][row, size, k] = handle
-        state.whole[name][row, size] = whole
+            state.confined[row, size, k, choice] = handle
+        state.confined[row, size, -1, choice] = whole
+
+
+def spread_windows(state: State, count: int, sms: int, of: int) -> None:
+    """So many windows of `sms` SMs, evenly over the GPU's; where they share SMs, one fills the other too."""
+    state.g[st.WINDOW_N] = count
+    apart = np.minimum(np.arange(count), count - np.arange(count)) * of / max(1, count)
+    state.overlap[:count] = np.maximum(0, np.rint(sms - apart))

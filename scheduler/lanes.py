@@ -108,10 +108,10 @@ class Lane:
     """The buffers of one batch in flight."""
 
     def __init__(
-        self, index: int, model: Model, plan: LanePlan, memory: Memory, windows: tuple[int, int] | None = None
+        self, index: int, model: Model, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
     ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
-        self.windows = windows  # of SMs, which it may be confined to
+        self.windows = windows  # of SMs, to one of which it may be confined
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
 

@@ -15,7 +15,7 @@ from scheduler.model import Arrays, Model
 from scheduler.profile import ProgramProfile
 from scheduler.program import Program, last_kernels
 from scheduler.segments import cut, plan_slices
-from scheduler.state import Limits
+from scheduler.state import CHOICES, Limits
 
 _REPEATS = 15
 _ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
@@ -100,12 +100,11 @@ class Loader:
             if count > limit:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
 
-    def _windows(self, lane: int) -> tuple[int, int] | None:
-        """Two that lie apart, others for every lane of a model. Models begin with different ones: where few lanes of
-        each are busy, it is the first.
-        """
-        n, first = self.backend.windows, self._loads + lane
-        return (first % n, (first + n // 2) % n) if n else None
+    def _windows(self, lane: int) -> tuple[int, ...]:
+        """A choice of them from all over the GPU, another for the next lane, and for the next model."""
+        n = self.backend.windows
+        choices = min(n, CHOICES)
+        return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
 
     # -- programs
 

@@ -68,8 +68,8 @@ VIRTUAL, CUDA = range(2)  # g[BACKEND]
  SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
  STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
  CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, STANDING, CONFINED_LAUNCHES) = range(42)  # fmt: skip
-G_SIZE = 42
+ TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, STANDING, WINDOW_N, CONFINED_LAUNCHES) = range(43)  # fmt: skip
+G_SIZE = 43
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
@@ -88,7 +88,8 @@ FN_SIZE = 8
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 POOL_STREAMS = QUEUES + OWN_STREAMS
 
-WINDOWS = 64  # of SMs, at most
+# Windows of SMs: at most so many, evenly spread; and so many of them for a lane to choose from
+WINDOWS, CHOICES = 64, 4
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
@@ -191,9 +192,7 @@ LANE = np.dtype(
         ("touched", "i8"),  # 1: listed in State.touched
         ("pool", "i8"),  # of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
-        ("home", "i8"),  # its two windows of SMs, by the installer; NONE: it has none
-        ("away", "i8"),
-        ("window", "i8"),  # where its latest launch is confined to, while it is in flight; NONE: to nothing
+        ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
     ],
     align=True,
 )
@@ -202,8 +201,7 @@ LANE = np.dtype(
 # (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
 # and clears. Segments of one lane complete in order.
 # `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
-# `home` and `away` are handles of the same confined to the lane's windows; 0: there are none.
-LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8"), ("home", "u8"), ("away", "u8")], align=True)
+LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
 
 # Inputs on their way into a slot, by the copier.
 COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8")], align=True)
@@ -372,7 +370,10 @@ class State(NamedTuple):
     whole: Table  # LAUNCH[L, B], by the installer
     stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
     stream_jobs: NDArray[np.int64]  # [POOL_STREAMS] lanes in flight on each, in whichever pool: the queues are the same
-    window_jobs: NDArray[np.int64]  # [WINDOWS] lanes in flight that are confined to each
+    confined: Words  # [L, B, S + 1, CHOICES] handles of the same in each of the lane's windows, the whole last; 0: none
+    lane_window: NDArray[np.int64]  # [L, CHOICES] which windows these are, by the installer; NONE: no more
+    overlap: NDArray[np.int64]  # [WINDOWS] SMs that a window shares with itself, the next, the one after that, …
+    window_load: NDArray[np.int64]  # [WINDOWS] for each lane in flight that is confined, the SMs its window shares
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
     request: Table  # REQUEST[R]
@@ -448,7 +449,10 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "whole": ((n.lanes, n.sizes), LAUNCH),
         "stream": ((POOLS, POOL_STREAMS), words),
         "stream_jobs": ((POOL_STREAMS,), ints),
-        "window_jobs": ((WINDOWS,), ints),
+        "confined": ((n.lanes, n.sizes, n.segments + 1, CHOICES), words),
+        "lane_window": ((n.lanes, CHOICES), ints),
+        "overlap": ((WINDOWS,), ints),
+        "window_load": ((WINDOWS,), ints),
         "segment_ns": ((n.lanes, n.segments, 2), ints),
         "word": ((n.lanes, n.segments + 1), words),
         "request": ((n.requests,), REQUEST),
@@ -518,8 +522,9 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
-    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "home", "away", "window"):
+    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "window"):
         state.lane[column] = NONE
+    state.lane_window[...] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
         state.request[column] = NONE
     for column in ("root", "first", "last"):

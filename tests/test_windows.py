@@ -16,9 +16,10 @@ from scheduler import state as st
 from scheduler.backend import WINDOW_SHARE
 from scheduler.core_check import check_at_rest, check_integrity
 from scheduler.core_models import install, remove
-from scheduler.core_windows import ROOMY
+from scheduler.core_windows import ROOMY, fill_window
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
+from scheduler.install import spread_windows
 from scheduler.policy import policy_names
 from scheduler.profile import ProgramProfile
 
@@ -32,10 +33,11 @@ def bench_with_windows(policy: str = "srpt", lanes: int = 4) -> Bench:
     bench = Bench([profile(lanes=lanes), profile("b", lanes=lanes), profile("c", lanes=lanes)], policy=policy)
     s = bench.state
     s.g[st.MAX_ACTIVE] = 16
+    spread_windows(s, WINDOWS, sms=48, of=132)
     used = np.flatnonzero(s.lane["model"] >= 0)
-    s.lane["home"][used], s.lane["away"][used] = used % WINDOWS, (used + WINDOWS // 2) % WINDOWS
-    for table in (s.launch, s.whole):
-        table["handle"], table["home"], table["away"] = 1, 2, 3
+    s.lane_window[used, 0], s.lane_window[used, 1] = used % WINDOWS, (used + WINDOWS // 2) % WINDOWS
+    s.launch["handle"] = s.whole["handle"] = 1
+    s.confined[used, :, :, 0], s.confined[used, :, :, 1] = 2, 3
     return bench
 
 
@@ -54,13 +56,22 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
         bench.submit(k % 3)
         bench.step()
         check_integrity(bench.state)
-    jobs = bench.state.window_jobs
-    assert windows_in_use(bench)[:ROOMY] == [st.NONE] * ROOMY
-    assert jobs.sum() == WINDOWS
-    for home in range(WINDOWS // 2):  # each went to the emptier of its two
-        assert abs(jobs[home] - jobs[home + WINDOWS // 2]) <= 1
+    found = windows_in_use(bench)
+    assert found[:ROOMY] == [st.NONE] * ROOMY
+    for one in range(WINDOWS // 2):  # each went to the emptier of its two
+        assert abs(found.count(one) - found.count(one + WINDOWS // 2)) <= 1
+    assert bench.state.g[st.CONFINED_LAUNCHES] >= WINDOWS
     bench.run_dry()
-    assert not bench.state.window_jobs.any()
+    assert not bench.state.window_load.any()
+
+
+def test_windows_that_share_sms_fill_each_other() -> None:
+    state = bench_with_windows().state
+    assert state.overlap[:WINDOWS].tolist() == [48, 15, 0, 15]
+    fill_window.py_func(state, 3, 1)
+    assert state.window_load[:WINDOWS].tolist() == [15, 0, 15, 48]
+    fill_window.py_func(state, 3, -1)
+    assert not state.window_load.any()
 
 
 def test_where_the_hardware_decides_nothing_is_confined() -> None:
@@ -74,8 +85,7 @@ def test_where_the_hardware_decides_nothing_is_confined() -> None:
 
 def test_what_has_no_launches_in_a_window_has_all_sms() -> None:
     bench = bench_with_windows()
-    for table in (bench.state.launch, bench.state.whole):
-        table["home"] = table["away"] = 0
+    bench.state.confined[...] = 0
     for k in range(12):
         bench.submit(k % 3)
     bench.step()
@@ -91,9 +101,8 @@ def test_a_model_that_takes_the_rows_of_another_does_not_take_its_windows() -> N
     for m in range(3):
         remove(bench.state, m)
     _, lanes = install(bench.state, profile("later", lanes=4))
-    assert (bench.state.lane["home"][lanes] == st.NONE).all()
-    assert not bench.state.launch["home"][lanes].any()
-    assert not bench.state.whole["away"][lanes].any()
+    assert (bench.state.lane_window[lanes] == st.NONE).all()
+    assert not bench.state.confined[lanes].any()
 
 
 @given(some.lists(some.tuples(some.integers(0, 2), some.booleans()), max_size=40))
@@ -110,7 +119,7 @@ def test_jobs_in_windows_are_counted_whatever_happens(events: list[tuple[int, bo
         bench.step(1000)
         check_integrity(bench.state)
     bench.run_dry()
-    assert not bench.state.window_jobs.any()
+    assert not bench.state.window_load.any()
     assert (bench.state.lane["window"] == st.NONE).all()
 
 
@@ -186,9 +195,8 @@ def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
 
 def test_there_are_windows_only_where_they_are_asked_for():
     with Engine(DEVICE) as engine:
-        assert not engine.state.window_jobs.any()
         engine.load(KINDS["short"][0])
-        assert (engine.state.lane["home"] == st.NONE).all()
+        assert (engine.state.lane_window == st.NONE).all()
         assert engine.profile("short")[0].window_ns == 0.0
 
 
