@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import struct
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,11 @@ class Stream:
 
 
 class FakeCuda:
-    """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete."""
+    """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete.
+
+    `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
+    of the groups of SMs in each, and `confined` counts the kernels that ran in each context.
+    """
 
     def __init__(self) -> None:
         self.graphs: dict[int, Graph] = {}
@@ -50,7 +55,9 @@ class FakeCuda:
         self.functions: dict[int, str] = {}
         self.events: dict[int, int] = {}
         self.streams: dict[int, Stream] = {}
-        self.fails, self.silent = 0, False
+        self.fails, self.silent, self.by_kernel = 0, False, False
+        self.windows: dict[int, list[int]] = {}
+        self.confined: Counter[int] = Counter()
         self._memory: list[Any] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
         self.library_graph_launch = prototype(self._graph_launch)
@@ -79,6 +86,7 @@ class FakeCuda:
         elif node.kind == "event":
             self.events[f["event"]] = time.perf_counter_ns()
         elif self.functions.get(f["function"]) == "scale":
+            self.confined[f.get("context", 0)] += 1
             _scale(f["parameters"], f["grid"][0])
         elif self.functions.get(f["function"]) == "probe":
             (address,) = struct.unpack("<Q", f["parameters"])
@@ -269,9 +277,53 @@ class FakeCuda:
     def cuGraphKernelNodeGetParams(self, node):
         facts, params = self._find(node)[0].facts, real.CUDA_KERNEL_NODE_PARAMS()
         params.func, params.sharedMemBytes = real.CUfunction(facts["function"]), facts["shared"]
+        if self.by_kernel:
+            params.func, params.kern = real.CUfunction(0), real.CUkernel(facts["function"])
         params.gridDimX, params.gridDimY, params.gridDimZ = facts["grid"]
         params.blockDimX, params.blockDimY, params.blockDimZ = facts["block"]
         return _OK, params
+
+    def cuGraphKernelNodeSetParams(self, node, params):
+        facts = self._find(node)[0].facts
+        assert int(params.func) == 0  # else it would stay where it is
+        assert int(params.kern) == facts["function"]
+        facts["context"] = int(params.ctx)
+        return (_OK,)
+
+    def cuKernelGetFunction(self, kernel):
+        return _OK, real.CUfunction(int(kernel))
+
+    # -- green contexts
+
+    def cuDeviceGetDevResource(self, device, kind):
+        return _OK, real.CUdevResource()
+
+    def cuDevSmResourceSplitByCount(self, groups, resource, flags, least):
+        made = [real.CUdevResource() for _ in range(groups)]
+        for each in made[:-1]:
+            each.type = real.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        self._groups = {id(each): k for k, each in enumerate(made)}
+        self._keep_groups = made
+        return _OK, made, groups - 1, real.CUdevResource()  # the last has no SMs, as on an H200
+
+    def cuDevResourceGenerateDesc(self, resources, count):
+        numbers = [self._groups[id(each)] for each in resources]
+        assert len(set(numbers)) == count == len(resources)
+        assert max(numbers) < len(self._groups) - 1
+        self._described = numbers
+        return _OK, real.CUdevResourceDesc(next(_ids))
+
+    def cuGreenCtxCreate(self, description, device, flags):
+        handle = next(_ids)
+        self.windows[handle] = self._described
+        return _OK, real.CUgreenCtx(handle)
+
+    def cuCtxFromGreenCtx(self, context):
+        return _OK, real.CUcontext(int(context))
+
+    def cuGreenCtxDestroy(self, context):
+        del self.windows[int(context)]
+        return (_OK,)
 
     def cuGraphMemcpyNodeGetParams(self, node):
         facts, copy = self._find(node)[0].facts, real.CUDA_MEMCPY3D()
@@ -330,7 +382,7 @@ class FakeCuda:
             for node in ready:
                 del left[node.id]
         handle = next(_ids)
-        self.executables[handle] = order
+        self.executables[handle] = [Node(node.kind, **node.facts) for node in order]
         return _OK, real.CUgraphExec(handle)
 
     def cuGraphUpload(self, executable, stream):

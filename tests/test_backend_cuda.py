@@ -113,6 +113,56 @@ def test_the_last_kernel_of_a_segment_tells(run, report):
     """)
 
 
+def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_engine(run):
+    run("""
+        fake.by_kernel = True
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+            times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+            engine._backend.segment_times_ns = times
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
+            assert engine.profile("six")[0].confined
+            assert len(fake.windows) == 8
+            assert {len(each) for each in fake.windows.values()} == {6}  # groups of eight SMs
+            assert len({tuple(each) for each in fake.windows.values()}) == 8
+            fake.confined.clear()
+            assert (engine.infer_sync("six", ONES)["y"] == 64).all()
+            assert set(fake.confined) == {0}  # alone, on all SMs
+            for answer in many(engine, ["six"], 200):
+                assert (answer["y"] == 64).all()
+            assert engine.stats()["confined_launches"] > 0
+            assert len(fake.confined) > 4
+            with engine.trace() as t:
+                for answer in many(engine, ["six"], 20):
+                    assert (answer["y"] == 64).all()
+            assert len(t.jobs) == 20
+        assert not fake.graphs and not fake.executables and not fake.windows
+    """)
+
+
+def test_kernels_that_belong_to_a_context_stay_on_all_sms(run):
+    run("""
+        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
+            assert not engine.profile("six")[0].confined
+            for answer in many(engine, ["six"], 50):
+                assert (answer["y"] == 64).all()
+            assert engine.stats()["confined_launches"] == 0
+    """)
+
+
+def test_a_driver_without_green_contexts_says_what_to_do(run):
+    run("""
+        fake.cuDeviceGetDevResource = lambda device, kind: (fake.CUresult.CUDA_ERROR_NOT_SUPPORTED, None)
+        try:
+            Engine("cuda", sm_windows=8)
+        except pp.LaunchError as e:
+            assert "sm_windows=0" in str(e), e
+        else:
+            raise AssertionError("no error")
+        Engine("cuda").close()
+    """)
+
+
 def test_a_trace_swaps_graphs_in_and_out(run):
     run("""
         with Engine("cuda", quantum_us=5) as engine:
