@@ -219,6 +219,16 @@ SECTIONS = (
 )
 
 
+def earlier_text(points: dict[str, Any]) -> str:
+    """Which points are of an earlier run, and say so."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for key, value in points.items():
+        if "commit" in value:
+            kind, *rest = key.split("|")
+            found[value["commit"]].add(f"{kind} with σ = {rest[1]}" if kind == "fig11" else kind)
+    return " ".join(f"Of an earlier run (commit {commit}): {', '.join(sorted(of))}." for commit, of in found.items())
+
+
 def report(path: Path, docs: Path = DOCS) -> None:
     stored = json.loads(path.read_text())
     points, on = stored["results"]["points"], stored["on"]
@@ -232,6 +242,8 @@ def report(path: Path, docs: Path = DOCS) -> None:
         "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "
         "fewer.",
     ]
+    if earlier := earlier_text(points):
+        text.append(earlier)
     for kind, title, make in SECTIONS:
         if any(key.split("|")[0] == kind for key in points):
             text += [f"## {title}", make(points)]

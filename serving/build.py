@@ -42,6 +42,7 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
             config.memory_bytes,
             config.quantum_us,
             config.max_active,
+            sm_windows=config.sm_windows,
             limits=limits,
         )
     except PaellaError as e:

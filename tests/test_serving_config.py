@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import paellapy as pp
+from scheduler import state as st
 from scheduler.model import Model, TensorSpec
 from serving.build import build_engine, build_entries, build_keys, build_tls
 from serving.config import load_config
@@ -66,6 +67,11 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
         assert engine.limits.requests == 100
 
 
+def test_an_engine_has_the_windows_of_sms_its_file_asks_for(write):
+    with build_engine(*load_config(write(GOOD.replace("max_queue = 100", "sm_windows = 4")))) as engine:
+        assert engine.state.g[st.WINDOW_N] == 4
+
+
 @pytest.mark.parametrize(
     ("change", "line", "said"),
     [
@@ -73,6 +79,7 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
         (('port = 0', 'port = 70000'), 6, "server.port"),
         (('port = 0', 'prot = 0'), 6, "server.prot: there is no such setting"),
         (('policy = "edf"', 'polity = "edf"'), 2, "polity: there is no such setting"),
+        (('max_queue = 100', 'sm_windows = 65'), 3, "sm_windows"),
         (('device = "virtual:t4"', 'device = virtual'), 1, "not TOML"),
         (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
         (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
