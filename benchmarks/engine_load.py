@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from scheduler import core_rings as rings
 from scheduler import state as st
 from scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
+from scheduler.core_admission import leaves, lets_in, new_windows
 from scheduler.core_dispatch import read_clock
-from scheduler.core_predict import predict
 from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
-from serving import admission
-from serving.admission import DECREASE, LARGEST, LATE, ROOM
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -34,47 +32,6 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
     if wakes(word.ctypes.data, True):
         scratch[0] = 1
         call_write(write, np.int32(bell), scratch.ctypes.data, np.uint64(8))
-
-
-# Columns of `window`, a row per model: requests that may be in flight and that are, the shortest latency yet, when the
-# window was last made smaller, the part of the time that predictions may use, and when it was last lowered. What
-# `serving.admission` does, compiled.
-SIZE, IN_FLIGHT, SHORTEST, SINCE, MARGIN, LOWERED = range(6)
-margin_after, lower, reach = (compiled(each) for each in (admission.margin_after, admission.lower, admission.reach))
-
-
-@compiled
-def margin(window: Any, m: int, now: int) -> float:
-    return float(margin_after(window[m, MARGIN], (now - window[m, LOWERED]) * 1e-9))
-
-
-@compiled
-def lets_in(ask: Any, window: Any, m: int, row: int, priority: int, due: int, limit: int, now: int) -> bool:
-    """Whether a request has room in its model's window, and would be in time by what the core predicts."""
-    alone = min(ask.size[row, 0].total_ns, float(limit))
-    most = max(alone, reach(window[m, SHORTEST], margin(window, m, now), float(limit)))
-    if window[m, IN_FLIGHT] >= window[m, SIZE] or predict(ask, row, priority, due, now) > due - limit + most:
-        return False
-    window[m, IN_FLIGHT] += 1
-    return True
-
-
-@compiled
-def leaves(window: Any, m: int, entered: int, finish: int, limit: int) -> None:
-    """A request that was let in is done: the window follows its latency."""
-    used = window[m, IN_FLIGHT]
-    window[m, IN_FLIGHT] -= 1
-    took = float(finish - entered)
-    window[m, SHORTEST] = min(window[m, SHORTEST], took, float(limit))
-    if took > limit >= ROOM * window[m, SHORTEST] and entered >= window[m, LOWERED]:
-        window[m, MARGIN] = lower(margin(window, m, finish))
-        window[m, LOWERED] = finish
-    if took > window[m, SHORTEST] + LATE * (limit - window[m, SHORTEST]):
-        if entered >= window[m, SINCE]:
-            window[m, SIZE] = max(1.0, window[m, SIZE] * DECREASE)
-            window[m, SINCE] = finish
-    elif used * 2 >= window[m, SIZE]:
-        window[m, SIZE] = min(LARGEST, window[m, SIZE] + 1.0 / window[m, SIZE])
 
 
 @compiled
@@ -128,7 +85,9 @@ def drive(
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
-            if window.shape[0] > 0 and not lets_in(ask, window, m, rows[m], priority[m], due, limit, start + now):
+            if window.shape[0] > 0 and not lets_in(
+                ask, window, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
+            ):
                 status[i], finish[i] = st.QUEUE_FULL, arrival[i]
                 done += 1
                 continue
@@ -159,7 +118,7 @@ def drive(
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.release(s.lane_hold, entry.lane, entry.slot)
             if window.shape[0] > 0:
-                leaves(window, model[i], arrival[i], finish[i], deadline_ns[model[i]])
+                leaves(window, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]))
             free[n_free] = row
             n_free += 1
             thinks_until = now + think_ns
@@ -301,11 +260,7 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        window = np.zeros((len(self.names) if admission else 0, 6))
-        if admission:
-            window[:, SIZE] = [2.0 * each.model.max_batch for each in self.loaded]
-            window[:, SHORTEST] = np.inf
-            window[:, MARGIN] = 1.0
+        window = new_windows(each.model.max_batch for each in self.loaded if admission)
         pauses = np.zeros(2, np.int64)
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,

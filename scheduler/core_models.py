@@ -93,7 +93,7 @@ def save_profiles(path: Path, profiles: Iterable[ModelProfile]) -> None:
     path.write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
 
 
-def load_profiles(path: Path) -> list[ModelProfile]:
+def load_profiles(path: str | Path) -> list[ModelProfile]:
     """Read what `save_profiles` wrote; errors name the file."""
     try:
         return [
@@ -105,7 +105,7 @@ def load_profiles(path: Path) -> list[ModelProfile]:
                     "together": {int(b): int(n) for b, n in model.get("together", {}).items()},
                 }
             )
-            for model in json.loads(path.read_text())["models"]
+            for model in json.loads(Path(path).read_text())["models"]
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ProfileError(f"{path} is not a file of model profiles: {e}") from e

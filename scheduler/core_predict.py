@@ -31,6 +31,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     s.job[1].started = 0.0
     mine = call_rank(s.fn[F_RANK], s.job[1:].ctypes.data)
     ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
+    demand, idle = s.size[m, k].demand, 1.0 - s.size[m, k].demand
     for other in range(s.lane.shape[0]):
         a = s.lane[other]
         if a.model < 0 or a.live == 0 or a.state == HELD or other == lane:
@@ -42,10 +43,17 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             if a.state == FILLING:
                 n = s.model[a.model].n_sizes - 1
                 ahead += s.model[a.model].queued / s.size[a.model, n].batch * s.size[a.model, n].total_ns
-        elif a.issued > a.done:  # worse, but on the GPU already: what was launched of it comes first
+        elif a.active_at >= 0:  # worse, but it runs beside
+            ahead += min(left, alone)
+        elif a.issued > a.done:  # what was launched of it comes first
             rest = s.segment[a.model, a.size, a.issued].tail_ns if a.issued < a.segments and not a.whole else 0.0
             ahead += left - rest
-    return float(now + max(alone, (ahead + alone) / max(s.t[GAIN], 1.0)))
+        if a.active_at >= 0:
+            demand += a.demand
+            idle *= 1.0 - a.demand
+    # Beside those it takes as many times as long as they want the GPU together in the time that it is busy.
+    least = alone * max(1.0, demand / max(1.0 - idle, 1e-3))
+    return float(now + max(least, (ahead + alone) / max(s.t[GAIN], 1.0)))
 
 
 def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:

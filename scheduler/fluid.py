@@ -28,6 +28,7 @@ import numpy as np
 from instrument.device.heaps import Floats, Ints, compiled, heap_pop, heap_push, inlined
 from scheduler.atomics import store_at
 from scheduler.core import step
+from scheduler.core_admission import WINDOW, leaves, lets_in
 from scheduler.core_rings import RING_FULL, post, take_done
 from scheduler.loop import notice_edits
 from scheduler.state import COMPLETION, DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, WHOLE_ALWAYS, State, Table
@@ -97,6 +98,7 @@ class Fluid(NamedTuple):
     free: Ints  # request rows
     records: Table  # RECORD
     taken: Table  # COMPLETION, scratch
+    window: Table  # WINDOW[M]; without rows everything is let in
     bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
 
 
@@ -280,6 +282,12 @@ def progress(f: Fluid, s: State, until: float) -> None:
 
 
 @inlined
+def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
+    """How long a request may take: until its deadline, or as long as its model aims at."""
+    return float(deadline - arrival if deadline < NEVER else s.model[m].target_ns)
+
+
+@inlined
 def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
     """One request, recorded and submitted; refused where the tables are full."""
     n = f.g[RECORDS]
@@ -292,12 +300,19 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
     if f.g[FREE_N] == 0:
         back(f, source, at)
         return
+    limit = limit_ns(s, m, at, deadline)
+    asks = f.window.shape[0] > 0 and limit < NEVER
+    if asks and not lets_in(s, f.window, m, m, priority, deadline, at, limit, at):
+        back(f, source, at)
+        return
     row = f.free[f.g[FREE_N] - 1]
     answer = post(
         s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
         deadline, 0, False,
     )  # fmt: skip
     if answer == RING_FULL:
+        if asks:
+            f.window[m].in_flight -= 1
         back(f, source, at)
     else:
         f.g[FREE_N] -= 1
@@ -371,6 +386,9 @@ def collect(f: Fluid, s: State) -> None:
             record = f.records[np.int64(entry.tag)]
             record.batch, record.status = entry.batch, entry.status
             record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
+            limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
+            if f.window.shape[0] > 0 and limit < NEVER:
+                leaves(f.window, record.model, record.arrival_ns, entry.finish_ns, limit)
             f.free[f.g[FREE_N]] = entry.request
             f.g[FREE_N] += 1
             back(f, record.source, entry.finish_ns)
@@ -430,6 +448,7 @@ def new_fluid(
         free=np.arange(rows, dtype=ints),
         records=np.zeros(max(1024, len(arrivals)), RECORD),
         taken=np.zeros(BATCH, COMPLETION),
+        window=np.zeros(0, WINDOW),
         bins=np.zeros((bins, 4)),
     )
 

@@ -21,6 +21,7 @@ from instrument.errors import NoDeviceError
 from scheduler import fluid
 from scheduler import state as st
 from scheduler.core import attach_policy
+from scheduler.core_admission import new_windows
 from scheduler.core_crowd import CROWDED
 from scheduler.core_models import TOGETHER, ModelProfile, ProfileError, install, open_model, set_capacity
 from scheduler.policy import Policy, Rank, find_policy
@@ -48,6 +49,7 @@ def simulate(
     look_ahead: int | None = None,
     demand: float | None = None,
     queues: int | None = None,
+    admission: bool = False,
     host_launch_ns: float = HOST_LAUNCH_NS,
     kernels: OwnKernels | None = None,
 ) -> Results:
@@ -58,7 +60,8 @@ def simulate(
     `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
     demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
-    8, paellapy sets 32); left out, every stream has its own.
+    8, paellapy sets 32); left out, every stream has its own. `admission`: as in a server, requests that would miss
+    their deadline, or their model's target, are refused when they come ("queue full").
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -90,6 +93,8 @@ def simulate(
         open_model(state, install(state, each)[0])
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
+    if admission:
+        f = f._replace(window=new_windows(max(each.batch) for each in models))
     f.g[fluid.FREE_N] = len(state.request)
     f.g[fluid.QUEUES] = queues or 0
     f.t[fluid.HORIZON] = workload.seconds * 1e9

@@ -3,9 +3,8 @@
 Two grounds. The core predicts when a request would be done, from the profiles of what its policy puts before it:
 what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
 other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
-so many requests in flight at a time, a number that follows their latencies: additive increase, multiplicative
-decrease, as TCP finds its window. And predictions may use up only part of the limit: a margin that shrinks whenever
-requests that were let in are late after all, and grows back in seconds.
+so many requests in flight at a time, a number that follows their latencies, and predictions may use up only part of the
+limit: `scheduler.core_admission` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from scheduler import core_admission
 from scheduler import state as st
 from scheduler.core_predict import predict_finish
 from scheduler.engine import Engine
@@ -24,60 +24,29 @@ from serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
 
-LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
-DECREASE = 0.85
-LARGEST = 4096.0
-LESS_MARGIN = 0.1  # of the margin, where one was late that entered since the last time
-LEAST_MARGIN = 0.2
-MARGIN_BACK_S = 4.0  # from nothing to all of it: one moment in which nothing went on must not cost minutes
-ROOM = 2.0  # times the shortest latency: who is late with less asked for too much, and says nothing of predictions
-
-
-def margin_after(margin: float, seconds: float) -> float:
-    return min(1.0, margin + seconds / MARGIN_BACK_S)
-
-
-def lower(margin: float) -> float:
-    return max(LEAST_MARGIN, margin * (1.0 - LESS_MARGIN))
-
-
-def reach(shortest: float, margin: float, limit: float) -> float:
-    """How long a request may be predicted to take."""
-    shortest = min(shortest, limit)
-    return shortest + margin * (limit - shortest)
+_reach_ns: Any = core_admission.reach_ns.py_func  # type: ignore[attr-defined]
+_note_latency: Any = core_admission.note_latency.py_func  # type: ignore[attr-defined]
 
 
 class Window:
-    """How many requests of a model may be in flight.
+    """How many requests of a model may be in flight, and what predictions are worth: a row of WINDOW, as an object."""
 
-    It aims at half of the time there is, so that most are in time too when the machine is slow for a moment.
-    """
-
-    __slots__ = ("_lowered_s", "_margin", "_shortest_s", "_since", "generation", "in_flight", "size")
+    __slots__ = (
+        "floor", "generation", "in_flight", "lowered_ns", "margin", "margin_ns", "shortest_ns", "since_ns", "size"
+    )  # fmt: skip
 
     def __init__(self, size: float, generation: int = 0) -> None:
         self.size, self.generation, self.in_flight = size, generation, 0
-        self._since, self._shortest_s = 0.0, math.inf
-        self._margin, self._lowered_s = 1.0, 0.0
+        self.since_ns, self.shortest_ns = 0, math.inf
+        self.margin, self.margin_ns, self.lowered_ns, self.floor = 1.0, 0, 0, 0.0
 
-    def margin(self, now_s: float) -> float:
-        """The part of its time that a request may be predicted to take."""
-        return margin_after(self._margin, now_s - self._lowered_s)
+    def reach_ns(self, limit_ns: float, now_ns: int) -> float:
+        """How long a request may be predicted to take."""
+        return float(_reach_ns((self,), 0, limit_ns, now_ns))
 
-    def reach_s(self, limit_s: float, now_s: float) -> float:
-        return reach(self._shortest_s, self.margin(now_s), limit_s)
-
-    def done(self, entered_s: float, now_s: float, limit_s: float, was_in_flight: int) -> None:
+    def done(self, entered_ns: int, now_ns: int, limit_ns: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
-        took_s = now_s - entered_s
-        self._shortest_s = min(self._shortest_s, took_s, limit_s)
-        if took_s > limit_s >= ROOM * self._shortest_s and entered_s >= self._lowered_s:
-            self._margin, self._lowered_s = lower(self.margin(now_s)), now_s
-        if took_s > self._shortest_s + LATE * (limit_s - self._shortest_s):
-            if entered_s >= self._since:  # one that entered before the last decrease knows nothing of it
-                self.size, self._since = max(1.0, self.size * DECREASE), now_s
-        elif was_in_flight * 2 >= self.size:  # only a window that is used tells whether it could be larger
-            self.size = min(LARGEST, self.size + 1.0 / self.size)
+        _note_latency((self,), 0, entered_ns, now_ns, limit_ns, was_in_flight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +54,15 @@ class Ticket:
     """A request that was let in."""
 
     window: Window
-    entered_s: float
-    limit_s: float
+    entered_ns: int
+    limit_ns: float
     number: int  # it was one of so many in flight
 
     def leave(self, answered: bool) -> None:
         """`answered`: it ran, or was too late; not if its client left."""
         self.window.in_flight -= 1
         if answered:
-            self.window.done(self.entered_s, time.monotonic(), self.limit_s, self.number)
+            self.window.done(self.entered_ns, time.monotonic_ns(), self.limit_ns, self.number)
 
 
 class Admission:
@@ -129,7 +98,7 @@ class Admission:
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves
-        reach_ms = max(window.reach_s(limit_ms * 1e-3, now_ns * 1e-9) * 1e3, min(alone_ms, limit_ms))
+        reach_ms = max(window.reach_ns(limit_ms * 1e6, now_ns) * 1e-6, min(alone_ms, limit_ms))
         if predicted_ms > reach_ms:
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
             raise RefusedError(
@@ -139,7 +108,7 @@ class Admission:
                 retry_after_s=(predicted_ms - reach_ms) * 1e-3,
             )
         window.in_flight += 1
-        return Ticket(window, now_ns * 1e-9, limit_ms * 1e-3, window.in_flight)
+        return Ticket(window, now_ns, limit_ms * 1e6, window.in_flight)
 
 
 def _overloaded(model: Model, window: Window, kind: str, limit_ms: float) -> RefusedError:

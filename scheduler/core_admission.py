@@ -1,0 +1,106 @@
+"""Which requests are let in: those that would be in time by the core's prediction, and only so many of a model's.
+
+The arithmetic of admission, once: for a server (`serving.admission`), for simulated time and for the benchmarks' load
+generator. How many of a model's may be in flight follows their latencies: additive increase, multiplicative decrease,
+as TCP finds its window; it aims at half of the time there is. And both this and predictions may use up only part of
+that time: a margin that shrinks with every request that was let in and is late after all, and grows with those in time,
+so that about one in a hundred is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from instrument.device.heaps import inlined
+from scheduler.core_predict import predict
+from scheduler.state import State, Table
+
+LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
+DECREASE = 0.85
+LARGEST = 4096.0
+LESS_MARGIN = 0.1  # of the margin, with each one late;
+MORE_MARGIN = LESS_MARGIN / 99  # with each one in time
+LEAST_MARGIN = 0.2
+STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
+MARGIN_BACK_NS = 60e9  # from nothing to all of it, if nothing is let in
+ROOM = 1.25  # times the shortest latency: who asks for less says nothing of predictions
+
+WINDOW = np.dtype(  # [model]
+    [
+        ("size", "f8"),  # so many may be in flight
+        ("in_flight", "i8"),
+        ("shortest_ns", "f8"),  # latency yet
+        ("since_ns", "i8"),  # when it was last made smaller
+        ("margin", "f8"),  # part of the time that may be used,
+        ("margin_ns", "i8"),  # as of when,
+        ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it,
+        ("floor", "f8"),  # and what the others of the row leave of it
+    ],
+    align=True,
+)
+
+
+def new_windows(slots: Iterable[int]) -> Table:
+    """For models with batches of up to so many requests."""
+    found = np.zeros(len(sizes := list(slots)), WINDOW)
+    found["size"] = 2.0 * np.array(sizes)
+    found["shortest_ns"], found["margin"] = np.inf, 1.0
+    return found
+
+
+# The next two call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own.
+
+
+@inlined
+def reach_ns(window: Any, m: int, limit: float, now: int) -> float:
+    """How long a request may be predicted to take."""
+    w = window[m]
+    shortest = min(w.shortest_ns, limit)
+    margin = min(1.0, w.margin + (now - w.margin_ns) / MARGIN_BACK_NS)
+    return float(shortest + margin * (limit - shortest))
+
+
+@inlined
+def note_latency(window: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
+    """A request that entered as one of so many is done, or its deadline has passed: the window follows."""
+    w = window[m]
+    took = float(now - entered)
+    w.shortest_ns = min(w.shortest_ns, took, limit)
+    margin = min(1.0, w.margin + (now - w.margin_ns) / MARGIN_BACK_NS)
+    if limit >= ROOM * w.shortest_ns:
+        if took <= limit:
+            margin = min(1.0, margin * (1.0 + MORE_MARGIN))
+        else:
+            if entered >= w.lowered_ns:  # one that entered before knows nothing of it
+                w.lowered_ns, w.floor = now, STALL * margin
+            margin = max(LEAST_MARGIN, w.floor, margin * (1.0 - LESS_MARGIN))
+    w.margin, w.margin_ns = margin, now
+    if took > w.shortest_ns + LATE * margin * (limit - w.shortest_ns):
+        if entered >= w.since_ns:  # here too
+            w.size, w.since_ns = max(1.0, w.size * DECREASE), now
+    elif number * 2 >= w.size:  # only a window that is used tells whether it could be larger
+        w.size = min(LARGEST, w.size + 1.0 / w.size)
+
+
+@inlined
+def lets_in(
+    s: State, window: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
+) -> bool:
+    """Whether a request of the model in this row has room in its window, and would be in time by the prediction."""
+    if window[m].in_flight >= window[m].size:
+        return False
+    least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
+    most = max(least, reach_ns(window, m, limit, now))
+    if predict(s, row, priority, deadline, now) - entered > most:
+        return False
+    window[m].in_flight += 1
+    return True
+
+
+@inlined
+def leaves(window: Table, m: int, entered: int, now: int, limit: float) -> None:
+    note_latency(window, m, entered, now, limit, window[m].in_flight)
+    window[m].in_flight -= 1

@@ -1,0 +1,83 @@
+"""Admission's arithmetic: the same in a server's objects and in the core's tables; and in simulated time."""
+
+from __future__ import annotations
+
+import numpy as np
+from core_bench import Bench, profile
+from hypothesis import given
+from hypothesis import strategies as some
+
+from instrument.device.heaps import compiled
+from scheduler import core
+from scheduler.core_admission import WINDOW, new_windows, note_latency, reach_ns
+from scheduler.core_models import ModelProfile, SegmentProfile
+from scheduler.policy import policy_names
+from scheduler.simulate import simulate
+from scheduler.state import MAX_ACTIVE, QUEUE_FULL
+from scheduler.workload import Poisson
+from serving.admission import Window
+
+MS = 1_000_000
+
+
+@compiled
+def note(window, entered, now, limit, number):
+    note_latency(window, 0, entered, now, limit, number)
+    return reach_ns(window, 0, limit, now)
+
+
+@given(
+    some.lists(some.tuples(some.integers(1, 300), some.integers(0, 100), some.integers(1, 40)), max_size=60),
+    some.integers(1, 16),
+)
+def test_a_servers_window_is_a_row_of_the_table(events, slots):
+    table, window = new_windows([slots]), Window(2.0 * slots)
+    now = 0
+    for took, pause, number in events:
+        now += pause * MS
+        window.done(now - took * MS, now, 100.0 * MS, number)
+        assert note(table, now - took * MS, now, 100.0 * MS, number) == window.reach_ns(100.0 * MS, now)
+        for name in WINDOW.names:
+            if name != "in_flight":
+                assert table[name][0] == getattr(window, name), name
+
+
+NET = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, target_ms=2.0, lanes=16, demand={1: 0.3}, together={1: 8})
+
+
+def test_in_simulated_time_what_would_be_late_is_refused_and_the_rest_is_in_time():
+    """Some 6700 a second can be done; 16000 are asked for."""
+    load = Poisson(16000, "net", duration=1.0)
+    without, admitted = (simulate([NET], load, "slack", admission=asked) for asked in (False, True))
+    refused = admitted.jobs["status"] == QUEUE_FULL
+    done = admitted.jobs[~refused]
+    took = done["finish_ns"] - done["arrival_ns"]
+    assert without.all.within_target < 0.1
+    assert 0.3 < refused.mean() < 0.9
+    assert (took <= 2 * MS).mean() > 0.97
+    assert admitted.all.throughput > 0.7 * without.all.throughput
+
+
+def test_nothing_is_refused_where_all_can_be_in_time_or_nothing_is_asked():
+    load = Poisson(300, "net", duration=1.0)
+    assert set(simulate([NET], load, admission=True).statuses()) == {"ok"}
+    lazy = ModelProfile("net", NET.sizes, lanes=16, demand=NET.demand, together=NET.together)
+    assert set(simulate([lazy], Poisson(8000, "net", duration=0.2), admission=True).statuses()) == {"ok"}
+
+
+def test_a_crowd_beside_it_makes_a_request_take_longer():
+    """Whatever the policy puts first: what is on the GPU already stays there."""
+    for policy in policy_names():
+        bench = Bench([profile(lanes=1, demand={1: 0.9}), profile("other", lanes=4, demand={1: 0.9})], policy=policy)
+        bench.state.g[MAX_ACTIVE] = 16
+        alone = core.predict_finish(bench.state, 0, bench.now)
+        for _ in range(4):
+            bench.submit(1)
+        bench.step()
+        beside = core.predict_finish(bench.state, 0, bench.now)
+        assert beside > alone, policy
+        bench.run_dry()
+
+
+def test_tables_begin_with_room_for_two_batches():
+    assert np.array_equal(new_windows([1, 8])["size"], [2.0, 16.0])
