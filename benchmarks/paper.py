@@ -27,7 +27,7 @@ import numpy as np
 from common import RESULTS, save
 from engine_load import lognormal_gaps, poisson
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
-from paper_runs import BATCHED, BATCHER, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System
+from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System
 from rich.progress import Progress
 
 import paellapy as pp
@@ -117,7 +117,7 @@ def saturation(o: Options) -> Iterator[Point]:
     for seed in range(o.seeds):
         for name in o.systems:
             system = SYSTEMS[name]
-            many = system.setup in (BATCHED, BATCHER)
+            many = len(system.setup.batch) > 1
 
             def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
                 # So many that the requests a policy puts off fill the queue in less than half of the run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Setup:
     quantum_us: float = 100.0
     segments: int = 256
     queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
+    windows: int = 0  # of SMs
 
 
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
@@ -38,8 +39,14 @@ DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwis
 BATCHED = Setup((1, 2, 4, 8, 16, 32), 5)
 BATCHER = Setup((1, 2, 4, 8, 16, 32), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
+WINDOWS = replace(PLAIN, windows=8)
+BATCHED_WINDOWS = replace(BATCHED, windows=8)
 
-SETUPS = {"plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS}
+SETUPS = {
+    "plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS,
+    "windows": WINDOWS, "batched_windows": BATCHED_WINDOWS,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -67,6 +74,10 @@ SYSTEMS = {
     "slack, batches": System(BATCHED, "slack", CROWDED),
     "paella, batches": System(BATCHED, "paella", CROWDED),
     "hrrn, batches": System(BATCHED, "hrrn", CROWDED),
+    "srpt, windows": System(WINDOWS, "srpt", CROWDED),
+    "slack, windows": System(WINDOWS, "slack", CROWDED),
+    "slack, batches, windows": System(BATCHED_WINDOWS, "slack", CROWDED),
+    "hrrn, batches, windows": System(BATCHED_WINDOWS, "hrrn", CROWDED),
     "kernel by kernel, srpt": System(KERNELS, "srpt", 8),  # last: it takes longest
 }
 
@@ -84,7 +95,9 @@ class Loaded:
     ) -> None:
         self.kinds, self.setup = kinds, setup
         limits = Limits(segments=setup.segments)
-        self.engine = Engine(device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits)
+        self.engine = Engine(
+            device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits, sm_windows=setup.windows
+        )
         self.priorities = list(priorities or [0] * len(kinds))
         where = "cuda" if device.startswith("cuda") else "cpu"
         for kind, priority in zip(kinds, self.priorities, strict=True):

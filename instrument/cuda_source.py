@@ -94,16 +94,22 @@ def _compile(text: str, name: str, flags: Sequence[str]) -> tuple[str, str]:
             _check(nvrtc.nvrtcAddNameExpression(program, expression))
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
         if int(status):
-            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
-            raw = bytes(log)
-            nvrtc.nvrtcGetProgramLog(program, raw)
-            raise CompileError(f"CUDA kernel {name!r} does not compile:\n{raw.rstrip(bytes(1)).decode()}")
+            log = _room(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"CUDA kernel {name!r} does not compile:\n{log.rstrip(bytes(1)).decode()}")
         entry = _check(nvrtc.nvrtcGetLoweredName(program, expression)).decode() if is_expression else name
-        ptx = bytes(_check(nvrtc.nvrtcGetPTXSize(program)))
+        ptx = _room(_check(nvrtc.nvrtcGetPTXSize(program)))
         nvrtc.nvrtcGetPTX(program, ptx)
         return ptx.rstrip(b"\0").decode(), entry
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _room(size: int) -> bytes:
+    """Bytes for NVRTC to write to. One more than it takes: all bytes objects of length one and the same value are one
+    object, so that writing to it would change them everywhere in the process.
+    """
+    return bytes(size + 1)
 
 
 @functools.cache

@@ -8,6 +8,8 @@ import triton
 from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase, ast_source
 from triton.backends.compiler import GPUTarget
 
+from instrument.cuda_source import _room
+
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
 
@@ -55,13 +57,14 @@ def cuda_ptx(case: CudaCase) -> tuple[str, str]:
         ask(nvrtc.nvrtcAddNameExpression(program, case.name_expression.encode()))
     options = [f"--gpu-architecture=compute_{case.min_sm}".encode(), *(option.encode() for option in case.options)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * ask(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _room(ask(nvrtc.nvrtcGetProgramLogSize(program)))  # empty, it has one byte
     ask(nvrtc.nvrtcGetProgramLog(program, log))
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+    assert bytes(range(256))[32:33][0] == 32  # writing to bytes of length one would change them everywhere
     entry = case.entry
     if case.name_expression:
         entry = ask(nvrtc.nvrtcGetLoweredName(program, case.name_expression.encode())).decode()
-    ptx = b" " * ask(nvrtc.nvrtcGetPTXSize(program))
+    ptx = _room(ask(nvrtc.nvrtcGetPTXSize(program)))
     ask(nvrtc.nvrtcGetPTX(program, ptx))
     ask(nvrtc.nvrtcDestroyProgram(program))
     return ptx.decode().rstrip("\0"), entry
