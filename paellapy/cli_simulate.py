@@ -20,6 +20,7 @@ def simulate(
     batch: Annotated[str, typer.Option(help="captured batch sizes")] = "1",
     device: Annotated[str, typer.Option(help="a virtual part")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
+    admission: Annotated[bool, typer.Option(help="refuse what would miss its deadline or target, as a server")] = False,
     seed: int = 0,
     plot: Annotated[Path | None, typer.Option(help="write the last policy's picture here")] = None,
 ) -> None:
@@ -41,7 +42,7 @@ def simulate(
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     results = []
     for name in track(policy or ["streams", "paella"], description="simulating", console=console, transient=True):
-        results.append(run(profiles, workload, name, device, fidelity=fidelity, seed=seed))
+        results.append(run(profiles, workload, name, device, fidelity=fidelity, seed=seed, admission=admission))
     for result in results:
         console.print(result)
     if plot is not None:

@@ -32,7 +32,7 @@ def simulate(
 
     Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
     gives the result a `trace`, as `engine.trace()` would. `options` are those of `scheduler.simulate.simulate`:
-    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`.
+    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`.
 
     >>> from paellapy import Poisson, simulate
     >>> from scheduler.simulate_mix import MIX, mix_profiles

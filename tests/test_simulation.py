@@ -61,3 +61,15 @@ def test_command_line_compares_policies_and_draws(tmp_path: Path) -> None:
     assert "streams on virtual:h200" in result.output
     assert "edf on virtual:h200" in result.output
     assert picture.stat().st_size > 1000
+
+
+def test_command_line_refuses_what_would_be_late_if_asked() -> None:
+    words = ["simulate", "mix", "-p", "slack", "--rate", "30000", "--arrivals", "poisson", "--seconds", "0.1"]
+    plain, admitted = (CliRunner().invoke(cli.app, [*words, *more]) for more in ([], ["--admission"]))
+    assert plain.exit_code == admitted.exit_code == 0, admitted.output
+    total = next(line for line in plain.output.splitlines() if line.strip().startswith("all")).split()[1]
+    done, submitted = next(
+        line for line in admitted.output.splitlines() if line.strip().startswith("all")
+    ).split()[1].split("/")  # fmt: skip
+    assert total == f"{submitted}/{submitted}"
+    assert int(done) < int(submitted)
