@@ -18,7 +18,6 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from common import need_gpu, save
 from engine_load import poisson
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ from paper_models import Kind
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch_graphs import capture, half_net
 
 from instrument.device import CudaDevice
 from instrument.device.cuda_memory import CudaStream
@@ -93,20 +93,7 @@ class Captured:
     """A model's graph, and what must stay alive with it."""
 
     def __init__(self, kind: Kind, batch: int, priority: int) -> None:
-        net = kind.build("cuda").half().to(memory_format=torch.channels_last)
-        x = torch.randn(batch, *kind.image, device="cuda", dtype=torch.float16)
-        x = x.contiguous(memory_format=torch.channels_last)
-        stream = torch.cuda.Stream(priority=-priority)
-        with torch.no_grad():
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    net(x)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph, stream=stream):
-                y = net(x)
-        self.graph = read_graph(driver().CUgraph(int(graph.raw_cuda_graph())))
-        self._keep = (net, x, y, graph, stream)
+        self.graph, self._keep = capture(half_net(kind), kind, batch, priority)
 
     def confined(self, context: Any, device: int) -> CapturedGraph:
         """The same on a context's SMs: a node follows its context only where it names the kernel, not a function."""

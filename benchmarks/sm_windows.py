@@ -19,20 +19,20 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from common import need_gpu, save
 from engine_load import lognormal_gaps
 from numpy.typing import NDArray
-from paper_models import FIG11, Kind
+from paper_models import FIG11
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch_graphs import capture, half_net
 
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver, library
 from scheduler.atomics import call_launch, load_at, store_at
 from scheduler.core_dispatch import monotonic_ns
-from scheduler.cuda_graphs import CapturedGraph, read_graph, segment, segment_graph
+from scheduler.cuda_graphs import CapturedGraph, segment, segment_graph
 from scheduler.cuda_windows import CudaWindows
 
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -159,34 +159,17 @@ def drive(
     return monotonic_ns(clock, scratch) - start
 
 
-class Captured:
-    """A model's graph on each of some lanes, with the same weights."""
-
-    def __init__(self, kind: Kind, lanes: int) -> None:
-        net = kind.build("cuda").half().to(memory_format=torch.channels_last)
-        self.graphs: list[CapturedGraph] = []
-        self._keep: list[Any] = [net]
-        for _ in range(lanes):
-            x = torch.randn(1, *kind.image, device="cuda", dtype=torch.float16)
-            x = x.contiguous(memory_format=torch.channels_last)
-            stream = torch.cuda.Stream()
-            with torch.no_grad():
-                with torch.cuda.stream(stream):
-                    for _ in range(2):
-                        net(x)
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
-                with torch.cuda.graph(graph, stream=stream):
-                    y = net(x)
-            self.graphs.append(read_graph(driver().CUgraph(int(graph.raw_cuda_graph()))))
-            self._keep.append((x, y, graph, stream))
-
-
 class Bench:
     def __init__(self) -> None:
         self.device = need_gpu("windows of SMs are green contexts")
         every = track(zip(FIG11, LANES, strict=True), "capturing", len(FIG11), transient=True)
-        self.models = [Captured(kind, lanes) for kind, lanes in every]
+        self.graphs: list[list[CapturedGraph]] = []
+        self._keep: list[Any] = []
+        for kind, lanes in every:  # with the same weights on all of them
+            net = half_net(kind)
+            graphs, keep = zip(*(capture(net, kind, 1) for _ in range(lanes)), strict=True)
+            self.graphs.append(list(graphs))
+            self._keep.append(keep)
         self._pinned = self.device._allocate_pinned(8 * sum(LANES))
         self._streams = [CudaStream(self.device, 0) for _ in range(STREAMS)]
         self.streams = np.array([each.handle for each in self._streams], np.uint64)
@@ -194,7 +177,7 @@ class Bench:
         self.words, self.wide = np.zeros(shape, np.uint64), np.zeros(shape, np.uint64)
         for k, (m, lane) in enumerate(self._each()):
             self.words[m, lane] = self._pinned[8 * k :].ctypes.data
-            graph = self.models[m].graphs[lane]
+            graph = self.graphs[m][lane]
             self.wide[m, lane] = segment(
                 graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle
             )
@@ -218,7 +201,7 @@ class Bench:
         if key not in self._confined:
             if key[:2] not in self._made:
                 self._made[key[:2]] = CudaWindows(self.device, how.count, how.sms / self.device.sm_count)
-            stream, graph = self._streams[0].handle, self.models[m].graphs[lane]
+            stream, graph = self._streams[0].handle, self.graphs[m][lane]
             with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as (made, nodes):
                 (self._confined[key],) = self._made[key[:2]].confined(made, nodes, [window], stream)
         return self._confined[key]
