@@ -85,7 +85,7 @@ def drive(
             m = model[i]
             due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
-            if window.shape[0] > 0 and not lets_in(
+            if window.shape[0] > 0 and limit > 0 and not lets_in(
                 ask, window, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
             ):
                 status[i], finish[i] = st.QUEUE_FULL, arrival[i]
@@ -117,8 +117,8 @@ def drive(
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.release(s.lane_hold, entry.lane, entry.slot)
-            if window.shape[0] > 0:
-                leaves(window, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]))
+            if window.shape[0] > 0 and deadline_ns[model[i]] > 0:
+                leaves(window, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
             n_free += 1
             thinks_until = now + think_ns

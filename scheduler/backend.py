@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
 WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
+LEAST_WINDOWS = 3  # fewer would leave SMs to nobody
 
 
 @dataclass(slots=True)
@@ -162,11 +163,10 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def open_windows(self, count: int) -> None:
-        """Makes so many windows of SMs, evenly spread, before any model is loaded."""
+    def open_windows(self, count: int) -> list[set[int]]:
+        """Makes so many windows of SMs, evenly spread, before any model is loaded; which SMs are in each."""
 
     windows = 0  # of SMs; 0: none
-    window_sms = 0  # of each
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
     shared_slots = False  # lanes' host memory is made for other processes to map

@@ -125,6 +125,7 @@ class CudaBackend(Backend):
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # while a model is rehearsed
         self._windows: CudaWindows | None = None
+        self._closed = False
 
     def default_memory_bytes(self) -> int:
         self.device.activate()
@@ -189,18 +190,19 @@ class CudaBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def open_windows(self, count: int) -> None:
+    def open_windows(self, count: int) -> list[set[int]]:
         self.windows = count
-        if count:
-            self.device.activate()
-            try:
-                self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
-                self.window_sms = self._windows.sms
-            except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
-                raise LaunchError(
-                    f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.4 "
-                    "does; or use sm_windows=0"
-                ) from e
+        if not count:
+            return []
+        self.device.activate()
+        try:
+            self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
+        except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
+            raise LaunchError(
+                f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.4 "
+                "does; or use sm_windows=0"
+            ) from e
+        return self._windows.sms
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         self.device.activate()
@@ -358,7 +360,12 @@ class CudaBackend(Backend):
         # Now, and not whenever the collector comes by: that may be within another engine's capture.
         self._pools.clear()
         self._captures.clear()
-        if self._windows is not None:
+        self._closed = True
+        self._close_windows()
+
+    def _close_windows(self) -> None:
+        """After the last graph that runs in one: those of a trace that is still open may be left."""
+        if self._closed and self._trace is None and self._windows is not None:
             self._windows.close()
             self._windows = None
 
@@ -372,7 +379,9 @@ class CudaBackend(Backend):
         current, self._trace = self._trace, None
         assert current is not None
         with device_lock(self.device):
-            return current.finish({row for loaded in models for row in loaded.lane_rows})
+            found = current.finish({row for loaded in models for row in loaded.lane_rows})
+        self._close_windows()
+        return found
 
     def to_trace_ns(self, host_ns: int) -> int:
         return self.device.to_device_ns(host_ns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
 import time
@@ -145,7 +146,8 @@ class VirtualBackend(Backend):
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs: dict[str, list[BlockCost | None]] = {}
         self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
-        self._windows: list[int] = []  # numbers in the SM model
+        self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
+        self._windows: list[int] = []  # their numbers in the SM model
         self._pieces: dict[int, Piece] = {}
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
@@ -167,13 +169,14 @@ class VirtualBackend(Backend):
         how = f"windows {self.windows} of {WINDOW_SHARE}"
         return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
 
-    def open_windows(self, count: int) -> None:
-        self.windows, self.window_sms = count, max(1, round(WINDOW_SHARE * self.device.sm_count))
+    def open_windows(self, count: int) -> list[set[int]]:
+        self.windows, sms = count, self.device.sm_count
+        self._ranges = [(round(k * sms / count), math.ceil(WINDOW_SHARE * sms)) for k in range(count)]
         self._windows = self._add_windows(self.sm)
+        return [{(first + k) % sms for k in range(n)} for first, n in self._ranges]
 
     def _add_windows(self, model: SmModel) -> list[int]:
-        sms = self.device.sm_count
-        return [model.window(round(k * sms / self.windows) % sms, self.window_sms) for k in range(self.windows)]
+        return [model.window(first, n) for first, n in self._ranges]
 
     def _new_model(self) -> SmModel:
         """A GPU of its own, to measure on."""
@@ -244,6 +247,8 @@ class VirtualBackend(Backend):
         return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window)
 
     def _piece(self, program: Program, first: int, end: int, window: int) -> int:
+        if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
+            return 0  # there is nothing to confine
         key = (program.content(), first, end, window)
         if key not in self._programs:
             self._programs[key] = self._steps(program, first, end, window)

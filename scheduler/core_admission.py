@@ -16,7 +16,7 @@ import numpy as np
 
 from instrument.device.heaps import inlined
 from scheduler.core_predict import predict
-from scheduler.state import State, Table
+from scheduler.state import EXPIRED, OK, State, Table
 
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
@@ -25,14 +25,15 @@ LESS_MARGIN = 0.1  # of the margin, with each one late;
 MORE_MARGIN = LESS_MARGIN / 99  # with each one in time
 LEAST_MARGIN = 0.2
 STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
-MARGIN_BACK_NS = 60e9  # from nothing to all of it, if nothing is let in
+MARGIN_BACK_NS = 60e9  # from nothing to all of it,
+QUIET_NS = 1e9  # while nothing was let in for so long
 ROOM = 1.25  # times the shortest latency: who asks for less says nothing of predictions
 
 WINDOW = np.dtype(  # [model]
     [
         ("size", "f8"),  # so many may be in flight
         ("in_flight", "i8"),
-        ("shortest_ns", "f8"),  # latency yet
+        ("shortest_ns", "f8"),  # latency of those in time yet
         ("since_ns", "i8"),  # when it was last made smaller
         ("margin", "f8"),  # part of the time that may be used,
         ("margin_ns", "i8"),  # as of when,
@@ -59,18 +60,22 @@ def reach_ns(window: Any, m: int, limit: float, now: int) -> float:
     """How long a request may be predicted to take."""
     w = window[m]
     shortest = min(w.shortest_ns, limit)
-    margin = min(1.0, w.margin + (now - w.margin_ns) / MARGIN_BACK_NS)
+    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
     return float(shortest + margin * (limit - shortest))
 
 
 @inlined
 def note_latency(window: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
-    """A request that entered as one of so many is done, or its deadline has passed: the window follows."""
+    """A request, one of so many in flight, is done, or its deadline has passed: the window follows."""
     w = window[m]
     took = float(now - entered)
-    w.shortest_ns = min(w.shortest_ns, took, limit)
-    margin = min(1.0, w.margin + (now - w.margin_ns) / MARGIN_BACK_NS)
-    if limit >= ROOM * w.shortest_ns:
+    if took <= limit:
+        w.shortest_ns = min(w.shortest_ns, took)
+    known = w.shortest_ns < np.inf
+    if known and limit < w.shortest_ns:  # it asked for what nobody had yet, and says nothing
+        return
+    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
+    if not known or limit >= ROOM * w.shortest_ns:
         if took <= limit:
             margin = min(1.0, margin * (1.0 + MORE_MARGIN))
         else:
@@ -78,7 +83,8 @@ def note_latency(window: Any, m: int, entered: int, now: int, limit: float, numb
                 w.lowered_ns, w.floor = now, STALL * margin
             margin = max(LEAST_MARGIN, w.floor, margin * (1.0 - LESS_MARGIN))
     w.margin, w.margin_ns = margin, now
-    if took > w.shortest_ns + LATE * margin * (limit - w.shortest_ns):
+    shortest = min(w.shortest_ns, limit)
+    if took > shortest + LATE * margin * (limit - shortest):
         if entered >= w.since_ns:  # here too
             w.size, w.since_ns = max(1.0, w.size * DECREASE), now
     elif number * 2 >= w.size:  # only a window that is used tells whether it could be larger
@@ -101,6 +107,11 @@ def lets_in(
 
 
 @inlined
-def leaves(window: Table, m: int, entered: int, now: int, limit: float) -> None:
-    note_latency(window, m, entered, now, limit, window[m].in_flight)
+def leaves(window: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
+    """A request that was let in is over. What was cancelled or failed says nothing of the time it would have taken."""
+    if status == OK:
+        note_latency(window, m, entered, finish, limit, window[m].in_flight)
+    elif status == EXPIRED:  # at its deadline, and so too late
+        after = max(finish, entered + int(limit) + 1)
+        note_latency(window, m, entered, after, limit, window[m].in_flight)
     window[m].in_flight -= 1

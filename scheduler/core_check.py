@@ -41,7 +41,6 @@ from scheduler.state import (
     SLOTTED,
     TOUCHED_N,
     UNUSED,
-    WINDOW_N,
     State,
     Table,
 )
@@ -171,9 +170,7 @@ def _check_streams(s: State) -> None:
     _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
     confined = np.flatnonzero(s.lane["window"] >= 0)
     _require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
-    found, n = np.zeros_like(s.window_load), int(s.g[WINDOW_N])
-    for window in s.lane["window"][confined]:
-        found[(window + np.arange(n)) % n] += s.overlap[:n]
+    found = s.overlap[s.lane["window"][confined]].sum(axis=0)
     _require((found == s.window_load).all(), "how full the windows are is miscounted")
 
 

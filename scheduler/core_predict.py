@@ -7,7 +7,7 @@ import numpy as np
 from instrument.device.heaps import compiled
 from scheduler.atomics import call_rank
 from scheduler.core_requests import fill_job, fill_lane_job
-from scheduler.state import CLIENT_VIRTUAL_NS, F_RANK, FILLING, GAIN, HELD, NEVER, State
+from scheduler.state import CLIENT_VIRTUAL_NS, F_RANK, FILLING, GAIN, HELD, NEVER, NONE, State
 
 
 @compiled
@@ -15,12 +15,13 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     lane = s.model[m].filling
     joins = 1
     queued_before = 0.0
-    if lane >= 0:
-        joins = s.lane[lane].taken + 1
     slots = s.size[m, s.model[m].n_sizes - 1].batch
-    if lane < 0 or joins > slots:
-        joins = 1
+    if lane < 0:
         queued_before = s.model[m].queued / slots
+    else:
+        joins = s.lane[lane].taken + 1
+        if joins > slots:  # it is full: one of those ahead, with what is queued behind it
+            joins, lane = 1, NONE
     k = 0
     while s.size[m, k].batch < joins:
         k += 1
@@ -31,14 +32,14 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     s.job[1].started = 0.0
     mine = call_rank(s.fn[F_RANK], s.job[1:].ctypes.data)
     ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
-    demand, idle = s.size[m, k].demand, 1.0 - s.size[m, k].demand
+    demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.lane.shape[0]):
         a = s.lane[other]
-        if a.model < 0 or a.live == 0 or a.state == HELD or other == lane:
+        if a.model < 0 or a.state == HELD or other == lane or (a.live == 0 and a.active_at < 0):
             continue
         fill_lane_job(s, other, now)
         left = s.job[0].remaining_ns
-        if call_rank(s.fn[F_RANK], s.job.ctypes.data) <= mine or a.model == m:
+        if a.live > 0 and (a.model == m or call_rank(s.fn[F_RANK], s.job.ctypes.data) <= mine):
             ahead += left
             if a.state == FILLING:
                 n = s.model[a.model].n_sizes - 1
@@ -51,8 +52,10 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
         if a.active_at >= 0:
             demand += a.demand
             idle *= 1.0 - a.demand
-    # Beside those it takes as many times as long as they want the GPU together in the time that it is busy.
-    least = alone * max(1.0, demand / max(1.0 - idle, 1e-3))
+            beside += 1
+    least = alone
+    if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
+        least *= max(1.0, demand / max(1.0 - idle, 1e-3))
     return float(now + max(least, (ahead + alone) / max(s.t[GAIN], 1.0)))
 
 

@@ -1,4 +1,4 @@
-"""SM windows in the core: where many jobs share the GPU, each keeps to some of its SMs.
+"""SM windows in the core: where many jobs share the GPU, each launch keeps to some of its SMs.
 
 Kernels of small batches leave most of the GPU idle, and still slow each other where they meet on an SM. Confined to
 windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
@@ -23,9 +23,8 @@ _ZERO = np.uint64(0)
 @inlined
 def fill_window(s: State, window: int, change: int) -> None:
     """A job more or less in a window, and so in those that it shares SMs with."""
-    n = s.g[WINDOW_N]
-    for k in range(n):
-        s.window_load[(window + k) % n] += change * s.overlap[k]
+    for other in range(s.g[WINDOW_N]):
+        s.window_load[other] += change * s.overlap[window, other]
 
 
 @inlined
@@ -45,14 +44,17 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     leave_window(s, lane)
     a = s.lane[lane]
     at = s.confined.shape[2] - 1 if a.whole else segment
-    if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.confined[lane, a.size, at, 0] == _ZERO:
+    if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
     for k in range(1, CHOICES):
         window = s.lane_window[lane, k]
         if window >= 0 and s.window_load[window] < s.window_load[s.lane_window[lane, best]]:
             best = k
+    handle = s.confined[lane, a.size, at, best]
+    if handle == _ZERO:
+        return wide
     a.window = s.lane_window[lane, best]
     fill_window(s, a.window, 1)
     s.g[CONFINED_LAUNCHES] += 1
-    return s.confined[lane, a.size, at, best]
+    return handle

@@ -34,6 +34,7 @@ class CudaTrace:
         except BaseException:
             self._swap_out({row for loaded in models for row in loaded.lane_rows})
             self._inner.__exit__(None)
+            self._release()
             raise
 
     def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
@@ -57,11 +58,14 @@ class CudaTrace:
             if row in rows:
                 write_handles(self._backend._state, row, size, plain)
 
+    def _release(self) -> None:
+        for launches in self._traced:
+            self._backend.release(launches)
+
     def finish(self, rows: set[int]) -> TracedBlocks:
         self._swap_out(rows)
         # Leaving waits for the GPU, so nothing that records is in flight afterwards.
         self._inner.__exit__(None)
-        for launches in self._traced:
-            self._backend.release(launches)
+        self._release()
         t = self._result
         return TracedBlocks(t.blocks.copy(), t.launches.copy(), t.kernels, self._pieces, t.dropped, t.unfinished)

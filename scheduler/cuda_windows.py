@@ -5,47 +5,59 @@ Neighbouring windows share SMs, so that there is one to go to wherever there is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from instrument.device.cuda import CudaDevice
 from instrument.device.driver import check, driver
+from instrument.errors import LaunchError
 from scheduler.cuda_graphs import instantiate
 
-_LEAST_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer do
+_GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
 _LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
 
 
 class CudaWindows:
-    """So many windows of `share` of the GPU's SMs; contexts are created when they are first used."""
+    """So many windows of `share` of the GPU's SMs, evenly over the groups of SMs that contexts are made of.
+
+    `sms` has the SMs of each, as numbers that are the same for the same SM. Where there are more windows than groups,
+    some are the same, and have the same context.
+    """
 
     def __init__(self, device: CudaDevice, count: int, share: float) -> None:
         self._device = device
         cu = driver()
         kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
-        groups, n, _ = check(
-            cu.cuDevSmResourceSplitByCount(device.sm_count // _LEAST_SMS, every, 0, _LEAST_SMS), "splitting the SMs"
-        )
-        self._groups = list(groups)[: int(n)]
-        self._size = max(1, round(share * device.sm_count / _LEAST_SMS))
-        self._starts = [round(k * len(self._groups) / count) for k in range(count)]
-        self.sms = min(self._size, len(self._groups)) * _LEAST_SMS
+        most = device.sm_count // _GROUP_SMS
+        if most < 2:
+            raise LaunchError(f"a GPU of {device.sm_count} SMs is too small for windows of them: use sm_windows=0")
+        found, n, _ = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
+        groups = list(found)[: int(n)]
+        size = min(len(groups), math.ceil(share * device.sm_count / _GROUP_SMS))
+        starts = [round(k * len(groups) / count) % len(groups) for k in range(count)]
+        chosen = [[(first + k) % len(groups) for k in range(size)] for first in starts]
+        self.sms = [{_GROUP_SMS * group + k for group in each for k in range(_GROUP_SMS)} for each in chosen]
         self._allowed: set[tuple[int, int]] = set()  # kernels and the shared memory they may have
-        self._contexts: dict[int, Any] = {}
         self._green: list[Any] = []
+        self._contexts: list[Any] = []
+        made: dict[int, Any] = {}
+        try:
+            for first, each in zip(starts, chosen, strict=True):
+                if first not in made:
+                    made[first] = self._create([groups[k] for k in each])
+                self._contexts.append(made[first])
+        except BaseException:
+            self.close()
+            raise
 
-    def _context(self, number: int) -> Any:
-        if number not in self._contexts:
-            cu = driver()
-            n = len(self._groups)
-            mine = [self._groups[(self._starts[number] + k) % n] for k in range(min(self._size, n))]
-            described = check(cu.cuDevResourceGenerateDesc(mine, len(mine)), "describing a window of SMs")
-            flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
-            green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs")
-            self._green.append(green)
-            self._contexts[number] = check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
-        return self._contexts[number]
+    def _create(self, groups: list[Any]) -> Any:
+        cu = driver()
+        described = check(cu.cuDevResourceGenerateDesc(groups, len(groups)), "describing a window of SMs")
+        flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        self._green.append(check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs"))
+        return check(cu.cuCtxFromGreenCtx(self._green[-1]), "creating a window of SMs")
 
     def confined(self, graph: Any, nodes: Sequence[Any], windows: Sequence[int], stream: int) -> list[int]:
         """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
@@ -64,7 +76,7 @@ class CudaWindows:
         made: list[int] = []
         try:
             for window in windows if movable else ():
-                context = self._context(window)
+                context = self._contexts[window]
                 for node in movable:
                     # Read again: its arguments lie in memory of the node's, which is another after every change.
                     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")

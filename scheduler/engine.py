@@ -23,14 +23,14 @@ from instrument.device import CudaDevice, Device, VirtualDevice
 from instrument.errors import PaellaError
 from scheduler import core
 from scheduler import state as st
-from scheduler.backend import Backend
+from scheduler.backend import LEAST_WINDOWS, Backend
 from scheduler.core_crowd import CROWDED
 from scheduler.core_models import remove
 from scheduler.engine_stats import engine_stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
 from scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
 from scheduler.frontend import FrontEnd, Waiter
-from scheduler.install import capacity, install, spread_windows
+from scheduler.install import capacity, install, install_windows
 from scheduler.lanes import MemoryPlan
 from scheduler.loader import LoadedModel, Loader
 from scheduler.loop import Bell
@@ -61,9 +61,9 @@ class Engine(Requester):
         None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded; more where
         a queue stays and each leaves most of the GPU idle.
 
-        `sm_windows`: where more than a few batches share the GPU, each keeps to one of so many windows of SMs, unless
-        that would slow it much; 8 are good on an H200. Kernels of PyTorch's libraries can be confined, those loaded by
-        paellapy itself run on all SMs of a real GPU.
+        `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
+        unless that would slow it much; 8 are good on an H200. Kernels of PyTorch's libraries can be confined, those
+        loaded by paellapy itself run on all SMs of a real GPU.
 
         A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
         """
@@ -71,8 +71,8 @@ class Engine(Requester):
             raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
         if max_active is not None and max_active < 1:
             raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
-        if not 0 <= sm_windows <= st.WINDOWS:
-            raise ModelError(f"sm_windows={sm_windows}: from 0, for none, to {st.WINDOWS}")
+        if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
+            raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
         self.device = Device.open(device) if isinstance(device, str) else device
         self.limits = limits or Limits()
         self.max_active = max_active
@@ -80,12 +80,11 @@ class Engine(Requester):
         self._closed = self._closing = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
-        self._backend.open_windows(sm_windows)
         self._backend.shared_slots = self.limits.fronts > 1
         self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
         capacity(self.state, self.device)
-        spread_windows(self.state, sm_windows, self._backend.window_sms, self.device.sm_count)
+        install_windows(self.state, self._backend.open_windows(sm_windows))
         self.state.g[st.HOLD] = 1
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.

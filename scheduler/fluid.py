@@ -388,7 +388,7 @@ def collect(f: Fluid, s: State) -> None:
             record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
             limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
             if f.window.shape[0] > 0 and limit < NEVER:
-                leaves(f.window, record.model, record.arrival_ns, entry.finish_ns, limit)
+                leaves(f.window, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
             f.free[f.g[FREE_N]] = entry.request
             f.g[FREE_N] += 1
             back(f, record.source, entry.finish_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Collection, Sequence
 
 from instrument.device.base import Device
 from instrument.device.timing import Timing
@@ -65,8 +65,7 @@ def write_handles(state: State, row: int, size: int, launches: Launches) -> None
         state.confined[row, size, -1, choice] = whole
 
 
-def spread_windows(state: State, count: int, sms: int, of: int) -> None:
-    """So many windows of `sms` SMs, evenly over the GPU's; where they share SMs, one fills the other too."""
-    state.g[st.WINDOW_N] = count
-    apart = np.minimum(np.arange(count), count - np.arange(count)) * of / max(1, count)
-    state.overlap[:count] = np.maximum(0, np.rint(sms - apart))
+def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
+    """Which SMs are in each: where two share some, a job in one fills the other too."""
+    n = state.g[st.WINDOW_N] = len(windows)
+    state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field, replace
 
@@ -66,6 +67,7 @@ class Loader:
         # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         lanes: list[Lane] = []
+        made: list[list[Launches]] = []
         try:
             weights = backend.upload(model)
             scratch, foreign = backend.rehearse_all(model, weights)
@@ -78,13 +80,13 @@ class Loader:
             for k in range(reservation.lanes):
                 lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
             self._loads += 1
-            loaded = LoadedModel(model, weights, reservation, lanes, [], [[] for _ in lanes])
+            made += ([] for _ in lanes)
+            loaded = LoadedModel(model, weights, reservation, lanes, [], made)
             for batch in model.batch:
                 self._program(loaded, batch, alone)
         except BaseException:
             self.memory.release(model.name)
-            for lane in lanes:
-                lane.memory.free()
+            self._free(lanes, made)
             model.displace()
             raise
         return loaded
@@ -110,19 +112,27 @@ class Loader:
 
     def _program(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
         """Captures, cuts and measures one batch size on all lanes."""
+        with contextlib.ExitStack() as captured:
+            self._make(loaded, batch, alone, captured)
+
+    def _make(self, loaded: LoadedModel, batch: int, alone: bool, captured: contextlib.ExitStack) -> None:
+        """`captured` discards what was, however this ends."""
         backend = self.backend
         first = backend.capture(loaded.lanes[0], loaded.weights, batch, {})
+        captured.callback(backend.discard, first)
         where = profiles.key(first.content(), backend.fingerprint(), self.quantum_ns)
         known = profiles.load(where)
         if known is None or known.batch != batch:
-            known = self._plan(loaded, first, alone)
+            known = self._plan(loaded, first, alone, captured)
             if alone:  # what was measured beside other work serves this time, and is not kept
                 profiles.store(where, known)
         sliced = backend.capture(loaded.lanes[0], loaded.weights, batch, known.cuts) if known.cuts else first
+        captured.callback(backend.discard, sliced)
         marks = last_kernels(sliced.nodes, known.bounds)
         for k, lane in enumerate(loaded.lanes):
             again = k > 0 or marks
             program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
+            captured.callback(backend.discard, program)
             loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
             if k:
                 backend.discard(program)
@@ -132,10 +142,10 @@ class Loader:
             known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
             profiles.store(where, known)
         loaded.profiles.append(known)
-        for program in (loaded.launches[0][-1].program, sliced, first):
-            backend.discard(program)
 
-    def _plan(self, loaded: LoadedModel, first: Program, alone: bool) -> ProgramProfile:
+    def _plan(
+        self, loaded: LoadedModel, first: Program, alone: bool, captured: contextlib.ExitStack
+    ) -> ProgramProfile:
         """Decides where to cut, from the times of the nodes, and measures the result."""
         backend = self.backend
         quantum_ns = self.quantum_ns
@@ -143,16 +153,17 @@ class Loader:
         cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), quantum_ns)
         if cuts:
             program = backend.capture(loaded.lanes[0], loaded.weights, first.batch, cuts)
+            captured.callback(backend.discard, program)
             times = backend.node_times_ns(program)
         bounds = cut(times, quantum_ns)
         while len(bounds) > self.limits.segments:
             quantum_ns *= 1.25 * len(bounds) / self.limits.segments
             bounds = cut(times, quantum_ns)
         launches = backend.cut(program, bounds, loaded.lanes[0], confine=backend.windows > 0)
-        segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
-        backend.release(launches)
-        if cuts:
-            backend.discard(program)
+        try:
+            segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
+        finally:
+            backend.release(launches)
         waves, limits = backend.wave_blocks(program), backend.device.limits
         segments = tuple(
             profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
@@ -164,11 +175,15 @@ class Loader:
 
     def unload(self, loaded: LoadedModel) -> None:
         """Gives everything back; nothing of the model may be in flight."""
-        for lane in loaded.launches:
-            for launches in lane:
-                self.backend.release(launches)
-        for each in loaded.lanes:
-            each.memory.free()
+        self._free(loaded.lanes, loaded.launches)
         loaded.weights.clear()
         loaded.model.displace()
         self.memory.release(loaded.model.name)
+
+    def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
+        """First what writes to the lanes' memory."""
+        for each in made:
+            for launches in each:
+                self.backend.release(launches)
+        for lane in lanes:
+            lane.memory.free()

@@ -61,7 +61,7 @@ def simulate(
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
     demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
     8, paellapy sets 32); left out, every stream has its own. `admission`: as in a server, requests that would miss
-    their deadline, or their model's target, are refused when they come ("queue full").
+    their deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -82,6 +82,8 @@ def simulate(
     for asked in (arrivals, clients):
         own = asked["priority"] == fluid.MODELS_PRIORITY
         asked["priority"][own] = priorities[asked["model"][own]]
+    if admission and (len(clients) or fidelity != "segments"):
+        raise ValueError("admission is for loads that come whether or not they are answered, with fidelity='segments'")
     state = _state(models, len(arrivals) + len(clients))
     set_capacity(state, gpu)
     attach_policy(state, chosen)

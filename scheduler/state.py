@@ -88,7 +88,7 @@ FN_SIZE = 8
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 POOL_STREAMS = QUEUES + OWN_STREAMS
 
-# Windows of SMs: at most so many, evenly spread; and so many of them for a lane to choose from
+# Windows of SMs: at most so many; and so many of them for a lane to choose from
 WINDOWS, CHOICES = 64, 4
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
@@ -372,7 +372,7 @@ class State(NamedTuple):
     stream_jobs: NDArray[np.int64]  # [POOL_STREAMS] lanes in flight on each, in whichever pool: the queues are the same
     confined: Words  # [L, B, S + 1, CHOICES] handles of the same in each of the lane's windows, the whole last; 0: none
     lane_window: NDArray[np.int64]  # [L, CHOICES] which windows these are, by the installer; NONE: no more
-    overlap: NDArray[np.int64]  # [WINDOWS] SMs that a window shares with itself, the next, the one after that, …
+    overlap: NDArray[np.int64]  # [WINDOWS, WINDOWS] SMs that two of them share, by the installer
     window_load: NDArray[np.int64]  # [WINDOWS] for each lane in flight that is confined, the SMs its window shares
     segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
     word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
@@ -451,7 +451,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "stream_jobs": ((POOL_STREAMS,), ints),
         "confined": ((n.lanes, n.sizes, n.segments + 1, CHOICES), words),
         "lane_window": ((n.lanes, CHOICES), ints),
-        "overlap": ((WINDOWS,), ints),
+        "overlap": ((WINDOWS, WINDOWS), ints),
         "window_load": ((WINDOWS,), ints),
         "segment_ns": ((n.lanes, n.segments, 2), ints),
         "word": ((n.lanes, n.segments + 1), words),

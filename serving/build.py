@@ -46,7 +46,7 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
             limits=limits,
         )
     except PaellaError as e:
-        raise source.error(("device",), str(e)) from e
+        raise source.error(("sm_windows" if "sm_windows" in str(e) else "device",), str(e)) from e
     return engine
 
 

@@ -83,7 +83,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     policy: Text = "paella"
     quantum_us: Annotated[float, Meta(ge=1)] = 100.0
     max_active: Count | None = None  # by what the models demand
-    sm_windows: Annotated[int, Meta(ge=0, le=64)] = 0  # of SMs, that batches keep to where many share the GPU
+    sm_windows: Annotated[int, Meta(ge=0)] = 0  # of SMs, that launches keep to where many batches share the GPU
     memory_bytes: Count | None = None
     max_queue: Count = 8192  # items waiting or running; more are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
@@ -13,8 +14,8 @@ from scheduler.core_admission import WINDOW, new_windows, note_latency, reach_ns
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.policy import policy_names
 from scheduler.simulate import simulate
-from scheduler.state import MAX_ACTIVE, QUEUE_FULL
-from scheduler.workload import Poisson
+from scheduler.state import MAX_ACTIVE, OK, QUEUE_FULL
+from scheduler.workload import ClosedLoop, Poisson, Trace
 from serving.admission import Window
 
 MS = 1_000_000
@@ -56,6 +57,57 @@ def test_in_simulated_time_what_would_be_late_is_refused_and_the_rest_is_in_time
     assert 0.3 < refused.mean() < 0.9
     assert (took <= 2 * MS).mean() > 0.97
     assert admitted.all.throughput > 0.7 * without.all.throughput
+
+
+def test_deadlines_are_kept_as_targets_are():
+    """What expires is late, and makes room for fewer."""
+    free = ModelProfile("net", NET.sizes, lanes=16, demand=NET.demand, together=NET.together)
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.lognormal(np.log(1 / 12000) - 1.125, 1.5, 12000))
+    rows = tuple((float(t), "net", 2.0, None, 0) for t in times)
+    result = simulate([free], Trace(rows), "slack", admission=True)
+    let_in = result.jobs[result.jobs["status"] != QUEUE_FULL]
+    in_time = (let_in["status"] == OK) & (let_in["finish_ns"] - let_in["arrival_ns"] <= 2 * MS)
+    assert 0.2 < len(let_in) / len(rows) < 0.9
+    assert in_time.mean() > 0.97
+
+
+@pytest.mark.parametrize("other", [{"fidelity": "blocks"}, {"workload": ClosedLoop("net", 4, duration=0.1)}])
+def test_what_admission_cannot_be_simulated_with_is_refused(other):
+    with pytest.raises(ValueError, match="admission is for loads that come"):
+        simulate([NET], other.pop("workload", Poisson(100, "net", duration=0.1)), admission=True, **other)
+
+
+def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():
+    window = Window(16.0)
+    for k in range(300):
+        window.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
+    size = window.size
+    for k in range(300, 400):
+        window.done(100 * MS * k, 100 * MS * k + 2 * MS, 1.0 * MS, 32)  # it expired
+    assert window.size == size
+    assert window.shortest_ns == 50 * MS
+    assert window.reach_ns(120.0 * MS, 100 * MS * 400) == 120.0 * MS
+
+
+def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
+    window = Window(16.0)
+    for k in range(50):
+        window.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
+    assert window.size == 1.0
+    assert window.reach_ns(20.0 * MS, 0) == 20.0 * MS
+
+
+def test_a_full_lane_that_waits_is_work_ahead():
+    bench = Bench([profile(batch=(1, 2), lanes=4)], policy="fifo")
+    bench.state.g[MAX_ACTIVE] = 1
+    predicted = []
+    for _ in range(7):
+        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+        bench.submit(0)
+        bench.step()
+    assert predicted == sorted(predicted)
+    bench.run_dry()
 
 
 def test_nothing_is_refused_where_all_can_be_in_time_or_nothing_is_asked():

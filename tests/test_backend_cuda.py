@@ -139,6 +139,57 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
     """)
 
 
+def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
+    run("""
+        fake.by_kernel = True
+        engine = Engine("cuda", "srpt", quantum_us=20, sm_windows=8)
+        backend = engine._backend
+        times = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+        backend.segment_times_ns = times
+        model = scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=4)
+        measured, cut = [], backend.cut
+
+        def fails_at_the_second_size(launches, *how):
+            measured.append(launches)
+            if len(measured) > 1:
+                raise RuntimeError("it went wrong")
+            return times(launches)
+
+        backend.segment_times_ns = fails_at_the_second_size
+        try:
+            engine.load(model)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("it was loaded")
+        assert not fake.executables, len(fake.executables)
+        backend.segment_times_ns = times
+        engine.load(model)
+        before, calls = set(fake.executables), []
+
+        def fails_later(*what, **how):
+            calls.append(1)
+            if len(calls) > 5:
+                raise RuntimeError("it went wrong")
+            return cut(*what, **how)
+
+        backend.cut = fails_later
+        try:
+            with engine.trace():
+                pass
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("it was traced")
+        assert set(fake.executables) == before
+        backend.cut = cut
+        with engine.trace():
+            engine.close()
+            assert fake.windows  # graphs that the trace made are in them
+        assert not fake.graphs and not fake.executables and not fake.windows
+    """)
+
+
 def test_kernels_that_belong_to_a_context_stay_on_all_sms(run):
     run("""
         with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:

@@ -72,6 +72,12 @@ def test_an_engine_has_the_windows_of_sms_its_file_asks_for(write):
         assert engine.state.g[st.WINDOW_N] == 4
 
 
+def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
+    path = write(GOOD.replace("max_queue = 100", "sm_windows = 2"))
+    with pytest.raises(ConfigError, match=r"paella.toml:3: sm_windows: .*0, for none, or 3 to 64"):
+        build_engine(*load_config(path))
+
+
 @pytest.mark.parametrize(
     ("change", "line", "said"),
     [
@@ -79,7 +85,7 @@ def test_an_engine_has_the_windows_of_sms_its_file_asks_for(write):
         (('port = 0', 'port = 70000'), 6, "server.port"),
         (('port = 0', 'prot = 0'), 6, "server.prot: there is no such setting"),
         (('policy = "edf"', 'polity = "edf"'), 2, "polity: there is no such setting"),
-        (('max_queue = 100', 'sm_windows = 65'), 3, "sm_windows"),
+        (('max_queue = 100', 'sm_windows = -1'), 3, "sm_windows"),
         (('device = "virtual:t4"', 'device = virtual'), 1, "not TOML"),
         (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
         (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),

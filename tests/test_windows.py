@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from scheduler.core_models import install, remove
 from scheduler.core_windows import ROOMY, fill_window
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
-from scheduler.install import spread_windows
+from scheduler.install import install_windows
 from scheduler.policy import policy_names
 from scheduler.profile import ProgramProfile
 
@@ -33,7 +34,7 @@ def bench_with_windows(policy: str = "srpt", lanes: int = 4) -> Bench:
     bench = Bench([profile(lanes=lanes), profile("b", lanes=lanes), profile("c", lanes=lanes)], policy=policy)
     s = bench.state
     s.g[st.MAX_ACTIVE] = 16
-    spread_windows(s, WINDOWS, sms=48, of=132)
+    install_windows(s, [{(33 * k + i) % 132 for i in range(48)} for k in range(WINDOWS)])
     used = np.flatnonzero(s.lane["model"] >= 0)
     s.lane_window[used, 0], s.lane_window[used, 1] = used % WINDOWS, (used + WINDOWS // 2) % WINDOWS
     s.launch["handle"] = s.whole["handle"] = 1
@@ -67,7 +68,7 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
 
 def test_windows_that_share_sms_fill_each_other() -> None:
     state = bench_with_windows().state
-    assert state.overlap[:WINDOWS].tolist() == [48, 15, 0, 15]
+    assert state.overlap[0, :WINDOWS].tolist() == [48, 15, 0, 15]
     fill_window.py_func(state, 3, 1)
     assert state.window_load[:WINDOWS].tolist() == [15, 0, 15, 48]
     fill_window.py_func(state, 3, -1)
@@ -186,7 +187,7 @@ def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
             engine.infer_sync("wide", x)
         with engine.trace() as together:
             asyncio.run(crowd(12))
-        window = round(WINDOW_SHARE * engine.device.sm_count)
+        window = math.ceil(WINDOW_SHARE * engine.device.sm_count)
         assert min(spans(engine, alone)) > window
         assert min(spans(engine, together)) <= window < max(spans(engine, together))
         assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]
@@ -200,7 +201,7 @@ def test_there_are_windows_only_where_they_are_asked_for():
         assert engine.profile("short")[0].window_ns == 0.0
 
 
-@pytest.mark.parametrize("wrong", [-1, 65])
+@pytest.mark.parametrize("wrong", [-1, 1, 2, 65])
 def test_a_number_of_windows_that_cannot_be_is_refused(wrong):
     with pytest.raises(ModelError, match="sm_windows"):
         pp.Engine(DEVICE, sm_windows=wrong)

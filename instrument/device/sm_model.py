@@ -151,7 +151,8 @@ class SmModel:
     def window(self, first: int, n: int) -> int:
         """A number for the `n` SMs from `first` on, around the end: launches with it run there, as in a green context.
 
-        Windows may overlap. A grid that waits for room in one holds up only those behind it in the same.
+        Windows may overlap. A grid that waits for room in one holds up only those behind it in the same; one without a
+        window that fits nowhere holds up all.
         """
         sms = self.part.sms
         if not (0 <= first < sms and 1 <= n <= sms):
