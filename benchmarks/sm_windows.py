@@ -195,25 +195,29 @@ class Bench:
     def _each(self) -> list[tuple[int, int]]:
         return [(m, lane) for m, n in enumerate(LANES) for lane in range(n)]
 
+    def _windows(self, how: How) -> CudaWindows:
+        key = (how.count, how.sms)
+        if key not in self._made:
+            # Half an SM less: a window has whole groups of them, and one more where the share asks for a bit of it.
+            self._made[key] = CudaWindows(self.device, how.count, (how.sms - 0.5) / self.device.sm_count)
+        return self._made[key]
+
     def _inside(self, how: How, m: int, lane: int, window: int) -> int:
         """A lane's graph in a window."""
         key = (how.count, how.sms, m, lane, window)
         if key not in self._confined:
-            if key[:2] not in self._made:
-                self._made[key[:2]] = CudaWindows(self.device, how.count, how.sms / self.device.sm_count)
             stream, graph = self._streams[0].handle, self.graphs[m][lane]
             with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as (made, nodes):
-                (self._confined[key],) = self._made[key[:2]].confined(made, nodes, [window], stream)
+                (self._confined[key],) = self._windows(how).confined(made, nodes, [window], stream)
         return self._confined[key]
 
     def confined(self, how: How) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float64]]:
         """Graphs of every lane on all SMs and in its windows, which these are, and how much windows share."""
         graphs = np.stack([self.wide] * (1 + how.choices), -1)
         windows = np.zeros((*self.wide.shape, how.choices), np.int64)
-        count = max(1, how.count)
-        apart = np.abs(np.arange(count)[:, None] - np.arange(count))
-        apart = np.minimum(apart, count - apart) / count * self.device.sm_count
-        overlap = np.maximum(0.0, 1 - apart / max(1, how.sms)) if how.aware else np.eye(count)
+        overlap = np.eye(max(1, how.count))
+        if how.aware:
+            overlap = np.array([[len(a & b) / how.sms for b in self._windows(how).sms] for a in self._windows(how).sms])
         for m, lane in self._each() if how.count else []:
             home = m if how.by == "model" else m + lane
             for k in range(how.choices):
