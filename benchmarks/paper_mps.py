@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
-from paper import QUEUES, fig11_requests
+from paper import MOST_PAUSE_US, QUEUES, RUN_AGAIN, fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import Loaded, Setup
 from rich.progress import track
@@ -50,7 +50,10 @@ def child(args: argparse.Namespace) -> None:
         begin = time.monotonic_ns()
         late = max(0, begin - work["start_ns"])
         run = loaded.offer("streams", np.maximum(at - late, 1), np.zeros(len(at), np.int64), which)
-        answer = {"latency_ns": run.latency_ns.tolist(), "took_ns": run.took_ns, "wrong": loaded.wrong}
+        answer = {
+            "latency_ns": run.latency_ns.tolist(), "took_ns": run.took_ns, "wrong": loaded.wrong,
+            "generator_pause_us": run.generator_pause_ns / 1e3, "core_pause_us": run.core_pause_ns / 1e3,
+        }  # fmt: skip
         loaded.wrong = 0
         print(json.dumps(answer), flush=True)
     loaded.close()
@@ -119,23 +122,22 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
         todo = [(int(r), s) for s in range(args.seeds) for r in args.rates.split(",")]
         for rate, seed in track(todo, description=f"processes with {percent} % of the SMs"):
             at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
-            start = time.monotonic_ns() + int(SETTLE_S * 1e9)
-            for m, each in enumerate(children):
-                mine = model == m
-                work = {"start_ns": start, "at": at[mine].tolist(), "which": which[mine].tolist()}
-                assert each.stdin is not None
-                each.stdin.write(json.dumps(work) + "\n")
-                each.stdin.flush()
-            answers = [read(each) for each in children]
+            again = -1
+            pause_us = np.inf
+            while pause_us > MOST_PAUSE_US and again < RUN_AGAIN:
+                again += 1
+                answers = ask(children, at, model, which)
+                pause_us = max(a["generator_pause_us"] for a in answers)
+                results["wrong"] += sum(a["wrong"] for a in answers)
+                results["checked"] += len(at)
             slow = np.concatenate([np.array(a["latency_ns"]) / alone[m] for m, a in enumerate(answers)])
             results["points"][f"fig11|MPS, {percent} % each|1.5|{rate}|{seed}"] = {
                 "offered": len(at), "answered": len(slow), "seconds": args.seconds,
                 "throughput": len(slow) / max(a["took_ns"] for a in answers) * 1e9,
                 "p50_slowdown": float(np.quantile(slow, 0.5)), "p99_slowdown": float(np.quantile(slow, 0.99)),
-                "within_4x": float((slow <= 4).mean()),
+                "within_4x": float((slow <= 4).mean()), "generator_pause_us": pause_us,
+                "core_pause_us": max(a["core_pause_us"] for a in answers), **({"run_again": again} if again else {}),
             }  # fmt: skip
-            results["wrong"] += sum(a["wrong"] for a in answers)
-            results["checked"] += len(slow)
             save("paper", results, None, args.out or RESULTS)
     finally:
         for each in children:
@@ -147,6 +149,18 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
                 each.wait(30)
             except subprocess.TimeoutExpired:
                 each.kill()
+
+
+def ask(children: list[subprocess.Popen[str]], at: Any, model: Any, which: Any) -> list[Any]:
+    """Every model's requests to its process, to begin at the same moment; what they answer."""
+    start = time.monotonic_ns() + int(SETTLE_S * 1e9)
+    for m, each in enumerate(children):
+        mine = model == m
+        work = {"start_ns": start, "at": at[mine].tolist(), "which": which[mine].tolist()}
+        assert each.stdin is not None
+        each.stdin.write(json.dumps(work) + "\n")
+        each.stdin.flush()
+    return [read(each) for each in children]
 
 
 def read(process: subprocess.Popen[str]) -> Any:
