@@ -1,8 +1,8 @@
 """SM windows in the core: where many jobs share the GPU, each launch keeps to some of its SMs.
 
-Kernels of small batches leave most of the GPU idle, and still slow each other where they meet on an SM. Confined to
-windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
-emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
+Kernels of small batches leave most of the GPU idle, and still slow each other, less so where they do not meet on SMs.
+Confined to windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to
+the emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
 While few share the GPU, each has all of it.
 """
 

@@ -62,7 +62,7 @@ class Engine(Requester):
         a queue stays and each leaves most of the GPU idle.
 
         `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
-        unless that would slow it much; 8 are good on an H200. Kernels of PyTorch's libraries can be confined, those
+        unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
         loaded by paellapy itself run on all SMs of a real GPU.
 
         A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.

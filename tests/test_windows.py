@@ -75,18 +75,10 @@ def test_windows_that_share_sms_fill_each_other() -> None:
     assert not state.window_load.any()
 
 
-def test_where_the_hardware_decides_nothing_is_confined() -> None:
-    bench = bench_with_windows(policy="streams")
-    for k in range(12):
-        bench.submit(k % 3)
-    bench.step()
-    assert windows_in_use(bench) == [st.NONE] * 12
-    bench.run_dry()
-
-
-def test_what_has_no_launches_in_a_window_has_all_sms() -> None:
-    bench = bench_with_windows()
-    bench.state.confined[...] = 0
+@pytest.mark.parametrize(("policy", "confinable"), [("streams", True), ("srpt", False)])
+def test_all_sms_are_for_what_hardware_orders_and_what_cannot_be_confined(policy: str, confinable: bool) -> None:
+    bench = bench_with_windows(policy)
+    bench.state.confined[...] *= confinable
     for k in range(12):
         bench.submit(k % 3)
     bench.step()
