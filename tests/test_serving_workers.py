@@ -170,11 +170,12 @@ def test_a_client_that_leaves_frees_its_work(server):
     async def main():
         async with aiohttp.ClientSession() as session:
 
-            async def one():
-                async with session.post(f"{server.url}/v2/models/long/infer", data=RIGHT) as answer:
-                    await answer.read()
+            async def client():
+                while True:  # until it leaves: all could be answered before the metric is read
+                    async with session.post(f"{server.url}/v2/models/long/infer", data=RIGHT) as answer:
+                        await answer.read()
 
-            tasks = [asyncio.create_task(one()) for _ in range(20)]
+            tasks = [asyncio.create_task(client()) for _ in range(20)]
             while await asyncio.to_thread(metric, server, "paellapy_items_live") < 5:
                 pass
             for task in tasks:
