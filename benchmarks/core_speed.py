@@ -22,7 +22,7 @@ import numpy as np
 from common import save
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from instrument.device.parts import part
 from scheduler import state as st
 from scheduler.atomics import store_at

@@ -15,7 +15,9 @@ import numpy as np
 from common import RESULTS, save
 
 from instrument.device.parts import part
-from instrument.device.sm_model import BlockCost, Kernel, SmModel
+from instrument.device.sm_costs import BlockCost
+from instrument.device.sm_model import SmModel
+from instrument.device.sm_program import Kernel
 
 GPU = part("h200")
 

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from instrument.device.sm_model import BlockCost, Kernel, Placed, SmModel
-from instrument.device.sm_model import Program as SmProgram
+from instrument.device.sm_costs import BlockCost
+from instrument.device.sm_model import SmModel
+from instrument.device.sm_program import Kernel, Placed
+from instrument.device.sm_program import Program as SmProgram
 from instrument.device.virtual import VirtualArray, VirtualDevice
 from instrument.errors import TraceError
 from instrument.records import Records

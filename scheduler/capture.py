@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument import cache
 from instrument.device.base import Capture, Device
-from instrument.device.sm_model import BlockCost
+from instrument.device.sm_costs import BlockCost
 from instrument.device.virtual import VirtualArray
 from instrument.errors import PaellaError
 from scheduler.errors import CaptureError

@@ -13,7 +13,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
 from scheduler.core_rings import address, bit_at, bit_of
 from scheduler.core_slots import copy_inputs

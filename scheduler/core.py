@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled, inlined
+from instrument.device.jit import compiled, inlined
 from scheduler.atomics import call_write, exchange_at, load_at
 from scheduler.core_crowd import watch_queue
 from scheduler.core_dispatch import choose, measure, poll, read_clock

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.core_predict import predict
 from scheduler.state import EXPIRED, OK, State, Table
 

@@ -14,7 +14,7 @@ the others all the time would only cost throughput.
 
 from __future__ import annotations
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.state import (
     ACTIVE_N,
     DEMAND,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
 from scheduler.core_crowd import (
     choose_who_stands_back,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.atomics import load_at, or_at, store_at
 from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
 from scheduler.core_requests import complete, post_done, rank_lane

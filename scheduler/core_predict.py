@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.atomics import call_rank
 from scheduler.core_requests import fill_job, fill_lane_job
 from scheduler.state import CLIENT_VIRTUAL_NS, F_RANK, FILLING, GAIN, HELD, NEVER, NONE, State

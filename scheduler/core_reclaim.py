@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.atomics import and_at, load_at, or_at, store_at
 from scheduler.core_lanes import take_out, touch
 from scheduler.core_rings import address, bit_at, bit_of, front_of

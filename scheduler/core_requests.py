@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.atomics import call_rank, store_at
 from scheduler.core_heaps import heap_remove
 from scheduler.core_rings import address

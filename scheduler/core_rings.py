@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import compiled, inlined
+from instrument.device.jit import compiled, inlined
 from scheduler.atomics import and_at, exchange_at, load_at, or_at, store_at
 from scheduler.state import (
     CLOSED,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from scheduler.core_heaps import queue_remove
 from scheduler.core_rings import ONE, address, bit_at, bit_of, reserve

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.atomics import load_at, store_at
 from scheduler.core_heaps import heap_add, queue_add
 from scheduler.core_lanes import ask, close_lane, free_lane, touch

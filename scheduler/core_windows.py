@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device.jit import inlined
 from scheduler.state import CHOICES, CONFINED_LAUNCHES, FLIGHT_N, NONE, WHOLE_ALWAYS, WINDOW_N, State
 
 ROOMY = 4  # so many jobs in flight have all SMs

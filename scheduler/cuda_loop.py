@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.atomics import call_write, load_at, store_at
 from scheduler.core import run, step, wake_fronts
 from scheduler.core_dispatch import read_clock

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.device.heaps import Floats, Ints, compiled, heap_pop, heap_push, inlined
+from instrument.device.heaps import Floats, Ints, heap_pop, heap_push
+from instrument.device.jit import compiled, inlined
 from scheduler.atomics import store_at
 from scheduler.core import step
 from scheduler.core_admission import WINDOW, leaves, lets_in

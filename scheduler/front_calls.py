@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled, inlined
+from instrument.device.jit import compiled, inlined
 from scheduler import state as st
 from scheduler.atomics import add_at, and_at, call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from scheduler.core_rings import SLOTS, STAGED, reserve_at

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import inlined
+from instrument.device import jit
+from instrument.device.jit import inlined
 from scheduler.atomics import add_at, exchange_at, store_at
 from scheduler.state import Words
 
@@ -34,17 +35,11 @@ def arm(word: int, for_anything: bool) -> None:
     add_at(word, 0)  # a full barrier
 
 
-def notice_edits(*entries: Any, also: tuple[ModuleType, ...] = ()) -> None:
-    """The disk cache looks at the file of an entry point only: let it see the core that is folded into it too."""
+def notice_edits(*entries: Any, also: Iterable[Path] = ()) -> None:
+    """What is compiled with the core in it is compiled anew after an edit of the core, or of `also`."""
     folder = Path(__file__).parent
-    for entry in entries:
-        own = Path(entry.py_func.__code__.co_filename)
-        files = [own, *sorted(folder.glob("core*.py")), *(folder / f"{n}.py" for n in ("state", "atomics", "loop"))]
-        files += [Path(module.__file__ or "") for module in also]
-        stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-        cache: Any = getattr(entry, "_cache", None)
-        if hasattr(cache, "_cache_file"):
-            cache._cache_file._source_stamp = stamp
+    core = [*sorted(folder.glob("core*.py")), *(folder / f"{n}.py" for n in ("state", "atomics", "loop"))]
+    jit.notice_edits(*entries, parts=(*core, *also))
 
 
 class Bell:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cloudpickle
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.atomics import call_rank
 from scheduler.policy import PolicyError, compile_function, may_loop, place
 from scheduler.state import GPU, JOB, NEVER, Table

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import compiled, heap_pop, heap_push
+from instrument.device.heaps import heap_pop, heap_push
+from instrument.device.jit import compiled
 from instrument.device.parts import WARP, Part
-from instrument.device.sm_model import BlockCost, Kernel, Program, SmModel
+from instrument.device.sm_costs import BlockCost
+from instrument.device.sm_model import SmModel
+from instrument.device.sm_program import Kernel, Program
 from instrument.device.timing import Timing
 from instrument.records import WARP_SHIFT
 from scheduler import fluid

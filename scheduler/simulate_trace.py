@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from instrument.device.parts import Part
-from instrument.device.sm_model import Program
+from instrument.device.sm_program import Program
 from instrument.device.timing import Timing
 from instrument.device.virtual import VirtualDevice
 from instrument.records import BLOCK, LAUNCH

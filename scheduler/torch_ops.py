@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instrument.device.base import Device
-from instrument.device.sm_model import BlockCost
+from instrument.device.sm_costs import BlockCost
 from scheduler.capture import Counting, Recording
 from scheduler.program import Node
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from instrument.device import sm_core
-from instrument.device.heaps import Ints, compiled, inlined
-from instrument.device.sm_core import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
-from instrument.device.sm_core import NOW as SM_NOW
+from instrument.device.heaps import Ints
+from instrument.device.jit import compiled, inlined
+from instrument.device.sm_layout import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
+from instrument.device.sm_layout import NOW as SM_NOW
+from instrument.device.sm_layout import State as SmState
 from scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
 from scheduler.core import step, wake_fronts
 from scheduler.core_dispatch import read_clock
@@ -43,7 +45,7 @@ def note_orders(s: State, orders: Ints, in_flight: Ints) -> None:
 
 @compiled
 def serve(
-    s: State, sm: sm_core.State, orders: Ints, flight: Ints, drain: Ints, in_flight: Ints, stop: Words,
+    s: State, sm: SmState, orders: Ints, flight: Ints, drain: Ints, in_flight: Ints, stop: Words,
     offset_ns: float, linger_ns: int, scratch: Ints, launch: int, ppoll: int, read: int, bell_fd: int,
 ) -> None:  # fmt: skip
     """Until `stop[0]` is set, or `launch` asks for it: called with what is to be launched in `in_flight[2]` `orders`.
@@ -116,4 +118,4 @@ def serve(
         armed = False
 
 
-notice_edits(serve, also=(sm_core,))
+notice_edits(serve, also=sm_core.PARTS)

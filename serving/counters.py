@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler.model import Model
 from scheduler.state import OK, Table
 from serving.registry import MOST_MODELS, Catalogue

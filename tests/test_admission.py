@@ -8,7 +8,7 @@ from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
 
-from instrument.device.heaps import compiled
+from instrument.device.jit import compiled
 from scheduler import core
 from scheduler.core_admission import WINDOW, new_windows, note_latency, reach_ns
 from scheduler.core_models import ModelProfile, SegmentProfile

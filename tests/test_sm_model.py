@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.device.parts import KIB, part
-from instrument.device.sm_model import BlockCost, DeadlockError, Kernel, SmModel
+from instrument.device.sm_costs import BlockCost
+from instrument.device.sm_model import DeadlockError, SmModel
+from instrument.device.sm_program import Kernel
 from instrument.device.timing import Timing
 from instrument.errors import LaunchError, NoDeviceError
 from instrument.occupancy import Footprint, footprint, occupancy

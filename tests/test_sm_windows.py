@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from test_sm_model import EXACT, H200
 
 from instrument.device.parts import KIB
-from instrument.device.sm_model import BlockCost, Kernel, SmModel
+from instrument.device.sm_costs import BlockCost
+from instrument.device.sm_model import SmModel
+from instrument.device.sm_program import Kernel
 from instrument.errors import LaunchError
 from instrument.occupancy import footprint
 

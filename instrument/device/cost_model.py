@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from instrument.compiled import Compiled
 from instrument.device.parts import Part
-from instrument.device.sm_model import BlockCost
+from instrument.device.sm_costs import BlockCost
 from instrument.device.timing import PROFILES, Timing
 from instrument.records import Records
 

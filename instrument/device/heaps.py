@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from instrument.device.jit import inlined
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-# Reference counts on the arrays of a state cost ten times the work done on them, and nothing here allocates: no NRT.
-_OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
-
-
-def compiled(function: Function) -> Function:
-    """Compile an entry point: no Python objects, free of the GIL, kept on disk between runs."""
-    result: Function = numba.njit(cache=True, **_OPTIONS)(function)
-    return result
-
-
-def inlined(function: Function) -> Function:
-    """A part of entry points, folded into them: passing a state of thirty arrays costs more than most bodies.
-
-    It has no wrapper of its own, so Python reaches it as `.py_func` only. It is on disk with the entry points, and not
-    by itself.
-    """
-    result: Function = numba.njit(forceinline=True, no_cpython_wrapper=True, **_OPTIONS)(function)
-    return result
 
 
 @inlined

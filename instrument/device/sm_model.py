@@ -12,14 +12,16 @@ The core is compiled (`sm_core`); this class checks what it is given, keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from instrument.device import sm_core as core
+from instrument.device import sm_layout as lay
 from instrument.device.parts import Part
+from instrument.device.sm_costs import BlockCost, Costs, cost_table
+from instrument.device.sm_program import Kernel, Placed, Program
 from instrument.device.sm_state import (
     doubled,
     more_commands,
@@ -40,59 +42,6 @@ _NAN = float("nan")
 
 class DeadlockError(PaellaError):
     """Streams wait for what can no longer happen; the message says who waits for what."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCost:
-    """One block's work: numbers for all blocks alike, or one value per block.
-
-    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half. `wait_ns` is time
-    the block waits whatever else runs (dependent loads, barriers), before its work flows.
-    """
-
-    bytes: ArrayLike = 0.0
-    flops: ArrayLike = 0.0
-    tensor_flops: ArrayLike = 0.0
-    wait_ns: ArrayLike = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One launch as a program holds it: what `SmModel.launch` takes, less the stream and the time."""
-
-    n_blocks: int
-    threads: int
-    registers: int = 32
-    shared_bytes: int = 0
-    cost: BlockCost | None = None
-    duration_ns: ArrayLike | None = None
-    latency_ns: float | None = None
-    cluster: int = 1
-    kernel: int = 0
-    first: int = 0
-
-
-@dataclass(slots=True)
-class Program:
-    """Kernels checked once, to be launched often as one graph: see `SmModel.program`."""
-
-    ints: NDArray[np.int64]
-    floats: NDArray[np.float64]
-    costs: NDArray[np.float64]
-    n_blocks: int
-    epoch: int = field(default=-1)  # of the cost table that `ints` refers to
-
-
-@dataclass(slots=True)
-class Placed:
-    """Commands of one piece of work, as the core's tables have them."""
-
-    ints: NDArray[np.int64]
-    floats: NDArray[np.float64]
-    kernels: NDArray[np.int64]  # which of them are kernels,
-    graphs: NDArray[np.int64]  # and of which graph, counted from 0
-    stream: int
-    epoch: int
 
 
 class SmModel:
@@ -128,9 +77,7 @@ class SmModel:
         self._events = 0
         self._graphs = 0
         self._trace_rows = 0
-        self._cost_rows = 0
-        self._cost_epoch = 0
-        self._known_costs: dict[tuple[float, ...], int] = {}
+        self._costs = Costs()
         self._windows: dict[tuple[int, int], int] = {}
         self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
         self._s = new_state(part, self.timing, seed, backfill, lines)
@@ -145,7 +92,7 @@ class SmModel:
         if number == len(self._s.stream):
             self._s = more_streams(self._s)
         self._priorities.append(priority)
-        self._s.stream[number, core.S_QUEUE] = number % self._connections if self._connections else number
+        self._s.stream[number, lay.S_QUEUE] = number % self._connections if self._connections else number
         return number
 
     def window(self, first: int, n: int) -> int:
@@ -198,13 +145,13 @@ class SmModel:
         """
         at = self._check(stream, submit_ns)
         warps, whole, allocated, shared = self._footprint(n_blocks, threads, registers, shared_bytes, cluster, window)
-        row, stride = self._cost_row(n_blocks, cost, duration_ns)
+        self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, cost, duration_ns)
         handle, i = self._reserve()
         latency = self.timing.block_overhead_ns if latency_ns is None else latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
-        # The order of sm_core's columns, KIND to WINDOW and SUBMIT to FINISH: one assignment is five times faster.
-        self._s.ci[i] = (core.LAUNCH, stream, self._priorities[stream], -1, core.QUEUED, n_blocks, 0, 0, warps, whole,
+        # The order of sm_layout's columns, KIND to WINDOW and SUBMIT to FINISH: one assignment is five times faster.
+        self._s.ci[i] = (lay.LAUNCH, stream, self._priorities[stream], -1, lay.QUEUED, n_blocks, 0, 0, warps, whole,
                          allocated, shared, cluster, row, stride, trace_row, number, kernel, first, 0, graph, report,
                          -1, -1, 0, window)  # fmt: skip
         self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
@@ -215,27 +162,27 @@ class SmModel:
 
         `window` confines the blocks of all of them, at every launch of the program.
         """
-        ints = np.zeros((len(kernels), core.CI_SIZE), np.int64)
-        floats = np.full((len(kernels), core.CF_SIZE), _NAN)
+        ints = np.zeros((len(kernels), lay.CI_SIZE), np.int64)
+        floats = np.full((len(kernels), lay.CF_SIZE), _NAN)
         costs = []
         row = 0
         for k, each in enumerate(kernels):
             block = self._footprint(
                 each.n_blocks, each.threads, each.registers, each.shared_bytes, each.cluster, window
             )
-            table = _cost_table(each.n_blocks, each.cost, each.duration_ns)
-            ints[k, [core.WARPS, core.THREADS, core.REGISTERS, core.SHARED]] = block
-            ints[k, [core.BLOCKS, core.CLUSTER, core.KERNEL, core.FIRST]] = (
+            table = cost_table(each.n_blocks, each.cost, each.duration_ns)
+            ints[k, [lay.WARPS, lay.THREADS, lay.REGISTERS, lay.SHARED]] = block
+            ints[k, [lay.BLOCKS, lay.CLUSTER, lay.KERNEL, lay.FIRST]] = (
                 each.n_blocks, each.cluster, each.kernel, each.first)  # fmt: skip
-            ints[k, [core.COST, core.COST_STRIDE]] = (row, len(table) > 1)
-            floats[k, core.LATENCY] = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
+            ints[k, [lay.COST, lay.COST_STRIDE]] = (row, len(table) > 1)
+            floats[k, lay.LATENCY] = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
             costs.append(table)
             row += len(table)
         if not kernels:
             raise LaunchError("a program without kernels: give it at least one")
-        ints[:, [core.LINK, core.TRACE, core.DONE_LINK, core.BLOCKED_AT]] = -1
-        ints[:, core.WINDOW] = window
-        ints[-1, core.REPORT] = 1
+        ints[:, [lay.LINK, lay.TRACE, lay.DONE_LINK, lay.BLOCKED_AT]] = -1
+        ints[:, lay.WINDOW] = window
+        ints[-1, lay.REPORT] = 1
         return Program(ints, floats, np.concatenate(costs), sum(each.n_blocks for each in kernels))
 
     def launch_program(
@@ -252,40 +199,39 @@ class SmModel:
         Its kernels have the handles before that one, and `launch_id` counts up from the one given (default: handles).
         """
         at = self._check(stream, submit_ns)
-        self._check_window(int(program.ints[0, core.WINDOW]))  # it may come from another model of the same part
+        self._check_window(int(program.ints[0, lay.WINDOW]))  # it may come from another model of the same part
         n = len(program.ints)
-        if program.epoch != self._cost_epoch:
-            row = self._reserve_costs(len(program.costs))
-            self._s.cost[row : row + len(program.costs)] = program.costs
-            program.ints[:, core.COST] += row - program.ints[0, core.COST]
-            program.epoch = self._cost_epoch
+        if program.epoch != self._costs.epoch:
+            self._s, row = self._costs.keep(self._s, self._base, program.costs)
+            program.ints[:, lay.COST] += row - program.ints[0, lay.COST]
+            program.epoch = self._costs.epoch
         handle, _ = self._reserve(n)
         rows = np.arange(handle, handle + n) & (len(self._s.ci) - 1)
         ints = program.ints.copy()
-        ints[:, core.STREAM] = stream
-        ints[:, core.PRIORITY] = self._priorities[stream]
-        ints[:, core.GRAPH] = self.graph()
+        ints[:, lay.STREAM] = stream
+        ints[:, lay.PRIORITY] = self._priorities[stream]
+        ints[:, lay.GRAPH] = self.graph()
         first_id = handle if launch_id is None else launch_id
-        ints[:, core.LAUNCH_ID] = np.arange(first_id, first_id + n)
+        ints[:, lay.LAUNCH_ID] = np.arange(first_id, first_id + n)
         if trace:
-            ends = np.cumsum(ints[:, core.BLOCKS])
-            ints[:, core.TRACE] = self._reserve_trace(program.n_blocks) + ends - ints[:, core.BLOCKS]
+            ends = np.cumsum(ints[:, lay.BLOCKS])
+            ints[:, lay.TRACE] = self._reserve_trace(program.n_blocks) + ends - ints[:, lay.BLOCKS]
         self._s.ci[rows] = ints
         self._s.cf[rows] = program.floats
-        self._s.cf[rows, core.SUBMIT] = at
+        self._s.cf[rows, lay.SUBMIT] = at
         return handle + n - 1
 
     def placed(self, first: int, last: int) -> Placed:
         """Commands as they were just submitted, to be submitted `again`."""
         rows = np.arange(first, last + 1) & (len(self._s.ci) - 1)
         ints = self._s.ci[rows].copy()
-        kernels = np.flatnonzero(ints[:, core.KIND] == core.LAUNCH)
-        _, graphs = np.unique(ints[kernels, core.GRAPH], return_inverse=True)
-        return Placed(ints, self._s.cf[rows].copy(), kernels, graphs, int(ints[0, core.STREAM]), self._cost_epoch)
+        kernels = np.flatnonzero(ints[:, lay.KIND] == lay.LAUNCH)
+        _, graphs = np.unique(ints[kernels, lay.GRAPH], return_inverse=True)
+        return Placed(ints, self._s.cf[rows].copy(), kernels, graphs, int(ints[0, lay.STREAM]), self._costs.epoch)
 
     def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
         """The same commands once more, untraced; the handle of the last, or -1: their costs are gone, place them."""
-        if placed.epoch != self._cost_epoch or placed.stream != stream:
+        if placed.epoch != self._costs.epoch or placed.stream != stream:
             return -1
         at = self._check(stream, submit_ns)
         n = len(placed.ints)
@@ -297,7 +243,7 @@ class SmModel:
         return handle + n - 1
 
     @property
-    def state(self) -> core.State:
+    def state(self) -> lay.State:
         """For a compiled loop that runs the model itself. Another one after all that needs more room: windows too."""
         return self._s
 
@@ -312,9 +258,9 @@ class SmModel:
         rate = self.part.pcie_gbps * t.pcie_efficiency
         if kind == "d2d":  # reads and writes
             rate = self.part.bandwidth_gbps * t.bandwidth_efficiency / 2
-        handle, i = self._simple(core.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
-        self._s.ci[i, core.ENGINE] = _ENGINES[kind]
-        self._s.ci[i, core.REPORT] = report
+        handle, i = self._simple(lay.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
+        self._s.ci[i, lay.ENGINE] = _ENGINES[kind]
+        self._s.ci[i, lay.REPORT] = report
         return handle
 
     def event(self) -> int:
@@ -330,19 +276,19 @@ class SmModel:
         """The event happens when all that is on the stream so far is done."""
         at = self._check(stream, submit_ns)
         event = self.event() if event is None else self._check_event(event)
-        if self._s.event[event, core.E_RECORDED]:
+        if self._s.event[event, lay.E_RECORDED]:
             raise LaunchError(f"event {event} is already recorded: record each event once")
-        self._s.event[event, core.E_RECORDED] = 1
-        _, i = self._simple(core.RECORD, stream, at)
-        self._s.ci[i, core.EVENT] = event
+        self._s.event[event, lay.E_RECORDED] = 1
+        _, i = self._simple(lay.RECORD, stream, at)
+        self._s.ci[i, lay.EVENT] = event
         return event
 
     def wait(self, stream: int, event: int, submit_ns: float | None = None) -> None:
         """What follows on the stream waits for the event."""
         at = self._check(stream, submit_ns)
         self._check_event(event)
-        _, i = self._simple(core.WAIT, stream, at)
-        self._s.ci[i, core.EVENT] = event
+        _, i = self._simple(lay.WAIT, stream, at)
+        self._s.ci[i, lay.EVENT] = event
 
     # --- running ---------------------------------------------------------------------------------------------------
 
@@ -351,13 +297,13 @@ class SmModel:
         if until_ns is not None and until_ns < self.now_ns:
             raise LaunchError(f"cannot run until {until_ns} ns: it is {self.now_ns} ns already")
         result = core.run(self._s, np.inf if until_ns is None else float(until_ns), stop_on_completion)
-        if result == core.IDLE and until_ns is None and self._s.g[core.PENDING] > 0:
+        if result == lay.IDLE and until_ns is None and self._s.g[lay.PENDING] > 0:
             raise DeadlockError(who_waits(self._s, self._base))
         return self.now_ns
 
     @property
     def now_ns(self) -> float:
-        return float(self._s.t[core.NOW])
+        return float(self._s.t[lay.NOW])
 
     @property
     def next_event_ns(self) -> float:
@@ -366,7 +312,7 @@ class SmModel:
 
     def completed(self) -> NDArray[np.int64]:
         """Handles of launches and copies that ended since the last call, in order of time."""
-        handles = np.empty(int(self._s.g[core.UNREPORTED]), np.int64)
+        handles = np.empty(int(self._s.g[lay.UNREPORTED]), np.int64)
         if len(handles):
             core.fetch_completed(self._s.g, self._s.ci, handles)
         return handles
@@ -388,19 +334,19 @@ class SmModel:
     # --- results ---------------------------------------------------------------------------------------------------
 
     def done(self, handle: int) -> bool:
-        return bool(self._s.ci[self._row(handle), core.STATUS] >= core.DONE)
+        return bool(self._s.ci[self._row(handle), lay.STATUS] >= lay.DONE)
 
     def start_ns(self, handle: int) -> float:
         """When the first block started, or the copy. NaN before."""
-        return float(self._s.cf[self._row(handle), core.START])
+        return float(self._s.cf[self._row(handle), lay.START])
 
     def notify_ns(self, handle: int) -> float:
         """When the last block started: all of the launch is on the SMs. NaN before."""
-        return float(self._s.cf[self._row(handle), core.NOTIFY])
+        return float(self._s.cf[self._row(handle), lay.NOTIFY])
 
     def finish_ns(self, handle: int) -> float:
         """When the last block ended, or the copy. NaN before."""
-        return float(self._s.cf[self._row(handle), core.FINISH])
+        return float(self._s.cf[self._row(handle), lay.FINISH])
 
     @property
     def lines(self) -> NDArray[Any]:
@@ -414,14 +360,14 @@ class SmModel:
         """
         until = max(self.now_ns, min(now_ns, self.next_event_ns))
         use = self._s.use
-        resident = use[:, core.U_WARPS]
-        more = np.where(resident > 0, until - use[:, core.U_SINCE], 0.0)
-        return until, use[:, core.U_WARP_NS] + resident * more, use[:, core.U_BUSY_NS] + more
+        resident = use[:, lay.U_WARPS]
+        more = np.where(resident > 0, until - use[:, lay.U_SINCE], 0.0)
+        return until, use[:, lay.U_WARP_NS] + resident * more, use[:, lay.U_BUSY_NS] + more
 
     @property
     def block_events(self) -> int:
         """Blocks that have ended so far."""
-        return int(self._s.g[core.BLOCK_EVENTS])
+        return int(self._s.g[lay.BLOCK_EVENTS])
 
     def blocks(self) -> NDArray[Any]:
         """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
@@ -432,25 +378,25 @@ class SmModel:
         """Forget the blocks of finished launches, for long traced runs."""
         s = self._s
         rows = unfinished_launches(s, self._base)
-        rows = rows[s.ci[rows, core.TRACE] >= 0]
-        kept = [s.trace[s.ci[i, core.TRACE] :][: s.ci[i, core.BLOCKS]].copy() for i in rows]
+        rows = rows[s.ci[rows, lay.TRACE] >= 0]
+        kept = [s.trace[s.ci[i, lay.TRACE] :][: s.ci[i, lay.BLOCKS]].copy() for i in rows]
         self._trace_rows = 0
         for i, blocks in zip(rows, kept, strict=True):
-            s.ci[i, core.TRACE] = self._trace_rows
+            s.ci[i, lay.TRACE] = self._trace_rows
             s.trace[self._trace_rows :][: len(blocks)] = blocks
             self._trace_rows += len(blocks)
 
     def check_integrity(self) -> None:
         """With nothing in flight all resources are free and all counters agree; AssertionError otherwise."""
         s, sm = self._s, self.part.sm
-        assert s.g[core.PENDING] == s.g[core.ACTIVE] == s.g[core.WAITING_N] == s.g[core.READY_N] == 0, "work in flight"
+        assert s.g[lay.PENDING] == s.g[lay.ACTIVE] == s.g[lay.WAITING_N] == s.g[lay.READY_N] == 0, "work in flight"
         assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM has not got all back"
         assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
-        assert (s.clock[:, core.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
+        assert (s.clock[:, lay.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
         assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
         assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
-        leaves = s.tree[core.PLACE_TREE, s.tree.shape[1] // 2 :][: self.part.sms]
-        known = (s.dirty[1] == 0) & (s.g[core.FP_THREADS] >= 0)
+        leaves = s.tree[lay.PLACE_TREE, s.tree.shape[1] // 2 :][: self.part.sms]
+        known = (s.dirty[1] == 0) & (s.g[lay.FP_THREADS] >= 0)
         assert (leaves[known] == -sm.threads).all(), "the placement tree is wrong about an SM it takes for known"
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -508,7 +454,7 @@ class SmModel:
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         handle, i = self._reserve()
         self._s.ci[i] = 0
-        self._s.ci[i, [core.KIND, core.STREAM, core.LINK, core.DONE_LINK]] = (kind, stream, -1, -1)
+        self._s.ci[i, [lay.KIND, lay.STREAM, lay.LINK, lay.DONE_LINK]] = (kind, stream, -1, -1)
         self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
         return handle, i
 
@@ -518,60 +464,17 @@ class SmModel:
         if handle + n - self._base > len(self._s.ci):
             self._make_room(handle, n)
         self._next = handle + n
-        self._s.g[core.NEXT] = self._next
+        self._s.g[lay.NEXT] = self._next
         return handle, handle & (len(self._s.ci) - 1)
 
     def _make_room(self, handle: int, n: int) -> None:
-        status = self._s.ci[:, core.STATUS]
+        status = self._s.ci[:, lay.STATUS]
         mask = len(status) - 1
         if self._history is not None:
-            while self._base < handle - self._history and status[self._base & mask] == core.REPORTED:
+            while self._base < handle - self._history and status[self._base & mask] == lay.REPORTED:
                 self._base += 1
         while handle + n - self._base > len(self._s.ci) // 2:  # half: the next call for room is that far away
             self._s = more_commands(self._s, self._base, handle)
-
-    def _cost_row(self, n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None) -> tuple[int, int]:
-        """Where the blocks' costs are, and how far apart. Costs that are the same for all blocks are kept once."""
-        if cost is None and isinstance(duration_ns, int | float):
-            key: tuple[float, ...] = (duration_ns,)
-        elif cost is not None and duration_ns is None:
-            key = (cost.bytes, cost.flops, cost.tensor_flops, cost.wait_ns)  # type: ignore[assignment]
-        else:
-            key = ()
-        known = self._known_costs.get(key) if all(isinstance(value, int | float) for value in key) else None
-        if known is not None:
-            return known, 0
-        table = _cost_table(n_blocks, cost, duration_ns)
-        row = self._reserve_costs(len(table))
-        self._s.cost[row : row + len(table)] = table
-        if len(table) == 1 and all(isinstance(value, int | float) for value in key):
-            self._known_costs[key] = row
-        return row, int(len(table) > 1)
-
-    def _reserve_costs(self, n: int) -> int:
-        if self._cost_rows + n > len(self._s.cost):
-            self._make_cost_room(n)
-        row = self._cost_rows
-        self._cost_rows += n
-        return row
-
-    def _make_cost_room(self, n: int) -> None:
-        """Keep only what unfinished launches refer to, in an array at least twice as large as that."""
-        self._cost_epoch += 1
-        self._known_costs.clear()
-        s = self._s
-        rows = unfinished_launches(s, self._base)
-        lengths = np.where(s.ci[rows, core.COST_STRIDE] > 0, s.ci[rows, core.BLOCKS], 1)
-        kept = [s.cost[row : row + k] for row, k in zip(s.ci[rows, core.COST], lengths, strict=True)]
-        self._cost_rows = int(lengths.sum())
-        size = len(s.cost)
-        while 2 * (self._cost_rows + n) > size:
-            size *= 2
-        cost = np.zeros((size, core.COST_COLUMNS))
-        if kept:
-            cost[: self._cost_rows] = np.concatenate(kept)
-        s.ci[rows, core.COST] = np.cumsum(lengths) - lengths
-        self._s = s._replace(cost=cost)
 
     def _reserve_trace(self, n: int) -> int:
         row = self._trace_rows
@@ -580,23 +483,3 @@ class SmModel:
         self._s.trace["end_ns"][row : row + n] = -1
         self._trace_rows += n
         return row
-
-
-def _cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None) -> NDArray[np.float64]:
-    """The core's cost rows: one for all blocks, or one for each."""
-    if cost is not None and duration_ns is None:
-        values = (cost.bytes, cost.flops, cost.tensor_flops, cost.wait_ns)
-        given = [np.asarray(value, np.float64) for value in values]
-    elif cost is None and duration_ns is not None:
-        given = [np.asarray(duration_ns, np.float64)]
-    else:
-        raise LaunchError("a launch takes either a cost or a duration_ns")
-    for column in given:
-        if column.shape not in ((), (n_blocks,)) or not (np.isfinite(column) & (column >= 0)).all():
-            raise LaunchError(f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks")
-    table = np.zeros((n_blocks if any(column.ndim for column in given) else 1, core.COST_COLUMNS))
-    table[:, core.DURATION] = given[0] if cost is None else -1.0
-    if cost is not None:
-        table[:, : core.POOLS] = np.stack(np.broadcast_arrays(*given[: core.POOLS]), axis=-1)
-        table[:, core.WAIT_NS] = given[core.POOLS]
-    return table

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device import sm_core as core
+from instrument.device import sm_layout as lay
 from instrument.device.heaps import new_tree
 from instrument.device.parts import Part
 from instrument.device.timing import Timing
@@ -17,29 +17,29 @@ from instrument.records import BLOCK, SM_LINE
 _KINDS = ("launch", "copy", "record", "wait")
 
 
-def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDArray[Any] | None) -> core.State:
+def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDArray[Any] | None) -> lay.State:
     sm, n, streams = part.sm, part.sms, 32
     slots = n * sm.blocks
-    g = np.zeros(core.G_SIZE, np.int64)
-    g[core.BACKFILL], g[core.GRID_LIMIT], g[core.SEED], g[core.FP_THREADS] = backfill, part.concurrent_grids, seed, -1
-    t = np.zeros(core.T_SIZE)
-    t[core.LAUNCH_NS], t[core.JITTER] = timing.launch_ns, timing.jitter
-    t[core.KERNEL_GAP], t[core.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
-    t[core.GRID_ISSUE], t[core.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
+    g = np.zeros(lay.G_SIZE, np.int64)
+    g[lay.BACKFILL], g[lay.GRID_LIMIT], g[lay.SEED], g[lay.FP_THREADS] = backfill, part.concurrent_grids, seed, -1
+    t = np.zeros(lay.T_SIZE)
+    t[lay.LAUNCH_NS], t[lay.JITTER] = timing.launch_ns, timing.jitter
+    t[lay.KERNEL_GAP], t[lay.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
+    t[lay.GRID_ISSUE], t[lay.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
     if lines is None:
         lines = np.zeros(n, SM_LINE)
     elif lines.dtype != SM_LINE or lines.shape != (n,):
         raise LaunchError(f"lines must be an array of {n} SM_LINE, one for each SM of the {part.title}")
     queue = np.zeros((streams, 6), np.int64)
-    queue[:, [core.Q_HEAD, core.Q_TAIL]] = -1
+    queue[:, [lay.Q_HEAD, lay.Q_TAIL]] = -1
     window = np.zeros((64, 3), np.int64)
-    window[0, core.W_SMS] = n
-    return core.State(
+    window[0, lay.W_SMS] = n
+    return lay.State(
         g=g,
         t=t,
-        ci=np.zeros((1024, core.CI_SIZE), np.int64),
-        cf=np.zeros((1024, core.CF_SIZE)),
-        cost=np.zeros((1024, core.COST_COLUMNS)),
+        ci=np.zeros((1024, lay.CI_SIZE), np.int64),
+        cf=np.zeros((1024, lay.CF_SIZE)),
+        cost=np.zeros((1024, lay.COST_COLUMNS)),
         stream=np.zeros((streams, 5), np.int64),
         stream_t=np.full(streams, -np.inf),
         queue=queue,
@@ -58,12 +58,12 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         stack=np.arange(slots).reshape(n, sm.blocks)[:, ::-1].copy(),
         slot=np.zeros((slots, 3), np.int64),
         dirty=np.zeros((2, n), np.int64),
-        pool=np.zeros((core.POOLS, n, 3)),
-        pool_n=np.zeros((core.POOLS, n), np.int64),
-        heap=np.zeros(core.POOLS * slots),
-        heap_id=np.zeros(core.POOLS * slots, np.int64),
+        pool=np.zeros((lay.POOLS, n, 3)),
+        pool_n=np.zeros((lay.POOLS, n), np.int64),
+        heap=np.zeros(lay.POOLS * slots),
+        heap_id=np.zeros(lay.POOLS * slots, np.int64),
         clock=_clocks(part, timing),
-        tree=np.stack([new_tree(n)] * (core.POOLS + 1)),
+        tree=np.stack([new_tree(n)] * (lay.POOLS + 1)),
         trace=np.zeros(1024, BLOCK),
         lines=lines,
         use=np.zeros((n, 4)),
@@ -72,12 +72,12 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
 
 def _clocks(part: Part, timing: Timing) -> NDArray[np.float64]:
     """The pools' rates per nanosecond: GB/s are bytes per ns, TFLOPS are a thousand flops per ns."""
-    clock = np.zeros((core.POOLS, 5))
-    clock[core.MEMORY, core.C_TOTAL] = part.bandwidth_gbps * timing.bandwidth_efficiency
-    clock[core.MEMORY, core.C_PER_SM] = timing.sm_bytes_per_clock * part.clock_mhz / 1000
-    clock[[core.FP32, core.TENSOR], core.C_TOTAL] = np.inf
-    clock[core.FP32, core.C_PER_SM] = part.fp32_tflops * 1000 * timing.flops_efficiency / part.sms
-    clock[core.TENSOR, core.C_PER_SM] = part.fp16_tensor_tflops * 1000 * timing.tensor_efficiency / part.sms
+    clock = np.zeros((lay.POOLS, 5))
+    clock[lay.MEMORY, lay.C_TOTAL] = part.bandwidth_gbps * timing.bandwidth_efficiency
+    clock[lay.MEMORY, lay.C_PER_SM] = timing.sm_bytes_per_clock * part.clock_mhz / 1000
+    clock[[lay.FP32, lay.TENSOR], lay.C_TOTAL] = np.inf
+    clock[lay.FP32, lay.C_PER_SM] = part.fp32_tflops * 1000 * timing.flops_efficiency / part.sms
+    clock[lay.TENSOR, lay.C_PER_SM] = part.fp16_tensor_tflops * 1000 * timing.tensor_efficiency / part.sms
     return clock
 
 
@@ -85,17 +85,17 @@ def doubled(array: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([array, np.zeros_like(array)])
 
 
-def more_streams(s: core.State) -> core.State:
+def more_streams(s: lay.State) -> lay.State:
     """Twice the streams and queues. Timers of streams follow those of queues in number, so they are renumbered."""
     old = len(s.queue)
-    count = int(s.g[core.TODO_N])
+    count = int(s.g[lay.TODO_N])
     todo = np.zeros(2 * old + 1, np.int64)
-    todo[:count] = s.todo[(int(s.g[core.TODO_HEAD]) + np.arange(count)) % len(s.todo)]
-    s.g[core.TODO_HEAD] = 0
+    todo[:count] = s.todo[(int(s.g[lay.TODO_HEAD]) + np.arange(count)) % len(s.todo)]
+    s.g[lay.TODO_HEAD] = 0
     timed_id = np.concatenate([s.timed_id, np.zeros(2 * old, np.int64)])
     timed_id[timed_id >= len(s.slot) + old] += old
     queue = doubled(s.queue)
-    queue[old:, [core.Q_HEAD, core.Q_TAIL]] = -1
+    queue[old:, [lay.Q_HEAD, lay.Q_TAIL]] = -1
     return s._replace(
         stream=doubled(s.stream),
         stream_t=np.concatenate([s.stream_t, np.full(old, -np.inf)]),
@@ -108,45 +108,45 @@ def more_streams(s: core.State) -> core.State:
     )
 
 
-def more_commands(s: core.State, first: int, end: int) -> core.State:
+def more_commands(s: lay.State, first: int, end: int) -> lay.State:
     """Twice the rows, with commands `first` to `end` in their new places."""
     size = len(s.ci)
     handles = np.arange(first, end)
-    ci = np.zeros((2 * size, core.CI_SIZE), np.int64)
-    cf = np.zeros((2 * size, core.CF_SIZE))
+    ci = np.zeros((2 * size, lay.CI_SIZE), np.int64)
+    cf = np.zeros((2 * size, lay.CF_SIZE))
     ci[handles & (2 * size - 1)] = s.ci[handles & (size - 1)]
     cf[handles & (2 * size - 1)] = s.cf[handles & (size - 1)]
     return s._replace(ci=ci, cf=cf)
 
 
-def most_in_a_gpc(s: core.State, window: int) -> int:
+def most_in_a_gpc(s: lay.State, window: int) -> int:
     """How many of the window's SMs are in one GPC, where they are most."""
-    first, n = s.window[window, core.W_FIRST], s.window[window, core.W_SMS]
+    first, n = s.window[window, lay.W_FIRST], s.window[window, lay.W_SMS]
     sms = (first + np.arange(n)) % len(s.free)
     return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
 
 
-def unfinished_launches(s: core.State, first: int) -> NDArray[np.int64]:
+def unfinished_launches(s: lay.State, first: int) -> NDArray[np.int64]:
     """Rows of the launches from handle `first` on that are not over, oldest first."""
-    rows: NDArray[np.int64] = np.arange(first, int(s.g[core.NEXT])) & (len(s.ci) - 1)
-    unfinished: NDArray[np.bool_] = (s.ci[rows, core.KIND] == core.LAUNCH) & (s.ci[rows, core.STATUS] < core.DONE)
+    rows: NDArray[np.int64] = np.arange(first, int(s.g[lay.NEXT])) & (len(s.ci) - 1)
+    unfinished: NDArray[np.bool_] = (s.ci[rows, lay.KIND] == lay.LAUNCH) & (s.ci[rows, lay.STATUS] < lay.DONE)
     return rows[unfinished]
 
 
-def who_waits(s: core.State, first: int) -> str:
+def who_waits(s: lay.State, first: int) -> str:
     """For a state in which nothing can happen any more: each queue's head, and what it waits for."""
-    rows = np.arange(first, int(s.g[core.NEXT])) & (len(s.ci) - 1)
-    records = rows[s.ci[rows, core.KIND] == core.RECORD]
+    rows = np.arange(first, int(s.g[lay.NEXT])) & (len(s.ci) - 1)
+    records = rows[s.ci[rows, lay.KIND] == lay.RECORD]
     waits = []
-    for handle in s.queue[s.queue[:, core.Q_HEAD] >= 0, core.Q_HEAD]:
+    for handle in s.queue[s.queue[:, lay.Q_HEAD] >= 0, lay.Q_HEAD]:
         command = s.ci[handle & (len(s.ci) - 1)]
-        event = command[core.EVENT]
-        who = f"stream {command[core.STREAM]} ({_KINDS[command[core.KIND]]} {handle})"
-        if command[core.KIND] != core.WAIT:
+        event = command[lay.EVENT]
+        who = f"stream {command[lay.STREAM]} ({_KINDS[command[lay.KIND]]} {handle})"
+        if command[lay.KIND] != lay.WAIT:
             waits.append(f"{who} waits for what its stream is doing")
-        elif not s.event[event, core.E_RECORDED]:
+        elif not s.event[event, lay.E_RECORDED]:
             waits.append(f"{who} waits for event {event}, which nobody records")
         else:
-            by = s.ci[records[s.ci[records, core.EVENT] == event][0], core.STREAM]
+            by = s.ci[records[s.ci[records, lay.EVENT] == event][0], lay.STREAM]
             waits.append(f"{who} waits for event {event}, recorded further down stream {by}")
-    return f"{s.g[core.PENDING]} commands can never run: " + "; ".join(waits)
+    return f"{s.g[lay.PENDING]} commands can never run: " + "; ".join(waits)

@@ -9,7 +9,7 @@ import numpy as np
 
 from instrument.compiled import Compiled
 from instrument.device.base import Launcher
-from instrument.device.sm_model import BlockCost
+from instrument.device.sm_costs import BlockCost
 from instrument.errors import ArgumentError, LaunchError
 from instrument.occupancy import occupancy
 from instrument.records import Records

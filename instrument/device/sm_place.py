@@ -1,0 +1,215 @@
+"""Placement: which SM gets a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device.heaps import tree_first, tree_rebuild, tree_set
+from instrument.device.jit import inlined
+from instrument.device.sm_blocks import make_dirty, start_block
+from instrument.device.sm_layout import (
+    ACTIVE,
+    BACKFILL,
+    BLOCK_ISSUE,
+    BLOCKED_AT,
+    BLOCKS,
+    CLUSTER,
+    DIRTY_N,
+    F_BLOCKS,
+    F_REGISTERS,
+    F_SHARED,
+    F_THREADS,
+    FP_REGISTERS,
+    FP_SHARED,
+    FP_THREADS,
+    FREED,
+    INF,
+    NOW,
+    PASS,
+    PLACE,
+    PLACE_FREE,
+    PLACE_TREE,
+    PLACED,
+    PRIORITY,
+    REGISTERS,
+    SHARED,
+    THREADS,
+    W_FIRST,
+    W_HELD,
+    W_SMS,
+    WAITING_N,
+    WINDOW,
+    State,
+)
+
+
+@inlined
+def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
+    """The SM's rank for a block of this footprint: the one with the most room first; infinite where it does not fit."""
+    if (
+        s.free[sm, F_BLOCKS] < 1
+        or s.free[sm, F_THREADS] < threads
+        or s.free[sm, F_REGISTERS] < registers
+        or s.free[sm, F_SHARED] < shared
+    ):
+        return INF
+    return -np.float64(s.free[sm, F_THREADS])
+
+
+@inlined
+def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
+    """Make the placement tree true for this footprint: only dirty SMs have changed if it was the last one too."""
+    if s.g[FP_THREADS] != threads or s.g[FP_REGISTERS] != registers or s.g[FP_SHARED] != shared:
+        s.g[FP_THREADS], s.g[FP_REGISTERS], s.g[FP_SHARED] = threads, registers, shared
+        for sm in range(s.free.shape[0]):
+            s.tree[PLACE_TREE, s.tree.shape[1] // 2 + sm] = load(s, sm, threads, registers, shared)
+        tree_rebuild(s.tree[PLACE_TREE])
+        for k in range(s.g[DIRTY_N]):
+            s.dirty[1, s.dirty[0, k]] = 0
+    else:
+        for k in range(s.g[DIRTY_N]):
+            sm = s.dirty[0, k]
+            s.dirty[1, sm] = 0
+            tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+    s.g[DIRTY_N] = 0
+
+
+@inlined
+def place_one(s: State, handle: int) -> bool:
+    """Place the grid's next block on the SM with the most room."""
+    i = handle & (s.ci.shape[0] - 1)
+    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    refresh_tree(s, threads, registers, shared)
+    if s.tree[PLACE_TREE, 1] == INF:
+        return False
+    sm = tree_first(s.tree[PLACE_TREE])
+    start_block(s, handle, sm)
+    tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
+    return True
+
+
+@inlined
+def place_confined(s: State, handle: int) -> bool:
+    """Place the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
+    i = handle & (s.ci.shape[0] - 1)
+    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    first = s.window[s.ci[i, WINDOW], W_FIRST]
+    chosen = -1
+    least = INF
+    for k in range(first, first + s.window[s.ci[i, WINDOW], W_SMS]):
+        sm = k if k < s.free.shape[0] else k - s.free.shape[0]
+        rank = load(s, sm, threads, registers, shared)
+        if rank < least or (rank == least and sm < chosen):
+            least = rank
+            chosen = sm
+    if chosen < 0:
+        return False
+    start_block(s, handle, chosen)
+    make_dirty(s, chosen)
+    return True
+
+
+@inlined
+def in_window(s: State, window: int, sm: int) -> bool:
+    after = sm - s.window[window, W_FIRST]
+    if after < 0:
+        after += s.free.shape[0]
+    inside: bool = after < s.window[window, W_SMS]
+    return inside
+
+
+@inlined
+def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
+    """How many blocks of this footprint still fit the SM."""
+    n: int = min(s.free[sm, F_BLOCKS], s.free[sm, F_THREADS] // threads)
+    if registers > 0:
+        n = min(n, s.free[sm, F_REGISTERS] // registers)
+    if shared > 0:
+        n = min(n, s.free[sm, F_SHARED] // shared)
+    return n
+
+
+@inlined
+def place_cluster(s: State, handle: int) -> bool:
+    """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window."""
+    i = handle & (s.ci.shape[0] - 1)
+    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    window = s.ci[i, WINDOW]
+    most = s.ci[i, CLUSTER] - 1
+    best = -1
+    for gpc in range(s.gpc.shape[0] - 1):
+        fit = 0
+        for sm in range(s.gpc[gpc], s.gpc[gpc + 1]):
+            if in_window(s, window, sm):
+                fit += room(s, sm, threads, registers, shared)
+        if fit > most:
+            most = fit
+            best = gpc
+    if best < 0:
+        return False
+    for _ in range(s.ci[i, CLUSTER]):
+        chosen = -1
+        least = INF
+        for sm in range(s.gpc[best], s.gpc[best + 1]):
+            rank = load(s, sm, threads, registers, shared)
+            if rank < least and in_window(s, window, sm):
+                least = rank
+                chosen = sm
+        start_block(s, handle, chosen)
+        make_dirty(s, chosen)
+    return True
+
+
+@inlined
+def place(s: State) -> None:
+    """Hand out blocks: the first waiting grid until it has no more or fits nowhere; with backfill, then the next.
+
+    Without, a grid that fits nowhere in its window holds up that window only: a context has a front end of its own.
+    """
+    s.g[PASS] += 1
+    k = 0
+    while k < s.g[WAITING_N]:
+        handle = s.waiting[k]
+        i = handle & (s.ci.shape[0] - 1)
+        window = s.ci[i, WINDOW]
+        if window > 0 and s.window[window, W_HELD] == s.g[PASS]:
+            k += 1
+            continue
+        if s.ci[i, BLOCKED_AT] == s.g[FREED]:  # nothing was freed since it fitted nowhere
+            placed = False
+        elif s.ci[i, CLUSTER] > 1:
+            placed = place_cluster(s, handle)
+        elif window > 0:
+            placed = place_confined(s, handle)
+        else:
+            placed = place_one(s, handle)
+        if not placed:
+            s.ci[i, BLOCKED_AT] = s.g[FREED]
+            if s.g[BACKFILL] == 0:
+                if window == 0:
+                    break
+                s.window[window, W_HELD] = s.g[PASS]
+            k += 1
+            continue
+        if s.ci[i, PLACED] == s.ci[i, BLOCKS]:
+            for j in range(k, s.g[WAITING_N] - 1):
+                s.waiting[j] = s.waiting[j + 1]
+            s.g[WAITING_N] -= 1
+        if s.t[BLOCK_ISSUE] > 0.0:
+            s.t[PLACE_FREE] = s.t[NOW] + s.t[BLOCK_ISSUE] * s.ci[i, CLUSTER]
+            return
+    s.g[PLACE] = 0
+
+
+@inlined
+def start_grid(s: State, handle: int) -> None:
+    """The grid joins those with blocks to place: behind all of its priority and above."""
+    i = handle & (s.ci.shape[0] - 1)
+    k = s.g[WAITING_N]
+    while k > 0 and s.ci[s.waiting[k - 1] & (s.ci.shape[0] - 1), PRIORITY] < s.ci[i, PRIORITY]:
+        s.waiting[k] = s.waiting[k - 1]
+        k -= 1
+    s.waiting[k] = handle
+    s.g[WAITING_N] += 1
+    s.g[ACTIVE] += 1
+    s.g[PLACE] = 1
