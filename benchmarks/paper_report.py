@@ -15,6 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 COLOURS = {
     "streams": "#777777", "streams, 32 queues": "#000000", "srpt": "#0072B2", "slack": "#56B4E9",
     "dynamic batcher": "#CC79A7", "srpt, batches": "#D55E00", "slack, batches": "#E69F00", "hrrn, batches": "#009E73",
+    "slack, windows": "#004488", "hrrn, batches, windows": "#117733",
 }  # fmt: skip
 ENOUGH = 0.99  # of the requests within four times their time alone
 SIGMA = "1.5"
@@ -72,7 +73,7 @@ def fig11_text(points: dict[str, Any]) -> str:
         row = [system]
         for sigma in sigmas:
             loads = sustained(sweep, system, sigma)
-            times = [a / b for a, b in zip(loads, base[sigma], strict=False)]  # the same requests
+            times = [a / b for a, b in zip(loads, base[sigma], strict=False) if b]  # the same requests
             row.append(f"{spread(loads, 0)}; {np.median(times):.2f}×" if times else "–")
         at = sweep.get((system, SIGMA, "4000"))
         ours = sweep.get(("streams", SIGMA, "4000"))

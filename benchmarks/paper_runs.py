@@ -111,6 +111,7 @@ class Loaded:
         share = np.array([kind.share for kind in kinds])
         self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
         self.checked = self.wrong = 0
+        self.launches = self.confined = 0  # of the last run, in all and to windows of SMs
 
     def check(self, run: Run) -> None:
         """Every output against the module's own in eager mode: within 2 % of the largest, or, where fp16 itself is
@@ -150,9 +151,14 @@ class Loaded:
             state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), active
         elif active is not None:
             state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = active, np.inf
+        before = self._counts()
         run = self.generator.run(at_ns, model, which, priority=self.priorities, **more)
+        self.launches, self.confined = (self._counts() - before).tolist()
         self.check(run)
         return run
+
+    def _counts(self) -> NDArray[np.int64]:
+        return self.engine.state.g[[st.LAUNCHES, st.CONFINED_LAUNCHES]]
 
     def saturate(self, system: System, n: int, outstanding: int, seed: int) -> Run:
         model, which = self.mix(np.random.default_rng(seed), n)
@@ -174,6 +180,8 @@ class Loaded:
             "within_4x": float((good & (slow <= 4)).mean()),
             "generator_pause_us": run.generator_pause_ns / 1e3,
             "core_pause_us": run.core_pause_ns / 1e3,
+            "launches": self.launches,
+            "confined_launches": self.confined,
             "mean_batch": float(run.batch[good].mean()) if good.any() else 0.0,
             "p99_us": {
                 kind.label: float(np.quantile(run.latency_ns[good & (run.model == m)], 0.99)) / 1e3

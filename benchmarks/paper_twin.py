@@ -79,7 +79,7 @@ def main() -> None:
     keys = [key for key in measured["points"] if key.startswith("fig11|")]
     for key in track(keys, description="simulating"):
         _, which, sigma, rate, seed = key.split("|")
-        if which not in SYSTEMS:  # processes, which the twin does not have
+        if which not in SYSTEMS or which not in limit:  # processes, which the twin does not have
             continue
         system = SYSTEMS[which]
         name = next(name for name, each in SETUPS.items() if each == system.setup)
@@ -91,7 +91,7 @@ def main() -> None:
         twin = simulated(profiles[name], system, at, model, alone_ns, copy_ns)
         rows.append(
             {
-                "point": key, "system": which, "load": float(rate) / limit.get(which, np.inf),
+                "point": key, "system": which, "load": float(rate) / limit[which],
                 **{f: {"measured": real[f], "twin": twin[f], "error": twin[f] / real[f] - 1} for f in FIGURES},
             }
         )  # fmt: skip

@@ -35,6 +35,7 @@ from scheduler.core_dispatch import monotonic_ns
 from scheduler.cuda_graphs import CapturedGraph, segment, segment_graph
 from scheduler.cuda_windows import CudaWindows
 
+REFUSED, LOST = -1, -2
 compiled = numba.njit(nogil=True, error_model="numpy")
 
 LANES = (10, 10, 8, 6, 6, 6, 6, 4)
@@ -42,6 +43,8 @@ STREAMS = 32
 MOST = 24
 OUTSTANDING = 96
 REQUESTS = 4000
+LONGEST_NS = 20_000_000_000  # a run that takes longer has lost something
+_WORD_BYTES = 64  # a cache line for each lane's word
 SHARE_OF_REQUESTS = np.array([kind.share for kind in FIG11]) / sum(kind.share for kind in FIG11)
 
 
@@ -89,7 +92,7 @@ def drive(
     clock: int, launch: int, at: Any, model: Any, graphs: Any, lanes: Any, windows: Any, overlap: Any, words: Any,
     streams: Any, most: int, roomy: int, any_lane: bool, outstanding: int, latency: Any, scratch: Any,
 ) -> int:  # fmt: skip
-    """Serves requests at their times, or `outstanding` at once; how long it took, or -1 where a launch failed.
+    """Serves requests at their times, or `outstanding` at once; how long it took, or REFUSED or LOST.
 
     `graphs[m, l]` are a lane's on all SMs, then in each of its windows, `windows[m, l]`. `any_lane`: the first that is
     free; else one whose first window is the emptiest.
@@ -106,6 +109,8 @@ def drive(
     first = active = done = arrived = 0
     while done < n:
         now = monotonic_ns(clock, scratch) - start
+        if now > LONGEST_NS:
+            return LOST
         for m in range(words.shape[0]):
             for lane in range(lanes[m]):
                 r = request[m, lane]
@@ -153,7 +158,7 @@ def drive(
             request[m, best], on[m, best] = r, stream
             active += 1
             if call_launch(launch, graphs[m, best, to], streams[stream]) != 0:
-                return -1
+                return REFUSED
         while first < arrived and sent[first]:
             first += 1
     return monotonic_ns(clock, scratch) - start
@@ -170,13 +175,13 @@ class Bench:
             graphs, keep = zip(*(capture(net, kind, 1) for _ in range(lanes)), strict=True)
             self.graphs.append(list(graphs))
             self._keep.append(keep)
-        self._pinned = self.device._allocate_pinned(8 * sum(LANES))
+        self._pinned = self.device._allocate_pinned(_WORD_BYTES * sum(LANES))
         self._streams = [CudaStream(self.device, 0) for _ in range(STREAMS)]
         self.streams = np.array([each.handle for each in self._streams], np.uint64)
         shape = (len(FIG11), max(LANES))
         self.words, self.wide = np.zeros(shape, np.uint64), np.zeros(shape, np.uint64)
         for k, (m, lane) in enumerate(self._each()):
-            self.words[m, lane] = self._pinned[8 * k :].ctypes.data
+            self.words[m, lane] = self._pinned.ctypes.data + _WORD_BYTES * k
             graph = self.graphs[m][lane]
             self.wide[m, lane] = segment(
                 graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle
@@ -235,7 +240,7 @@ class Bench:
             most, how.roomy, how.by == "window", outstanding, latency, scratch,
         )  # fmt: skip
         if took < 0:
-            raise SystemExit("a graph could not be launched")
+            raise SystemExit("a graph could not be launched" if took == REFUSED else "a graph never came to its end")
         return latency, took
 
     def alone(self, how: How) -> NDArray[np.float64]:

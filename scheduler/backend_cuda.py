@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,9 +219,11 @@ class CudaBackend(Backend):
                         assert self._windows is not None
                         made[-1] += self._windows.confined(graph, nodes, windows, stream)
         except BaseException:
-            for handle in (handle for each in made for handle in each):
-                driver().cuGraphExecDestroy(handle)
+            _destroy(handle for each in made for handle in each)
             raise
+        if len(made[-1]) == 1:  # the whole cannot be confined, so none of its parts is
+            _destroy(handle for each in made for handle in each[1:])
+            made = [each[:1] for each in made]
         *handles, whole = (each[0] for each in made)
         # A segment of nothing that can be confined is launched as it is.
         confined = [
@@ -261,9 +263,7 @@ class CudaBackend(Backend):
     def release(self, launches: Launches) -> None:
         self.device.activate()
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            for handle in (*handles, whole):
-                if handle:
-                    driver().cuGraphExecDestroy(handle)
+            _destroy(handle for handle in (*handles, whole) if handle)
         launches.keep.clear()
         launches.handles.clear()
         launches.confined.clear()
@@ -385,3 +385,8 @@ class CudaBackend(Backend):
 
     def to_trace_ns(self, host_ns: int) -> int:
         return self.device.to_device_ns(host_ns)
+
+
+def _destroy(executables: Iterable[int]) -> None:
+    for each in executables:
+        driver().cuGraphExecDestroy(each)

@@ -15,7 +15,6 @@ from instrument.errors import LaunchError
 from scheduler.cuda_graphs import instantiate
 
 _GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
-_LARGE_SHARED = 48 * 1024  # beyond this a kernel must be told that it may
 
 
 class CudaWindows:
@@ -72,27 +71,29 @@ class CudaWindows:
                 params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                 if int(params.kern):
                     self._allow_shared(params)
-                    movable.append(node)
+                    movable.append((node, int(params.kern)))
         made: list[int] = []
         try:
             for window in windows if movable else ():
                 context = self._contexts[window]
-                for node in movable:
+                for node, kernel in movable:
                     # Read again: its arguments lie in memory of the node's, which is another after every change.
                     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
-                    params.func, params.ctx = cu.CUfunction(0), context
+                    params.func, params.kern, params.ctx = cu.CUfunction(0), cu.CUkernel(kernel), context
                     check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
                 made.append(instantiate(graph, stream))
-        except BaseException:
+        except BaseException as e:
             for handle in made:
                 cu.cuGraphExecDestroy(handle)
+            if isinstance(e, LaunchError):  # a grid that wants more SMs at once than a window has, for one
+                return []
             raise
         return made
 
     def _allow_shared(self, params: Any) -> None:
         """A kernel may have been allowed much shared memory as a function of its context, which it leaves."""
         key = (int(params.kern), int(params.sharedMemBytes))
-        if params.sharedMemBytes > _LARGE_SHARED and key not in self._allowed:
+        if params.sharedMemBytes and key not in self._allowed:
             cu = driver()
             most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             had = check(cu.cuKernelGetAttribute(most, params.kern, self._device.index), "reading a kernel's limits")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import struct
 import time
 from collections import Counter
@@ -46,7 +47,8 @@ class FakeCuda:
     """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete.
 
     `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
-    of the groups of SMs in each, and `confined` counts the kernels that ran in each context.
+    of the groups of SMs in each, and `confined` counts the kernels that ran in each context. After so many, `sends`, no
+    kernel can be sent to one.
     """
 
     def __init__(self) -> None:
@@ -56,6 +58,7 @@ class FakeCuda:
         self.events: dict[int, int] = {}
         self.streams: dict[int, Stream] = {}
         self.fails, self.silent, self.by_kernel = 0, False, False
+        self.sent, self.sends = 0, math.inf
         self.windows: dict[int, list[int]] = {}
         self.confined: Counter[int] = Counter()
         self._memory: list[Any] = []
@@ -277,7 +280,7 @@ class FakeCuda:
     def cuGraphKernelNodeGetParams(self, node):
         facts, params = self._find(node)[0].facts, real.CUDA_KERNEL_NODE_PARAMS()
         params.func, params.sharedMemBytes = real.CUfunction(facts["function"]), facts["shared"]
-        if self.by_kernel:
+        if self.by_kernel and "context" not in facts:  # one that was sent elsewhere may not say of which kernel it is
             params.func, params.kern = real.CUfunction(0), real.CUkernel(facts["function"])
         params.gridDimX, params.gridDimY, params.gridDimZ = facts["grid"]
         params.blockDimX, params.blockDimY, params.blockDimZ = facts["block"]
@@ -285,6 +288,9 @@ class FakeCuda:
 
     def cuGraphKernelNodeSetParams(self, node, params):
         facts = self._find(node)[0].facts
+        self.sent += 1
+        if self.sent > self.sends:
+            return (real.CUresult.CUDA_ERROR_INVALID_VALUE,)
         assert int(params.func) == 0  # else it would stay where it is
         assert int(params.kern) == facts["function"]
         facts["context"] = int(params.ctx)

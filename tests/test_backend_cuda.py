@@ -201,6 +201,21 @@ def test_kernels_that_belong_to_a_context_stay_on_all_sms(run):
     """)
 
 
+@pytest.mark.parametrize("sends", [0, 1, 25])
+def test_a_program_of_which_the_driver_refuses_to_confine_a_kernel_stays_on_all_sms(run, sends):
+    run(f"""
+        fake.by_kernel, fake.sends = True, {sends}
+        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 0.0)
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1,), lanes=12))
+            assert not engine.profile("six")[0].confined
+            for answer in many(engine, ["six"], 50):
+                assert (answer["y"] == 64).all()
+            assert engine.stats()["confined_launches"] == 0
+        assert not fake.graphs and not fake.executables and not fake.windows
+    """)
+
+
 def test_a_driver_without_green_contexts_says_what_to_do(run):
     run("""
         fake.cuDeviceGetDevResource = lambda device, kind: (fake.CUresult.CUDA_ERROR_NOT_SUPPORTED, None)
