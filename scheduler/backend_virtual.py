@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from instrument.device.jit import compile_for
+from instrument.device.sm_core import next_event, submit_again
 from instrument.device.sm_costs import BlockCost
 from instrument.device.sm_model import SmModel
 from instrument.device.sm_program import Kernel, Placed
@@ -155,6 +157,7 @@ class VirtualBackend(Backend):
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
         self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
         self._nobody_waits.set()
+        self._compiled = threading.Event()  # what the loop needs: until then, nothing has run
         self._stop_word = np.zeros(8, np.uint64)
         # Spinning takes a core from somebody where there are few.
         self._linger_ns = _LINGER_NS if (os.cpu_count() or 1) > _FEW_CORES else 0
@@ -358,13 +361,20 @@ class VirtualBackend(Backend):
         ppoll, read = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.ppoll, libc.read))
         launch = ctypes.CFUNCTYPE(ctypes.c_int32)(self._launch)
         address = ctypes.cast(launch, ctypes.c_void_p).value or 0
+        rest = (
+            self._orders, self._flight, self._drain, self._in_flight, self._stop_word, self._offset_ns, self._linger_ns,
+            self._scratch, address, ppoll, read, self._bell.fd,
+        )  # fmt: skip
+        # Before the lock is taken: where nothing is on the disk yet it takes a minute, and nobody is to wait for it.
+        compile_for(serve, state, self.sm.state, *rest)
+        sm = self.sm.state
+        compile_for(next_event, sm)
+        compile_for(submit_again, sm.ci, sm.cf, sm.ci, sm.cf, sm.todo, sm.todo, 0, 0.0, 0)
+        self._compiled.set()
         while not self._stopping:
             with self._lock:
                 self._serving = self.sm.state
-                serve(
-                    state, self._serving, self._orders, self._flight, self._drain, self._in_flight, self._stop_word,
-                    self._offset_ns, self._linger_ns, self._scratch, address, ppoll, read, self._bell.fd,
-                )  # fmt: skip
+                serve(state, self._serving, *rest)
             if self._stop_word[0]:
                 self._stop_word[0] = 0
                 while self._calls:
@@ -420,6 +430,8 @@ class VirtualBackend(Backend):
         piece.run()
 
     def sm_totals(self) -> tuple[float, Any, Any]:
+        if not self._compiled.is_set():
+            return 0.0, np.zeros(self.device.sm_count), np.zeros(self.device.sm_count)
         with self._sm_model():
             return self.sm.use_until(time.monotonic_ns() - self._offset_ns)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -74,22 +75,51 @@ class Model:
         `share` is the part of the GPU's time a fair policy gives it, relative to the others. `lanes` is how many
         batches may be in flight at once; by default as many as the engine runs, or as fit its memory.
         """
-        if not isinstance(name, str) or not name:
-            raise ModelError(f"a model's name is a text that is not empty, not {name!r}")
+        self._settle(name, batch, target_ms, priority, share, lanes)
         if not callable(fn):
             raise ModelError(f"model {name!r}: fn must be callable with (weights, inputs, outputs)")
-        self.name, self.fn = name, fn
+        self.fn = fn
         self.inputs = _specs(name, "inputs", inputs)
         self.outputs = _specs(name, "outputs", outputs)
         self.weights = {key: np.ascontiguousarray(value) for key, value in (weights or {}).items()}
-        self.batch = _batch(name, batch)
+
+    def _settle(
+        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ModelError(f"a model's name is a text that is not empty, not {name!r}")
         if target_ms is not None and not 0 < target_ms < math.inf:
             raise ModelError(f"model {name!r}: target_ms={target_ms}; a target is above zero")
         if not 0 < share < math.inf:
             raise ModelError(f"model {name!r}: share={share}; a share is above zero")
         if lanes is not None and (not isinstance(lanes, int) or lanes < 1):
             raise ModelError(f"model {name!r}: lanes={lanes!r}; there is at least one")
+        self.name, self.batch = name, _batch(name, batch)
         self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
+
+    def changed(
+        self,
+        *,
+        name: str | None = None,
+        batch: Sequence[int] | None = None,
+        target_ms: float | None = None,
+        priority: int | None = None,
+        share: float | None = None,
+        lanes: int | None = None,
+    ) -> Self:
+        """The same model with other settings; what is None stays as it is."""
+        made = copy.copy(self)
+        if getattr(self.fn, "__self__", None) is self:  # a method of the model: the new one's from now on
+            made.fn = getattr(made, self.fn.__name__)
+        made._settle(
+            self.name if name is None else name,
+            self.batch if batch is None else batch,
+            self.target_ms if target_ms is None else target_ms,
+            self.priority if priority is None else priority,
+            self.share if share is None else share,
+            self.lanes if lanes is None else lanes,
+        )
+        return made
 
     @classmethod
     def from_torch(

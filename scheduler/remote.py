@@ -220,7 +220,8 @@ class RemoteEngine(Requester):
 
     def _failed(self, status: int) -> EngineFailedError:
         # Its process says why in the log, and ends.
-        return EngineFailedError(f"the GPU failed (status {status}); the engine is being started again")
+        why = f" (CUDA's status {status})" if status else ""
+        return EngineFailedError(f"the GPU failed{why}: the server's log says why; the engine is being started again")
 
     @property
     def over(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -87,6 +87,11 @@ class TorchModel(Model):
         self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
 
     uses_torch = True
+
+    def changed(self, **about: Any) -> Self:
+        made = super().changed(**about)
+        made._compiled, made._home, made.operations = {}, None, {}  # each is loaded by itself
+        return made
 
     @property
     def weights_bytes(self) -> int:

@@ -93,20 +93,13 @@ def make_model(factory: Any, config: ModelConfig) -> Model:
     if not isinstance(found, Model):
         raise ModelError(f"{config.factory} gave a {type(found).__name__}, not a Model")
 
-    def either(given: Any, own: Any) -> Any:
-        return own if given is None else given
-
-    return Model(
-        either(config.name, found.name),
-        found.fn,
-        inputs=found.inputs,
-        outputs=found.outputs,
-        weights=found.weights,
-        batch=either(config.batch, found.batch),
-        target_ms=either(config.target_ms, found.target_ms),
-        priority=either(config.priority, found.priority),
-        share=either(config.share, found.share),
-        lanes=either(config.lanes, found.lanes),
+    return found.changed(
+        name=config.name,
+        batch=config.batch,
+        target_ms=config.target_ms,
+        priority=config.priority,
+        share=config.share,
+        lanes=config.lanes,
     )
 
 

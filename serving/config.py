@@ -105,8 +105,10 @@ class Source:
     def error(self, path: Path_, message: str) -> ConfigError:
         """`file:line: key: what is wrong`, and the line itself."""
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-        if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path) or not self.name:
+        if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path):
             return ConfigError(f"on the command line: {key or 'configuration'}: {message}")
+        if not self.name:
+            return ConfigError(f"among the settings: {key}: {message}" if key else message)
         number = line_of(self.text, path)
         shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
         return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}")
@@ -162,10 +164,14 @@ def _where(message: str) -> tuple[Path_, str]:
         elif index.isdigit():
             path.append(int(index))
     if unknown := re.search(r"unknown field `(.*)`", said):
-        path.append(unknown[1])
         said = "there is no such setting"
+        if not path and unknown[1] in ServerConfig.__struct_fields__:
+            said += f"; there is server.{unknown[1]}"
+        path.append(unknown[1])
     elif missing := re.search(r"missing required field `(.*)`", said):
         said = f"{missing[1]} is missing"
+    elif "matching regex" in said:  # only factories have to look like something
+        said = "write package.module:name, as in paellapy.demo:load"
     return tuple(path), said.replace("`", "")
 
 

@@ -116,7 +116,12 @@ def add_dashboard(app: web.Application) -> None:
     async def shutdown(_: web.Application) -> None:
         hub.close()
 
+    @open_to_all
+    async def moved(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/")
+
     app.router.add_get("/", page)
+    app.router.add_get("/dashboard", moved)
     app.router.add_get("/dashboard/events", events)
     app.router.add_post("/dashboard/policy", policy)
     app.router.add_get("/dashboard/{file}", part)

@@ -22,7 +22,6 @@ from serving.registry import READY, Entry, Registry
 HELLO = "hello"
 STATE = "state"
 _REST_S = 2.0
-_LOOK_S = 0.2
 
 
 def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
@@ -80,12 +79,6 @@ class EngineHost:
         """What is to be loaded at the start is loaded, or could not be."""
         self._settled = True
         self._tell_all()
-
-    async def failed(self) -> BaseException:
-        """Waits for the GPU to fail: a new process is needed then."""
-        while self._engine.failure is None:
-            await asyncio.sleep(_LOOK_S)
-        return self._engine.failure
 
     async def stop(self) -> None:
         """Once every worker is gone: nobody is answered by an engine that has ended."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
+import os
 import socket
 import ssl
 import time
@@ -18,6 +20,8 @@ from aiohttp import web
 
 from instrument.errors import PaellaError
 from scheduler.engine import Engine
+from scheduler.errors import EngineFailedError
+from scheduler.remote import RemoteEngine
 from serving.app import create_app
 from serving.config import ServerConfig
 from serving.connections import Connection, Runner
@@ -27,11 +31,13 @@ from serving.logs import configure, log
 from serving.middleware import SERVICE
 from serving.registry import Catalogue, Registry
 from serving.service import Service
+from serving.warm import warm_up
 
 Announce = Callable[[str], None]
 
 BACKLOG = 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LOOK_S = 0.25
 PATIENCE_S = 10.0  # between signs of life while a model is loaded
 
 
@@ -96,7 +102,7 @@ class Server:
             await site.start()
         except OSError as e:
             await self._runner.cleanup()
-            raise PaellaError(f"{o.host}:{o.port} cannot be listened on: {e.strerror}; choose another port") from None
+            raise cannot_listen(o.host, o.port, e) from None
         self.url = url_of(self._runner.addresses[0], self.tls is not None)
 
     async def load(self) -> None:
@@ -119,6 +125,7 @@ async def load_models(registry: Registry, stopping: Callable[[], bool]) -> None:
     The server goes on without one that cannot be loaded, and is not ready; without any it is of no use.
     """
     failure: PaellaError | None = None
+    await asyncio.to_thread(warm_up, registry.engine.current_policy)
     for entry in registry.entries.values():
         if entry.wanted and entry.model is None and not stopping():
             began = time.monotonic()
@@ -138,8 +145,18 @@ async def load_models(registry: Registry, stopping: Callable[[], bool]) -> None:
         raise failure
 
 
+async def failure_of(engine: Engine | RemoteEngine) -> BaseException:
+    """Waits for the GPU of an engine in this process to fail: a new process is needed then."""
+    while engine.failure is None:
+        await asyncio.sleep(LOOK_S)
+    return engine.failure
+
+
 async def run(server: Server, announce: Announce | None = None, aloud: bool = True) -> None:
-    """Until SIGTERM or SIGINT; a second one stops at once. `aloud`: its coming and going is worth a line."""
+    """Until SIGTERM or SIGINT, a second one stops at once; or until the GPU fails, which is raised.
+
+    `aloud`: its coming and going is worth a line.
+    """
     loop, stop, level = asyncio.get_running_loop(), asyncio.Event(), logging.INFO if aloud else logging.DEBUG
 
     def stopping() -> None:
@@ -154,16 +171,23 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
     await server.start()
     log.log(level, "listening", extra={"fields": {"url": server.url}})
     loading = asyncio.create_task(server.load())
-    stopped = asyncio.create_task(stop.wait())
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(server.registry.engine))
     try:
-        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loading, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
             if announce is not None and not stop.is_set():
                 announce(server.url)
-            await stopped
+            await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            log.error("the GPU failed", extra={"fields": {"error": str(failed.result())}})
+            raise EngineFailedError(
+                f"the GPU failed, and the server has stopped: {failed.result()}. Start it again; with --workers 1 the "
+                "engine has a process of its own, which is started again by itself"
+            )
     finally:
         stopped.cancel()
+        failed.cancel()
         await server.stop()
         await asyncio.gather(loading, return_exceptions=True)
     log.log(level, "stopped")
@@ -192,6 +216,14 @@ def run_server(
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> PaellaError:
+    taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    remedy = "another port" if taken else "a host of this machine, such as 127.0.0.1"
+    # asyncio puts words of its own around the system's; a name that cannot be looked up has no number there.
+    said = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return PaellaError(f"{host}:{port} cannot be listened on: {said}; choose {remedy}")
 
 
 def url_of(address: Any, tls: bool) -> str:

@@ -25,7 +25,7 @@ import msgspec
 from instrument.errors import PaellaError
 from scheduler.shared import die_with_parent, name_process
 from serving.logs import log
-from serving.server import BACKLOG
+from serving.server import BACKLOG, cannot_listen
 
 READY = "ready"
 LEAST_LIFE_S = 10.0  # who lives shorter is started again later and later
@@ -279,5 +279,5 @@ def listen(host: str, port: int, number: int) -> list[socket.socket]:
             found.append(each)
         return found
     except OSError as e:
-        raise PaellaError(f"{host}:{port} cannot be listened on: {e.strerror}; choose another port") from None
+        raise cannot_listen(host, port, e) from None
 

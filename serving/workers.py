@@ -13,24 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from scheduler import front_calls
-from scheduler.core import attach_policy, predict_finish
-from scheduler.core_models import ModelProfile, SegmentProfile, install
 from scheduler.model import Model
 from scheduler.policy import Policy, find_policy, policy_names
-from scheduler.state import COMPLETION, Limits, new_state
 from serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
 from serving.config import Config, Source
-from serving.counters import Counters, Numbers, counter_table, note_items
+from serving.counters import Counters, Numbers, counter_table
 from serving.engine_host import EngineHost
 from serving.engine_link import EngineLink
 from serving.logs import configure, log
 from serving.registry import Registry, entry_of
-from serving.server import Announce, Server, keep_memory, load_models, loop_factory, run, url_of
+from serving.server import Announce, Server, failure_of, keep_memory, load_models, loop_factory, run, url_of
 from serving.service import Service
 from serving.supervisor import READY, Process, Supervisor, Tell, listen
+from serving.warm import warm_up
 
 SOCKET = "engine"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
@@ -84,17 +79,6 @@ def serve_workers(
     log.info("stopped")
 
 
-def warm_up(policy: Policy) -> None:
-    """Loads, or compiles, what workers run: those forked from this process have it, and answer at once."""
-    state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
-    attach_policy(state, policy)
-    install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
-    predict_finish(state, 0, 0)
-    front_calls.warm_up(state)
-    note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
-               np.zeros(0, COMPLETION))  # fmt: skip
-
-
 # -- the engine's process
 
 
@@ -113,7 +97,7 @@ def _engine(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await host.start()
         loading = asyncio.create_task(load_models(registry, stop.is_set))
-        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(host.failed())
+        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
         try:
             await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():

@@ -80,6 +80,11 @@ def test_the_page_and_its_parts_come_from_here_and_from_nowhere_else(server):
     assert {"dashboard/view.js", "dashboard/slow.js", "dashboard/view.css"} <= seen
 
 
+def test_its_name_leads_to_it(server):
+    status, headers, _ = ask(server, "GET", "/dashboard")
+    assert (status, headers["Location"]) == (302, "/")
+
+
 @pytest.mark.parametrize("name", ["nothing.js", "..%2fapp.py", "%2e%2e", ".", "view.js/x"])
 def test_other_files_are_not_there(server, name):
     assert ask(server, "GET", f"/dashboard/{name}")[0] == 404

@@ -72,3 +72,19 @@ def test_each_mistake_is_named(changes, said):
 def test_the_largest_batch_is_the_last():
     assert model(batch=(1, 4, 16)).max_batch == 16
     assert "batch (1, 4, 16)" in repr(model(batch=(1, 4, 16)))
+
+
+def test_a_model_is_changed_in_part_and_stays_what_it_is():
+    class Special(Model):
+        def run(self, weights, inputs, outputs):
+            return self.name
+
+    first = Special("a", print, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)}, batch=(1, 2), share=2.0)
+    first.fn = first.run
+    second = first.changed(name="b", batch=(4,), lanes=3)
+    assert isinstance(second, Special)
+    assert (second.name, second.batch, second.lanes, second.share) == ("b", (4,), 3, 2.0)
+    assert (first.name, first.batch, first.lanes) == ("a", (1, 2), None)
+    assert (first.fn({}, {}, {}), second.fn({}, {}, {})) == ("a", "b")
+    with pytest.raises(ModelError, match="lanes=0"):
+        first.changed(lanes=0)

@@ -14,7 +14,7 @@ from instrument.device.parts import part
 from instrument.device.sm_model import SmModel
 from instrument.live import counts
 from instrument.records import WARP_SHIFT
-from scheduler import monitor_sms
+from scheduler import backend_virtual, monitor_sms
 from scheduler import state as st
 from scheduler.engine import Engine
 from scheduler.monitor import EDGES_MS, Monitor
@@ -59,6 +59,30 @@ def test_a_snapshot_is_plain_json_and_counts_what_ran(engine):
     assert found["policy"]["current"] == engine.policy
     assert {"paella", "fifo"} <= {each["name"] for each in found["policy"]["choices"]}
     assert all(each["about"] for each in found["policy"]["choices"])
+
+
+def test_nobody_who_looks_waits_for_the_compiler(monkeypatch):
+    """The first start on a machine compiles for a minute; who looks meanwhile may be the server's event loop."""
+    wanted, go_on = threading.Event(), threading.Event()
+
+    def compile_when_told(*given):
+        wanted.set()
+        go_on.wait()
+
+    monkeypatch.setattr(backend_virtual, "compile_for", compile_when_told)
+    with Engine("virtual:h200") as engine:
+        wanted.wait()
+        try:
+            with Monitor(engine) as monitor:
+                assert monitor.snapshot()["models"] == []
+                _, warp_ns, busy_ns = engine.sm_totals()
+                assert not warp_ns.any()
+                assert not busy_ns.any()
+        finally:
+            go_on.set()
+        engine.load(scale_model("scale"))
+        ask(engine, "scale", 1)
+        assert engine.sm_totals()[1].any()
 
 
 def test_the_occupancy_of_each_sm_is_that_of_the_blocks_that_ran(engine):

@@ -156,6 +156,19 @@ def test_mistakes_on_the_command_line_are_said_to_be_there(write, overrides, mod
         load_config(write(GOOD), overrides, models=models)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"port": 9000}, "among the settings: port: there is no such setting; there is server.port"),
+        ({"server": {"prot": 1}}, "among the settings: server.prot: there is no such setting"),
+        ({"models": [{"factory": "mlp"}]}, "write package.module:name"),
+    ],
+)
+def test_mistakes_in_settings_given_from_python_are_said_to_be_there(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(defaults=settings)
+
+
 def test_no_models_at_all():
     config, source = load_config()
     with pytest.raises(ConfigError, match="at least one model"):

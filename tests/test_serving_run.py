@@ -106,6 +106,52 @@ def test_a_stop_signal_under_load_loses_no_accepted_request(tmp_path):
     assert json.loads(rest.splitlines()[-1])["message"] == "stopped"
 
 
+FAULTY = """
+device = "virtual:h200"
+[server]
+port = 0
+grace_s = 0.0
+log_format = "json"
+[[models]]
+factory = "engine_models:faulty_model"
+"""
+
+
+def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
+    """In one process nothing could start its engine again: whoever started the server must know."""
+    config = tmp_path / "paella.toml"
+    config.write_text(FAULTY)
+    body = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
+
+    async def main(url):
+        path = f"{url}/v2/models/faulty/infer"
+        async with aiohttp.ClientSession() as session, session.post(path, data=body) as answer:
+            assert answer.status == 503
+            assert "fault_if" in (await answer.json())["error"]
+
+    with serving(str(config)) as process:
+        lines = read_until(process.stderr, '"message":"loaded"')
+        asyncio.run(main(next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)))
+        assert process.wait(60) == 1
+        rest = process.stderr.read()
+    told = json.loads(next(line for line in rest.splitlines() if '"level":"error"' in line))
+    assert told["message"] == "the GPU failed"
+    assert "fault_if" in told["error"]
+    assert "--workers 1" in rest.splitlines()[-1] + rest.splitlines()[-2]
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("host", ["nohost.invalid", "192.0.2.1"])
+def test_a_host_of_another_machine_is_refused_with_the_remedy(host, workers):
+    with serving("--host", host, "--port", "0", "--device", "virtual:h200", "--workers", workers) as process:
+        assert process.wait(60) == 1
+        said = " ".join(process.stderr.read().split())
+    assert f"{host}:0 cannot be listened on" in said
+    assert "choose a host of this machine" in said
+    assert "Traceback" not in said
+
+
 def test_mistakes_are_one_line_and_an_exit_code(tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text("[server]\nport = 'x'\n")

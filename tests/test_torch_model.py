@@ -198,3 +198,20 @@ def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypa
         mine = of_lane[(of_lane["start_ns"] >= job["start_ns"]) & (of_lane["end_ns"] <= job["end_ns"])]
         assert len(mine) in (1, len(engine.profile("deep")[0].segments))
         assert (mine["start_ns"][1:] >= mine["end_ns"][:-1]).all()
+
+
+def test_a_module_with_other_settings_is_still_that_module(engine):
+    """As a configuration gives them to what a factory made."""
+    net = SmallNet().eval()
+    model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2), priority=3)
+    other = model.changed(name="other", target_ms=5.0, batch=(1, 4))
+    assert (other.name, other.target_ms, other.batch, other.priority) == ("other", 5.0, (1, 4), 3)
+    assert (model.name, model.target_ms, model.batch) == ("net", None, (1, 2))
+    engine.load(other)
+    engine.load(model)
+    x = images(1)[0]
+    with torch.no_grad():
+        expected = net(torch.from_numpy(x[None])).numpy()[0]
+    for name in ("other", "net"):
+        np.testing.assert_allclose(engine.infer_sync(name, {"input": x})["output"], expected, rtol=1e-4, atol=1e-5)
+    assert (set(model.operations), set(other.operations)) == ({1, 2}, {1, 4})

@@ -30,6 +30,11 @@ def inlined(function: Function) -> Function:
     return result
 
 
+def compile_for(entry: Any, *given: Any) -> None:
+    """Have an entry point ready for such arguments, from the disk or compiled now, without calling it."""
+    entry.compile(tuple(entry.typeof_pyval(each) for each in given))
+
+
 def notice_edits(*entries: Any, parts: Iterable[Path]) -> None:
     """The disk cache looks at the file of an entry point only: let it see those that are folded into it too."""
     for entry in entries:

@@ -1,0 +1,7 @@
+"""`python -m paellapy`: the command line, where its script is not on the path."""
+
+from __future__ import annotations
+
+from paellapy.cli import main
+
+main()

@@ -1,0 +1,23 @@
+"""What a request runs, compiled or read from the disk before there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler import front_calls
+from scheduler.core import attach_policy, predict_finish
+from scheduler.core_models import ModelProfile, SegmentProfile, install
+from scheduler.policy import Policy
+from scheduler.state import COMPLETION, Limits, new_state
+from serving.counters import counter_table, note_items
+
+
+def warm_up(policy: Policy) -> None:
+    """With tables that nobody else uses. Processes forked from this one have it too, and answer at once."""
+    state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
+    attach_policy(state, policy)
+    install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
+    predict_finish(state, 0, 0)
+    front_calls.warm_up(state)
+    note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
+               np.zeros(0, COMPLETION))  # fmt: skip
