@@ -103,6 +103,11 @@ class Policy:
     whole: bool
     compiled: tuple[Any, ...] = field(repr=False)  # rank, admit, order; kept alive for their addresses
 
+    def __post_init__(self) -> None:
+        for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
+            if value is not None and value < 1:
+                raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")
+
     @property
     def addresses(self) -> tuple[int, int, int]:
         rank, admit, order = (each.address if each else 0 for each in self.compiled)
@@ -175,8 +180,6 @@ def _make(
     whole: bool,
 ) -> Policy:
     title = name or str(getattr(rank, "__name__", rank))
-    if (active is not None and active < 1) or look_ahead < 1:
-        raise PolicyError(f"policy {title}: active ({active}) and look_ahead ({look_ahead}) must be at least 1")
     functions: dict[str, Any] = {"rank": rank, "admit": admit, "order": order}
     own = getattr(rank, "__module__", "").startswith(BUILT_IN + ".")
     compiled = []

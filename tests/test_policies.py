@@ -223,10 +223,15 @@ def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: policy(active=0)(raises), lambda: policy(look_ahead=0)(raises), lambda: find_policy("nonesuch")]
+    ("make", "message"),
+    [
+        (lambda: policy(active=0)(lambda job: job.batch), "active is at least 1, not 0"),
+        (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead is at least 1, not 0"),
+        (lambda: find_policy("nonesuch"), "no policy named 'nonesuch'"),
+    ],
 )
-def test_options_and_names_are_checked(make: Callable[[], object]) -> None:
-    with pytest.raises(PolicyError):
+def test_options_and_names_are_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
         make()
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st_
 
+from instrument.errors import PaellaError
 from scheduler import state as st
-from scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
+from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.simulate import Fidelity, busy_alone, simulate
 from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
 from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
@@ -108,6 +109,23 @@ def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
     assert result.occupancy[5:-5, 0].mean() == pytest.approx(1.0, abs=0.02)
 
 
+@given(
+    rows=st_.lists(st_.tuples(st_.floats(0.0, 0.02), st_.sampled_from(sorted(MIX))), max_size=12),
+    policy=st_.sampled_from(["slack", "paella", "streams"]),
+)
+def test_few_requests_for_many_models_are_all_answered(rows: list[tuple[float, str]], policy: str) -> None:
+    load = Trace(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
+    result = simulate(mix_profiles(), load, policy)
+    assert (result.jobs["status"] == st.OK).sum() == len(rows)
+
+
+@pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
+def test_few_requests_are_all_answered_where_every_block_is_placed(requests: int) -> None:
+    load = Trace(tuple((0.0, f"net{k % 6}", None, None, 0) for k in range(requests)))
+    result = simulate([net(f"net{k}") for k in range(6)], load, "fifo", fidelity="blocks")
+    assert result.all.completed == requests
+
+
 def test_batches_raise_throughput() -> None:
     one, many = (mix_profiles(batch, names=["resnet18"]) for batch in ((1,), (1, 2, 4, 8)))
     load = ClosedLoop("resnet18", clients=64, duration=0.3)
@@ -152,10 +170,14 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([], Poisson(1, "m")),
         lambda: simulate([net(), net()], Poisson(1, "net")),
         lambda: simulate([net()], Poisson(1, "net"), fidelity="atoms"),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), seed=-1),
+        lambda: simulate([net()], Poisson(1, "net"), active=0),
+        lambda: simulate([net()], Poisson(1, "net"), active=-1),
+        lambda: simulate([net()], Poisson(1, "net"), look_ahead=0),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(make: object) -> None:
-    with pytest.raises((ProfileError, ValueError)):
+    with pytest.raises(PaellaError):
         make()  # type: ignore[operator]
 
 
