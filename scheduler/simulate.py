@@ -79,7 +79,7 @@ def simulate(
         chosen = replace(chosen, active=active)
     if look_ahead is not None:
         chosen = replace(chosen, look_ahead=look_ahead)
-    gpu = _part(device)
+    gpu = simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
         raise ProfileError(f"simulate needs models with names of their own, not {names}")
@@ -140,11 +140,13 @@ def simulate(
         occupancy=f.bins / f.t[fluid.BIN_NS],
         bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
         counters=counters,
+        admission=admission,
         trace=trace,
     )
 
 
-def _part(device: str) -> Part:
+def simulated_part(device: str) -> Part:
+    """The GPU that a device's name stands for."""
     kind, _, name = device.partition(":")
     if kind != "virtual":
         raise NoDeviceError(f"simulate runs on a virtual GPU, not on {device!r}: name one as in 'virtual:h200'")

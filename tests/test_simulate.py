@@ -56,10 +56,22 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
     assert result.all.completed == 2
 
 
-@pytest.mark.parametrize("text", ["time,model\n1,a\n", "t,model\nsoon,a\n", "t,model,priority\n1,a,high\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,model\n1,a\n",
+        "t,model\nsoon,a\n",
+        "t,model\nnan,a\n",
+        "t,model\ninf,a\n",
+        "model,t\na\n",
+        "t,model,priority\n1,a,high\n",
+        "t,model,deadline\n1,a,inf\n",
+        "\xff\xfe",
+    ],
+)
 def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(WorkloadError, match=r"wrong\.csv"):
         Trace.from_csv(path)
 
@@ -70,6 +82,8 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
         lambda: Poisson(0, "m"),
         lambda: Poisson(10, "m", duration=-1),
         lambda: Poisson(10, "m", deadline_ms=0),
+        lambda: Lognormal(10, "m", sigma=-1),
+        lambda: Lognormal(0, "m"),
         lambda: ClosedLoop("m", clients=0),
         lambda: Poisson(10, {}).arrivals(["m"], 0),
         lambda: Poisson(10, {"m": -1}).arrivals(["m"], 0),
