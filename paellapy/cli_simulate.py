@@ -21,7 +21,7 @@ def simulate(
     seconds: Annotated[float, typer.Option(help="simulated")] = 1.0,
     batch: Annotated[
         str | None,
-        typer.Option(help="captured batch sizes, as in 1,2,4: of mix 1 to 32 by doubling, of demo any  [dim](1)[/dim]"),
+        typer.Option(help="captured batch sizes, as in 1,2,4; of mix there are 1,2,4,8,16,32  [dim](1)[/dim]"),
     ] = None,
     device: Annotated[str, typer.Option(help="a virtual part")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
