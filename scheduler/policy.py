@@ -17,7 +17,6 @@ import inspect
 import math
 import pkgutil
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, overload
@@ -27,6 +26,7 @@ from numba import types
 from numba.core.errors import NumbaError
 
 from instrument.errors import PaellaError
+from scheduler.policy_words import reason
 from scheduler.state import GPU, JOB
 
 BUILT_IN = "scheduler.policies"
@@ -211,23 +211,14 @@ def compile_function(role: str, function: Any, cache: bool = False) -> Any:
     except NumbaError as e:
         returns = "a number" if role != "admit" else "True or False"
         raise PolicyError(
-            f"{where} cannot be compiled: {_first_lines(e)}\nUse numbers, fields of {arguments} and the math module "
-            f"only, and return {returns} on every path."
+            f"{where} {reason(e, returns)}. Use numbers, fields of {arguments} and the math module only, and return "
+            f"{returns} on every path."
         ) from e
 
 
 def place(function: Any) -> str:
     code = function.__code__
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _first_lines(error: Exception) -> str:
-    """Numba's reasons without its advice, which is about Numba."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    kept = [
-        line for line in lines if not line.startswith(("Failed in nopython", "This error may", "To see", "During:"))
-    ]
-    return textwrap.shorten(" ".join(kept), 600, placeholder=" …")
 
 
 def may_loop(function: Any) -> bool:
