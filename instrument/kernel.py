@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from operator import index, itemgetter
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from instrument import cuda_source, triton_source
 from instrument.arguments import Handlers
@@ -41,6 +41,15 @@ class Kernel:
         self._launchers: dict[Any, Launcher] = {}
 
     name: str
+    _launched = "[grid]"  # how, beside its name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ArgumentError(
+            f"kernel {self.name!r} was called without a grid: launch it as {self.name}{self._launched}(…)"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}{self._launched}>"
 
     def _config(self, device: Device, sliced: bool) -> PassConfig:
         return PassConfig("trace" if device.session is not None else self.report, sliced, self.exits)
@@ -149,6 +158,8 @@ class TritonKernel(Kernel):
 
 class CudaKernel(Kernel):
     """A CUDA C kernel: launch it as `kernel[grid, block](…)` or `kernel[grid, block, shared_bytes](…)`."""
+
+    _launched = "[grid, block]"
 
     def __init__(self, source: CudaSource, report: Report | None, exits: Exits) -> None:
         super().__init__(report, exits)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from instrument.records import Records
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from instrument.trace import Trace
 
@@ -61,12 +61,13 @@ class Summary:
         lines = ("  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
         return "\n".join([self.title, *lines])
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         from rich import box
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(self.title), box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         for name in self.COLUMNS:
             if name == "kernel":
                 table.add_column(name, overflow="fold", min_width=8)
@@ -74,7 +75,7 @@ class Summary:
                 table.add_column(name, justify="right", no_wrap=True)
         for row in self.cells():
             table.add_row(*map(Text, row))  # Text: a name such as `f[int]` is not markup
-        return table
+        return Group(Text(self.title), table)  # a table's own title is no wider than the table
 
 
 def summarize(trace: Trace) -> Summary:
@@ -168,6 +169,14 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
     np.maximum.at(ends, at, blocks["end_ns"])
     np.minimum.at(dry, place >> 16, ends)
     return float((last - dry).sum() / max((last - first).sum(), 1))
+
+
+def counted(n: int, one: str, several: str | None = None) -> str:
+    """
+    >>> counted(1, "launch", "launches"), counted(4096, "block")
+    ('1 launch', '4,096 blocks')
+    """
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
 
 
 def readable_time(ns: float) -> str:

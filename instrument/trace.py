@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from instrument import trace_file
 from instrument.errors import TraceError
 from instrument.records import BLOCK, LAUNCH, Records
-from instrument.summary import Residency, Summary, readable_time, residency_of, summarize, times_launched
+from instrument.summary import Residency, Summary, counted, readable_time, residency_of, summarize, times_launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +202,11 @@ class Trace:
 
     def __repr__(self) -> str:
         first, last = self.span_ns
+        blocks = counted(len(self.blocks), "block")
+        launches = counted(times_launched(self.blocks), "launch", "launches")
+        kernels = counted(len(np.unique(self.blocks["kernel"])), "kernel")
         return (
-            f"<Trace {self.device.name}: {len(self.blocks):,} blocks, {times_launched(self.blocks):,} launches of "
-            f"{len(np.unique(self.blocks['kernel'])):,} kernels in {readable_time(last - first)}, "
+            f"<Trace {self.device.name}: {blocks}, {launches} of {kernels} in {readable_time(last - first)}, "
             f"{self.dropped:,} dropped, {self.unfinished:,} unfinished>"
         )
 

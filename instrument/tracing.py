@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from instrument.compiled import Compiled
 from instrument.device.base import Device
-from instrument.errors import TraceError
+from instrument.errors import NestedTraceError, TraceError
 from instrument.records import BLOCK, LAUNCH, Records
 from instrument.ring import Mark, decode
 from instrument.trace import DeviceFacts, Trace
@@ -105,9 +105,8 @@ class trace:
     def __enter__(self) -> Trace:
         self._device = self.device or Device.current()
         if self._device.session is not None:
-            raise TraceError(
-                f"{self._device.name} is being traced already, and traces cannot be nested: leave the inner trace() "
-                "out; `paellapy trace` brings its own"
+            raise NestedTraceError(
+                f"{self._device.name} is being traced already, and traces cannot be nested: leave the inner trace() out"
             )
         self._device.begin_trace(self.records_per_sm)
         self._begin_ns = self._device.clock_ns()

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from scheduler.engine import Engine
+from scheduler.number_table import number_table
 from serving.bench import Load, run_bench
 
 
@@ -16,7 +17,8 @@ def run(target: str | Engine, load: Load, console: Console, clients: int = 1) ->
     """Runs it under a progress bar."""
     counts = TextColumn("{task.fields[counts]}")
     columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Where nobody sees the bar, rich leaves an empty line for it.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("warming up", total=load.uncounted_s + load.counted_s, counts="")
 
         def progress(elapsed_s: float, counted: int, refused: int) -> None:
@@ -37,19 +39,23 @@ def table(result: dict[str, Any]) -> Table:
         how = f"closed-loop, {load['concurrency']} clients"
     if result["clients"] > 1:
         how += f", {result['clients']} client processes"
-    found = Table(title=f"{result['url']}: {how}, {result['seconds']:.1f} s", title_justify="left")
-    found.add_column("model")
-    for name in ("answered/s", "p50 ms", "p90", "p99", "p99.9", "max", "refused", "errors"):
-        found.add_column(name, justify="right")
+    columns = ["model", "answered\n/s", "p50\nms", "p90\nms", "p99\nms", "p99.9\nms", "max\nms", "refused", "errors"]
     if load["target_ms"] is not None:
-        found.add_column(f"≤ {load['target_ms']:g} ms", justify="right")
-    rows = dict(result["models"])
-    if len(rows) > 1:
-        rows["all"] = result["all"]
-    for name, each in rows.items():
+        columns.append(f"within\n{load['target_ms']:g} ms")
+    found = dict(result["models"])
+    several = len(found) > 1
+    if several:
+        found["all"] = result["all"]
+    rows = []
+    for name, each in found.items():
         latency = each.get("latency_ms", {})
-        numbers = [f"{latency[key]:.3g}" if key in latency else "–" for key in ("p50", "p90", "p99", "p99.9", "max")]
+        numbers = [_ms(latency[key]) if key in latency else "–" for key in ("p50", "p90", "p99", "p99.9", "max")]
         failed = sum(each["errors"].values())
         within = [f"{each.get('within_target', 0.0):.2%}"] if load["target_ms"] is not None else []
-        found.add_row(name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed), *within)
-    return found
+        rows.append([name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed), *within])
+    return number_table(f"{result['url']}: {how}, {result['seconds']:.1f} s", columns, rows, total=several)
+
+
+def _ms(value: float) -> str:
+    """Three digits, or as many as there are before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -16,9 +16,27 @@ from paellapy import cli_bench, cli_simulate
 if TYPE_CHECKING:
     from instrument.trace import Trace
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
 app.command()(cli_bench.bench)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paellapy {versions()['paellapy']}")
+        raise typer.Exit
+
+
+@app.callback()
+def paellapy(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """See and control which block of which GPU kernel runs on which SM.
+
+    Trace kernels and look at them, serve models under a scheduling policy, try policies; with a GPU or without.
+    """
 
 
 @app.command()
@@ -68,6 +86,9 @@ def serve(
     serve_config(loaded, source, announce=serve_demo.announce if with_demo else None)
 
 
+_WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --device names"
+
+
 @app.command(
     name="trace",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -81,16 +102,25 @@ def trace_script(
     dark: Annotated[bool, typer.Option("--dark", help="a dark report")] = False,
 ) -> None:
     """Run a script with tracing on: every pp.kernel it launches. Writes the trace and an HTML report beside it."""
+    from paellapy.output_path import OutputError, check_output
     from paellapy.viz.script import run_script
 
+    check_output(out)
+    report = out.with_suffix(".html")
+    if report == out:
+        raise OutputError(f"{out} is where the report of a trace goes: let the trace end in .pptrace")
+    check_output(report)
     ran = run_script(script, context.args, device, records_per_sm)
-    ran.trace.save(out)
     console = Console(stderr=True)  # standard output belongs to the script
-    console.print(ran.trace.summary())
-    console.print(f"trace: {out}", highlight=False, soft_wrap=True)
-    if not len(ran.trace.blocks):
-        console.print("nothing was recorded: only kernels made by pp.kernel report, on the device that --device names")
-    _write_report(ran.trace, out.with_suffix(".html"), script.name, dark, console)
+    if len(ran.trace.blocks):
+        ran.trace.save(out)
+        console.print(ran.trace.summary())
+        console.print(f"trace: {out}", highlight=False, soft_wrap=True)
+        _write_report(ran.trace, report, script.name, dark, console)
+    else:
+        # What an earlier run left there is worth more than an empty trace.
+        why = f"the script ended with exit code {ran.exit_code}" if ran.exit_code else _WHAT_REPORTS
+        console.print(f"nothing was recorded, and no trace is written: {why}", highlight=False, soft_wrap=True)
     if ran.exit_code:
         raise typer.Exit(ran.exit_code)
 
@@ -107,8 +137,12 @@ def view(
 
     from instrument.trace import Trace
     from paellapy import viz
+    from paellapy.output_path import check_output
 
-    page = viz.to_html(Trace.load(file), out or file.with_suffix(".html"), file.name, theme="dark" if dark else "light")
+    trace = Trace.load(file)
+    page = out or file.with_suffix(".html")
+    check_output(page)
+    viz.to_html(trace, page, file.name, theme="dark" if dark else "light")
     typer.echo(page)
     if open_ and not webbrowser.open(page.resolve().as_uri()):
         typer.echo("no browser was found here: open the page yourself", err=True)

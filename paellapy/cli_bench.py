@@ -43,15 +43,18 @@ def bench(
     connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
     clients: Annotated[int, typer.Option(help="client processes, where one core is not enough")] = 1,
     header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="of the arrivals and inputs, zero or more")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
 ) -> None:
     """Load a v2 endpoint, or an engine, and show what clients see: latency percentiles, refusals, errors."""
     from paellapy import bench_report
+    from paellapy.output_path import check_output
     from serving.bench import ARRIVALS, BenchError, Load, read_trace
 
     if (url is None) == (engine is None):
         raise BenchError("give the address of an endpoint, or --engine with a device, one of the two")
+    if url is not None and (config is not None or policy is not None):
+        raise BenchError("--config and --policy are for an --engine in this process: an endpoint has its own")
     if arrivals not in ARRIVALS:
         raise BenchError(f"arrivals are {', '.join(ARRIVALS)}, not {arrivals!r}")
     if clients < 1:
@@ -69,13 +72,15 @@ def bench(
         seed=seed, headers=headers,
     )  # fmt: skip
     load.check()
+    if json_file is not None:
+        check_output(json_file)
     console = Console()
     with contextlib.nullcontext(url) if engine is None else _engine(engine, config, policy, console) as target:
         assert target is not None
         result = bench_report.run(target, load, console, clients)
     console.print(bench_report.table(result))
     for problem, count in result["all"]["errors"].items():
-        console.print(f"{count} × {problem}", markup=False)
+        console.print(f"{count} × {problem}", markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
 

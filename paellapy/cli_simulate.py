@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from instrument.errors import ArgumentError
+
 
 def simulate(
     models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
@@ -17,39 +19,48 @@ def simulate(
     arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file: t, model")] = "lognormal",
     sigma: Annotated[float, typer.Option(help="of lognormal gaps")] = 1.5,
     seconds: Annotated[float, typer.Option(help="simulated")] = 1.0,
-    batch: Annotated[str, typer.Option(help="captured batch sizes")] = "1",
+    batch: Annotated[
+        str | None,
+        typer.Option(help="captured batch sizes, as in 1,2,4; of mix there are 1,2,4,8,16,32  [dim](1)[/dim]"),
+    ] = None,
     device: Annotated[str, typer.Option(help="a virtual part")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
     admission: Annotated[bool, typer.Option(help="refuse what would miss its deadline or target, as a server")] = False,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="of the arrivals, zero or more")] = 0,
     plot: Annotated[Path | None, typer.Option(help="write the last policy's picture here")] = None,
 ) -> None:
     """Try scheduling policies without a GPU: what each does to latency, slowdown, targets and throughput."""
-    from instrument.errors import ArgumentError
+    from paellapy.output_path import check_picture
     from paellapy.simulation import arrivals as workload_of
-    from paellapy.simulation import named_models
+    from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run
+    from scheduler.policy import find_policy
 
     console = Console()
-    if fidelity not in ("segments", "blocks"):
-        raise ArgumentError(f"fidelity is segments or blocks, not {fidelity!r}")
-    try:
-        sizes = [int(size) for size in batch.split(",")]
-    except ValueError:
-        raise ArgumentError(f"batch sizes are numbers, as in 1,2,4,8, not {batch!r}") from None
+    if plot is not None:
+        check_picture(plot, "a plot")
+    policies = [find_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
-        profiles, shares = named_models(models, sizes, device)
+        profiles, shares = named_models(models, _sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
+    about = caveat(models, device)
     results = []
-    for name in track(policy or ["streams", "paella"], description="simulating", console=console, transient=True):
-        results.append(run(profiles, workload, name, device, fidelity=fidelity, seed=seed, admission=admission))
+    # Where nobody sees the bar, rich leaves an empty line for it.
+    for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
+        results.append(run(profiles, workload, each, device, fidelity=fidelity, seed=seed, admission=admission))
     for result in results:
         console.print(result)
+    if about is not None:
+        console.print(about, highlight=False, soft_wrap=True)
+    if admission and not results[0].has_limits:
+        console.print("--admission holds nothing: no model has a target and no request a deadline", highlight=False)
     if plot is not None:
-        from paellapy.viz import MissingExtraError
+        results[-1].plot().savefig(plot)
+        console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
 
-        try:
-            results[-1].plot().savefig(plot)
-        except ImportError:
-            raise MissingExtraError("a plot needs matplotlib: pip install 'paellapy[viz]'") from None
-        console.print(f"plot: {plot}")
+
+def _sizes(batch: str | None) -> list[int] | None:
+    try:
+        return None if batch is None else [int(size) for size in batch.split(",")]
+    except ValueError:
+        raise ArgumentError(f"batch sizes are numbers, as in 1,2,4,8, not {batch!r}") from None

@@ -14,6 +14,7 @@ from scheduler.policy import DEFAULT_ACTIVE, Policy
 from scheduler.profile import model_profile
 from scheduler.results import Results
 from scheduler.simulate import simulate as simulate_profiles
+from scheduler.simulate import simulated_part
 from scheduler.simulate_mix import MIX, mix_profiles
 from scheduler.simulate_trace import OwnKernels
 from scheduler.workload import Lognormal, Poisson, Trace, Workload
@@ -82,20 +83,37 @@ def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h
     return found
 
 
-def named_models(which: str, batch: Sequence[int], device: str) -> tuple[list[ModelProfile], dict[str, float]]:
-    """The demo models in equal shares ("demo"), or Paella's eight CNNs as measured on an H200 ("mix")."""
+def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[list[ModelProfile], dict[str, float]]:
+    """The demo models in equal shares ("demo"), Paella's eight CNNs as measured on an H200 ("mix"), or those of a file.
+
+    A file says which batch sizes there are; of the others, `batch` says which to take (1).
+    """
+    sizes = (1,) if batch is None else tuple(batch)
     if which == "mix":
-        return mix_profiles(tuple(batch)), dict(MIX)
+        return mix_profiles(sizes), dict(MIX)
     if which == "demo":
         from paellapy import demo
+        from paellapy.serve_demo import TARGETS_MS
 
-        models = [demo.load(name, batch=tuple(batch)) for name in demo.names()]
+        models = [demo.load(name, batch=sizes, target_ms=TARGETS_MS[name]) for name in demo.names()]
         return profiles_of(models, device), dict.fromkeys(demo.names(), 1.0)
     path = Path(which)
-    if not path.exists():
+    if not path.is_file():
         raise ArgumentError(f"no models {which!r}: say demo, mix, or a file of profiles saved as JSON")
     profiles = load_profiles(path)
+    if batch is not None:
+        raise ArgumentError(f"{which} says itself which batch sizes its models have: leave --batch out")
     return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
+
+
+def caveat(which: str, device: str) -> str | None:
+    """What to know of the figures, if these models are simulated on this device."""
+    if which != "mix" or simulated_part(device) == simulated_part("virtual:h200"):
+        return None
+    return (
+        f"the mix was measured on an H200: its times alone and its targets stay an H200's on {device}, which only says "
+        "how much runs at a time"
+    )
 
 
 def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, sigma: float) -> Workload:
@@ -104,6 +122,6 @@ def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, s
         return Poisson(rate, shares, duration=seconds)
     if kind == "lognormal":
         return Lognormal(rate, shares, duration=seconds, sigma=sigma)
-    if not Path(kind).exists():
+    if not Path(kind).is_file():
         raise ArgumentError(f"no workload {kind!r}: say poisson, lognormal, or a CSV file with columns t and model")
     return Trace.from_csv(Path(kind))

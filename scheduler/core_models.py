@@ -107,7 +107,7 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
             )
             for model in json.loads(Path(path).read_text())["models"]
         ]
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
         raise ProfileError(f"{path} is not a file of model profiles: {e}") from e
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from instrument import trace_file
 from instrument.errors import TraceError
 from instrument.records import BLOCK, LAUNCH, Records
+from instrument.summary import counted
 from instrument.trace import DeviceFacts, Trace
 from instrument.versions import versions
 from scheduler import state as st
@@ -135,7 +136,8 @@ class EngineTrace(Trace, kind="engine"):
 
     def __repr__(self) -> str:
         under = f" under {self.policy}" if self.policy else ""
-        return f"{super().__repr__()[:-1]}, {len(self.jobs):,} requests{under}{', simulated time' * self.simulated}>"
+        requests = counted(len(self.jobs), "request")
+        return f"{super().__repr__()[:-1]}, {requests}{under}{', simulated time' * self.simulated}>"
 
     def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
         tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}

@@ -17,7 +17,6 @@ import inspect
 import math
 import pkgutil
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, overload
@@ -27,6 +26,7 @@ from numba import types
 from numba.core.errors import NumbaError
 
 from instrument.errors import PaellaError
+from scheduler.policy_words import reason
 from scheduler.state import GPU, JOB
 
 BUILT_IN = "scheduler.policies"
@@ -103,6 +103,11 @@ class Policy:
     whole: bool
     compiled: tuple[Any, ...] = field(repr=False)  # rank, admit, order; kept alive for their addresses
 
+    def __post_init__(self) -> None:
+        for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
+            if value is not None and value < 1:
+                raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")
+
     @property
     def addresses(self) -> tuple[int, int, int]:
         rank, admit, order = (each.address if each else 0 for each in self.compiled)
@@ -175,8 +180,6 @@ def _make(
     whole: bool,
 ) -> Policy:
     title = name or str(getattr(rank, "__name__", rank))
-    if (active is not None and active < 1) or look_ahead < 1:
-        raise PolicyError(f"policy {title}: active ({active}) and look_ahead ({look_ahead}) must be at least 1")
     functions: dict[str, Any] = {"rank": rank, "admit": admit, "order": order}
     own = getattr(rank, "__module__", "").startswith(BUILT_IN + ".")
     compiled = []
@@ -208,23 +211,14 @@ def compile_function(role: str, function: Any, cache: bool = False) -> Any:
     except NumbaError as e:
         returns = "a number" if role != "admit" else "True or False"
         raise PolicyError(
-            f"{where} cannot be compiled: {_first_lines(e)}\nUse numbers, fields of {arguments} and the math module "
-            f"only, and return {returns} on every path."
+            f"{where} {reason(e, returns)}. Use numbers, fields of {arguments} and the math module only, and return "
+            f"{returns} on every path."
         ) from e
 
 
 def place(function: Any) -> str:
     code = function.__code__
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _first_lines(error: Exception) -> str:
-    """Numba's reasons without its advice, which is about Numba."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    kept = [
-        line for line in lines if not line.startswith(("Failed in nopython", "This error may", "To see", "During:"))
-    ]
-    return textwrap.shorten(" ".join(kept), 600, placeholder=" …")
 
 
 def may_loop(function: Any) -> bool:

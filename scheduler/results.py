@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scheduler.core_models import ModelProfile
 from scheduler.engine_trace import EngineTrace
-from scheduler.state import OK, STATUS, Table
+from scheduler.state import NEVER, OK, QUEUE_FULL, STATUS, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class ModelResult:
     name: str
     submitted: int
     completed: int
+    refused: int  # when they came
     throughput: float  # completed per second
     p50_ms: float
     p90_ms: float
@@ -44,6 +45,7 @@ class Results:
     occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), jobs running
     bin_ms: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+    admission: bool = False  # whether what would be late was to be refused
     trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
 
     @property
@@ -73,6 +75,7 @@ class Results:
             name=name or "all",
             submitted=len(jobs),
             completed=len(done),
+            refused=int((jobs["status"] == QUEUE_FULL).sum()),
             throughput=len(done) / self.seconds if self.seconds else 0.0,
             p50_ms=at(ms, 50),
             p90_ms=at(ms, 90),
@@ -92,6 +95,11 @@ class Results:
     def all(self) -> ModelResult:
         return self.model()
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether there is anything to be late for: a target of a model's, or a request's deadline."""
+        return any(each.target_ms is not None for each in self.models) or bool((self.jobs["deadline_ns"] < NEVER).any())
+
     def statuses(self) -> dict[str, int]:
         """How many requests ended in which way."""
         numbers, counts = np.unique(self.jobs["status"], return_counts=True)
@@ -99,23 +107,24 @@ class Results:
 
     def table(self) -> Any:
         """A rich table: one line per model, and one for all."""
-        from rich import box
-        from rich.table import Table as RichTable
+        from scheduler.number_table import number_table
 
         title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
-        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        table.add_column("model", no_wrap=True)  # fits a terminal of 80 columns
-        table.add_column("done", justify="right", no_wrap=True)
-        for column in ("/s", "p50 ms", "p90 ms", "p99 ms", "p99 ÷ alone", "in target", "batch"):
-            table.add_column(column, justify="right")
-        for each in [*self.per_model, self.all]:
-            target = "–" if np.isnan(each.within_target) else f"{100 * each.within_target:.1f}%"
-            table.add_row(
-                each.name, f"{each.completed}/{each.submitted}", f"{each.throughput:.0f}", f"{each.p50_ms:.2f}",
-                f"{each.p90_ms:.2f}", f"{each.p99_ms:.2f}", f"{each.slowdown_p99:.1f}", target,
-                f"{each.mean_batch:.1f}", end_section=each is self.per_model[-1],
-            )  # fmt: skip
-        return table
+        refusals = ["refused"] if self.admission or self.all.refused else []
+        # Short enough for a terminal of 80 columns.
+        columns = [
+            "model", "done", *refusals, "/s", "p50\nms", "p90\nms", "p99\nms", "p99 ÷\nalone", "in\ntarget", "batch"
+        ]  # fmt: skip
+        rows = [
+            [
+                each.name, f"{each.completed}/{each.submitted}", *(str(each.refused) for _ in refusals),
+                f"{each.throughput:.0f}", _cell(each.p50_ms, ".2f"), _cell(each.p90_ms, ".2f"),
+                _cell(each.p99_ms, ".2f"), _cell(each.slowdown_p99, ".1f"), _cell(each.within_target, ".1%"),
+                _cell(each.mean_batch, ".1f"),
+            ]
+            for each in [*self.per_model, self.all]
+        ]  # fmt: skip
+        return number_table(title, columns, rows, total=True)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -148,3 +157,7 @@ class Results:
         right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.05), title="occupancy")
         right.legend(fontsize="small")
         return left.figure
+
+
+def _cell(value: float, form: str) -> str:
+    return "–" if np.isnan(value) else format(value, form)

@@ -17,7 +17,7 @@ import numpy as np
 from instrument.device.heaps import heap_push
 from instrument.device.parts import Part, part
 from instrument.device.timing import Timing
-from instrument.errors import NoDeviceError
+from instrument.errors import ArgumentError, NoDeviceError
 from scheduler import fluid
 from scheduler import state as st
 from scheduler.core import attach_policy
@@ -28,9 +28,10 @@ from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
 from scheduler.simulate_blocks import BlocksGpu
 from scheduler.simulate_trace import OwnKernels, TracedGpu
-from scheduler.workload import Workload
+from scheduler.workload import Workload, WorkloadError
 
 Fidelity = Literal["segments", "blocks"]
+FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
 HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
@@ -69,10 +70,16 @@ def simulate(
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
     90
     """
+    if fidelity not in FIDELITIES:
+        raise ArgumentError(f"fidelity is {' or '.join(FIDELITIES)}, not {fidelity!r}")
+    if seed < 0:
+        raise ArgumentError(f"the seed is {seed}: give a whole number of zero or more")
     chosen = find_policy(policy)
-    if active is not None or look_ahead is not None:
-        chosen = replace(chosen, active=active or chosen.active, look_ahead=look_ahead or chosen.look_ahead)
-    gpu = _part(device)
+    if active is not None:
+        chosen = replace(chosen, active=active)
+    if look_ahead is not None:
+        chosen = replace(chosen, look_ahead=look_ahead)
+    gpu = simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
         raise ProfileError(f"simulate needs models with names of their own, not {names}")
@@ -83,7 +90,10 @@ def simulate(
         own = asked["priority"] == fluid.MODELS_PRIORITY
         asked["priority"][own] = priorities[asked["model"][own]]
     if admission and (len(clients) or fidelity != "segments"):
-        raise ValueError("admission is for loads that come whether or not they are answered, with fidelity='segments'")
+        raise WorkloadError(
+            "admission is for loads that come whether or not they are answered, and for fidelity 'segments': "
+            "leave it out, or choose those"
+        )
     state = _state(models, len(arrivals) + len(clients))
     set_capacity(state, gpu)
     attach_policy(state, chosen)
@@ -110,15 +120,12 @@ def simulate(
     if fidelity == "segments":
         while fluid.run_fluid(f, state) == fluid.MORE_RECORDS:
             f = _more_records(f)
-    elif fidelity == "blocks":
-        if kernels is None:
-            f = BlocksGpu(gpu, timing, models, f, state, seed).run()
-        else:
-            traced = TracedGpu(gpu, timing, models, f, state, seed, kernels)
-            f = traced.run()
-            trace = traced.trace(chosen.name)
+    elif kernels is None:
+        f = BlocksGpu(gpu, timing, models, f, state, seed).run()
     else:
-        raise ValueError(f"fidelity is {fidelity!r}: choose 'segments' or 'blocks'")
+        traced = TracedGpu(gpu, timing, models, f, state, seed, kernels)
+        f = traced.run()
+        trace = traced.trace(chosen.name)
     jobs = f.records[: f.g[fluid.RECORDS]].copy()
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     counters = {"segment_events": int(f.g[fluid.EVENTS]), "launches": int(state.g[st.LAUNCHES])}
@@ -133,11 +140,13 @@ def simulate(
         occupancy=f.bins / f.t[fluid.BIN_NS],
         bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
         counters=counters,
+        admission=admission,
         trace=trace,
     )
 
 
-def _part(device: str) -> Part:
+def simulated_part(device: str) -> Part:
+    """The GPU that a device's name stands for."""
     kind, _, name = device.partition(":")
     if kind != "virtual":
         raise NoDeviceError(f"simulate runs on a virtual GPU, not on {device!r}: name one as in 'virtual:h200'")
@@ -154,7 +163,8 @@ def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
             sizes=max(len(each.sizes) for each in models),
             batch=max(max(each.batch) for each in models),
             segments=max(len(program) for program in programs),
-            requests=min(max(requests, 1), MAX_ROWS),
+            # The ring is sized by rows, and takes the opening of every model before the core first looks.
+            requests=min(requests + len(models), MAX_ROWS),
             inputs=1,
         )
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from instrument.device.parts import part
-from scheduler.core_models import ModelProfile, SegmentProfile
+from scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
 
 # Shares of Paella's figure 11.
 MIX = MappingProxyType(
@@ -50,6 +50,7 @@ MEASURED = MappingProxyType(
                         32: (4884, 8.2e3)},
     }
 )  # fmt: skip
+SIZES = tuple(MEASURED["resnet18"])
 ISSUE_PER_S = 1.35e6  # kernels, all streams together
 KERNELS_PER_SEGMENT = 24
 BLOCK_WARPS = 8
@@ -78,6 +79,10 @@ def mix_profiles(
     >>> [round(m.alone_ns() / 1e3) for m in mix_profiles(names=["resnet18", "googlenet"])]
     [340, 1005]
     """
+    unknown = [size for size in batch if size not in SIZES]
+    if unknown:
+        sizes_there = ", ".join(map(str, SIZES))
+        raise ProfileError(f"the mix was not measured at batch size {unknown[0]}: there are {sizes_there}")
     gpu = part("h200")
     slots = gpu.sms * gpu.sm.warps / BLOCK_WARPS
     profiles = []

@@ -22,6 +22,8 @@ from scheduler.fluid import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 from scheduler.state import NEVER, Table
 
 Mix = str | Mapping[str, float]
+# Beyond, nearly all gaps are next to nothing, and the rate is not the one asked for: at 7, 4000 requests are 500,000.
+MOST_SIGMA = 5.0
 
 
 class WorkloadError(PaellaError, ValueError):
@@ -127,6 +129,11 @@ class Lognormal(_OpenLoop):
 
     sigma: float = 1.5
 
+    def __post_init__(self) -> None:
+        _OpenLoop.__post_init__(self)  # not super(): with slots, the class is made anew
+        if not 0 <= self.sigma <= MOST_SIGMA:
+            raise WorkloadError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
+
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
         return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
 
@@ -161,6 +168,17 @@ class ClosedLoop(Workload):
         return clients
 
 
+def _row(row: Mapping[str, str | None], where: str) -> tuple[float, str, float | None, int | None, int]:
+    try:
+        at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
+        if not (math.isfinite(at) and math.isfinite(deadline or 0.0)):
+            raise ValueError("times are finite numbers")
+        priority = int(row["priority"] or "") if row.get("priority") else None
+        return at, row["model"] or "", deadline, priority, int(row.get("client") or 0)
+    except ValueError as e:
+        raise WorkloadError(f"{where}: {e}") from e
+
+
 @dataclass(frozen=True, slots=True)
 class Trace(Workload):
     """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each."""
@@ -171,18 +189,16 @@ class Trace(Workload):
     def from_csv(cls, path: str | Path) -> Trace:
         """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
         rows = []
-        with Path(path).open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = {"t", "model"} - set(reader.fieldnames or ())
-            if missing:
-                raise WorkloadError(f"{path} has no column {' and '.join(sorted(missing))}: its first line names them")
-            for number, row in enumerate(reader, 2):
-                try:
-                    deadline = float(row["deadline"]) if row.get("deadline") else None
-                    priority = int(row["priority"]) if row.get("priority") else None
-                    rows.append((float(row["t"]), row["model"], deadline, priority, int(row.get("client") or 0)))
-                except ValueError as e:
-                    raise WorkloadError(f"{path}, line {number}: {e}") from e
+        try:
+            with Path(path).open(newline="") as file:
+                reader = csv.DictReader(file)
+                missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
+                if missing:
+                    raise WorkloadError(f"{path} has no column {missing}: its first line names them")
+                for number, row in enumerate(reader, 2):
+                    rows.append(_row(row, f"{path}, line {number}"))
+        except (UnicodeDecodeError, csv.Error) as e:
+            raise WorkloadError(f"{path} is not a text of comma-separated values: {e}") from e
         return cls(tuple(sorted(rows, key=lambda each: each[0])))
 
     @property

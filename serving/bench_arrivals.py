@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.workload import Trace
+from scheduler.workload import MOST_SIGMA, Trace
 from serving.bench_client import BenchError
 from serving.protocol import DEFAULT_LEVEL
 
@@ -55,9 +56,19 @@ class Load:
     def check(self) -> None:
         if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:
             raise BenchError("give a rate (open-loop), a concurrency (closed-loop) or a trace, one of the three")
-        numbers = (self.rate, self.concurrency, self.speed, self.duration_s, self.items, self.connections)
-        if any(each is not None and each <= 0 for each in numbers) or self.warmup_s < 0:
-            raise BenchError("rate, concurrency, speed, duration, items and connections are above zero")
+        above_zero = {
+            "rate": self.rate, "concurrency": self.concurrency, "speed": self.speed, "duration": self.duration_s,
+            "items": self.items, "connections": self.connections, "timeout_us": self.timeout_us,
+            "target_ms": self.target_ms,
+        }  # fmt: skip
+        for name, value in above_zero.items():
+            if value is not None and not 0 < value < math.inf:
+                raise BenchError(f"{name} is {value}: give a number above zero")
+        for name, least in (("warmup", self.warmup_s), ("seed", self.seed)):
+            if not 0 <= least < math.inf:
+                raise BenchError(f"{name} is {least}: give zero or more")
+        if not 0 <= self.sigma <= MOST_SIGMA:
+            raise BenchError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
 
     @property
     def counted_s(self) -> float:
@@ -105,6 +116,8 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
         rows = _lines(Path(path)) if Path(path).suffix in (".jsonl", ".json", ".ndjson") else Trace.from_csv(path).rows
     except OSError as e:
         raise BenchError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise BenchError(f"{path} is not a text of JSON lines: {e}") from None
     if not rows:
         raise BenchError(f"{path} has no requests in it")
     first = rows[0][0]

@@ -10,8 +10,11 @@ import pytest
 from typer.testing import CliRunner
 from viz_traces import MIX, make
 
+from instrument.errors import TraceError
 from instrument.trace import Trace
+from instrument.versions import versions
 from paellapy import cli
+from paellapy.output_path import OutputError
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 
@@ -83,7 +86,40 @@ def test_exit_codes_are_those_of_the_script(script: Path, ending: str, code: int
     assert result.exit_code == code
     assert ("why" in result.stderr) == ("why" in ending)
     assert "nothing was recorded" in result.stderr
-    assert len(Trace.load("trace.pptrace").blocks) == 0
+    assert ("only kernels made by pp.kernel report" in result.stderr) == (code == 0)
+    assert not Path("trace.pptrace").exists()
+
+
+@pytest.mark.parametrize("wrong", ["raise RuntimeError('boom')\n", "def f(:\n", "import sys; sys.exit(3)\n", "\n"])
+def test_a_script_that_records_nothing_leaves_what_an_earlier_run_wrote(script: Path, wrong: str) -> None:
+    assert trace(script).exit_code == 0
+    before = Path("trace.pptrace").read_bytes(), Path("trace.html").read_bytes()
+    script.write_text(wrong)
+    result = trace(script)
+    assert "no trace is written" in result.stderr
+    assert (Path("trace.pptrace").read_bytes(), Path("trace.html").read_bytes()) == before
+
+
+def test_a_script_that_traces_itself_is_told_what_to_do(script: Path) -> None:
+    script.write_text("import paellapy as pp\nwith pp.trace() as t:\n    pass\n")
+    result = trace(script)
+    assert isinstance(result.exception, TraceError)
+    assert str(result.exception) == (
+        f"{script}, line 2, begins a trace of its own, and `paellapy trace` is one already: run it as "
+        f"`python {script}`, or take its own trace out"
+    )
+    assert not Path("trace.pptrace").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("nowhere/x.pptrace", "there is no folder nowhere"), (".", "is a folder"), ("x.html", ".pptrace")]
+)
+def test_where_the_trace_goes_is_looked_at_before_the_script_runs(script: Path, out: str, said: str) -> None:
+    script.write_text("print('ran')\n")
+    result = trace("-o", out, script)
+    assert isinstance(result.exception, OutputError)
+    assert said in str(result.exception)
+    assert "ran" not in result.stdout
 
 
 def test_a_script_that_does_not_compile(script: Path) -> None:
@@ -126,3 +162,11 @@ def test_view_makes_a_page_and_opens_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 0
     assert len(opened) == 1
     assert "background: #111111" in other.read_text()
+    result = CliRunner().invoke(cli.app, ["view", str(file), "--no-open", "-o", str(tmp_path / "nowhere" / "x.html")])
+    assert isinstance(result.exception, OutputError)
+
+
+def test_help_says_what_paellapy_is_and_its_version_can_be_asked_for() -> None:
+    assert "which block of which GPU kernel runs on which SM" in CliRunner().invoke(cli.app, ["--help"]).output
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"paellapy {versions()['paellapy']}\n")

@@ -124,10 +124,10 @@ def test_the_readme_s_kernel_and_engine_run_as_they_stand(tmp_path: Path) -> Non
     script.write_text(f"{kernel}\n\n{engine}")
     ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "4,096 blocks, 1 launches of 1 kernels" in ran.stdout
+    assert "4,096 blocks, 1 launch of 1 kernel in" in ran.stdout
     assert "theoretical: 100% occupancy: 16 blocks, 64 of 64 warps per SM, limited by threads" in ran.stdout
     assert "[0. 2. 4. 6.] <Trace" in ran.stdout
-    assert "1 requests under slack>" in ran.stdout
+    assert "1 request under slack>" in ran.stdout
 
 
 def test_the_policy_of_the_scheduling_page_runs(tmp_path: Path) -> None:

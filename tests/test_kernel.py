@@ -86,6 +86,15 @@ def test_what_is_no_kernel_is_refused(thing: Any) -> None:
         kernel(thing)
 
 
+def test_a_kernel_says_its_name_and_how_it_is_launched() -> None:
+    ours, cuda = kernel(scale), kernel(source=SAXPY, name="saxpy")
+    assert (repr(ours), repr(cuda)) == ("<TritonKernel scale[grid]>", "<CudaKernel saxpy[grid, block]>")
+    with pytest.raises(ArgumentError, match=r"without a grid: launch it as scale\[grid\]\(…\)"):
+        ours(1, 2, n=3)
+    with pytest.raises(ArgumentError, match=r"launch it as saxpy\[grid, block\]\(…\)"):
+        cuda()
+
+
 def test_wrapping_twice_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"'scale' is a pp\.kernel already"):
         kernel(kernel(scale))

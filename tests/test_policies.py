@@ -170,6 +170,14 @@ def text(job: Any) -> Any:
     return "first"
 
 
+def either(job: Any) -> Any:
+    return "first" if job.batch > 1 else 1.0
+
+
+def measures(job: Any) -> Any:
+    return len(job)
+
+
 def unknown(job: Any) -> Any:
     return job.size_of_the_moon
 
@@ -189,11 +197,13 @@ def sometimes(job: Any) -> Any:
     [
         (raises, "raises on a sample job: ValueError: too many"),
         (not_a_number, "returns nan"),
-        (nothing, "cannot be compiled"),
-        (text, "cannot be compiled"),
+        (nothing, r"returns None in line \d+ where a number is needed"),
+        (text, r"returns a str in line \d+ where a number is needed"),
+        (either, r"has a str in one case and a number in another in line \d+"),
+        (measures, r"applies `len` in line \d+ to what is not a number"),
         (unknown, "size_of_the_moon"),
         (two, r"takes \(job\)"),
-        (sometimes, "cannot be compiled|returns nan|raises"),
+        (sometimes, r"returns None in line \d+ where a number is needed"),
         (3, "plain function"),
     ],
 )
@@ -202,6 +212,7 @@ def test_what_cannot_be_a_policy_is_refused_with_its_name_and_line(function: Any
         policy(function)
     if callable(function):
         assert f"{function.__name__} ({__file__}:" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +234,15 @@ def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: policy(active=0)(raises), lambda: policy(look_ahead=0)(raises), lambda: find_policy("nonesuch")]
+    ("make", "message"),
+    [
+        (lambda: policy(active=0)(lambda job: job.batch), "active is at least 1, not 0"),
+        (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead is at least 1, not 0"),
+        (lambda: find_policy("nonesuch"), "no policy named 'nonesuch'"),
+    ],
 )
-def test_options_and_names_are_checked(make: Callable[[], object]) -> None:
-    with pytest.raises(PolicyError):
+def test_options_and_names_are_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
         make()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import threading
@@ -12,12 +13,14 @@ import time
 import numpy as np
 import pytest
 from engine_models import scale_model
+from rich.console import Console
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
 from instrument.errors import PaellaError
 from paellapy.bench_report import table
 from paellapy.cli import app
+from paellapy.output_path import OutputError
 from serving.bench import Arrival, Load, gaps, hdr, read_trace, run_bench
 from serving.bench_client import BenchError, Endpoint, Pool
 from serving.protocol import DEFAULT_LEVEL
@@ -69,7 +72,12 @@ def test_arrivals_have_the_rate_asked_for(arrivals):
         (Load(), "one of the three"),
         (Load(rate=1, concurrency=1), "one of the three"),
         (Load(rate=1, trace=(Arrival(0.0, "one"),)), "one of the three"),
-        (Load(rate=-1), "above zero"),
+        (Load(rate=-1), "rate is -1: give a number above zero"),
+        (Load(rate=float("nan")), "rate is nan"),
+        (Load(concurrency=1, items=0), "items is 0"),
+        (Load(concurrency=1, warmup_s=-1.0), "warmup is -1.0: give zero or more"),
+        (Load(concurrency=1, seed=-1), "seed is -1: give zero or more"),
+        (Load(rate=1, arrivals="lognormal", sigma=-1.0), "sigma is -1.0: give one from 0"),
         (Load(("nope",), concurrency=1, headers=QUICK["headers"]), "404"),
         (Load(concurrency=1), "401"),
     ],
@@ -111,10 +119,11 @@ def test_a_traces_deadlines_and_priorities_are_sent(tmp_path):
         ("a.csv", "t,model\n", "no requests"),
         ("a.jsonl", '{"t": 1}\n', "line 1"),
         ("a.jsonl", "[]\n", "line 1"),
+        ("a.jsonl", "\xff", "not a text"),
     ],
 )
 def test_traces_that_are_wrong_are_told(tmp_path, name, text, said):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(PaellaError, match=said):
         read_trace(tmp_path / name)
     with pytest.raises(PaellaError, match="No such file"):
@@ -176,8 +185,40 @@ def test_the_command_line(server, tmp_path):
     assert found.exit_code == 0, found.output
     assert "closed-loop, 2 clients" in found.output
     assert json.loads(out.read_text())["all"]["answered"] > 0
-    for wrong in (["--arrivals", "odd"], ["-H", "nonsense"]):
+    for wrong in (["--arrivals", "odd"], ["-H", "nonsense"], ["--policy", "slack"], ["--config", "paella.toml"]):
         assert isinstance(CliRunner().invoke(app, [*arguments, *wrong]).exception, BenchError)
+
+
+def test_where_the_result_goes_is_looked_at_before_anything_is_asked(tmp_path):
+    arguments = ["bench", "http://127.0.0.1:1", "--concurrency", "1", "--json", str(tmp_path / "nowhere" / "x.json")]
+    found = CliRunner().invoke(app, arguments)
+    assert isinstance(found.exception, OutputError)
+    assert "there is no folder" in str(found.exception)
+
+
+def test_an_error_is_all_that_is_printed_of_a_run_that_cannot_be():
+    found = CliRunner().invoke(app, ["bench", "http://127.0.0.1:1", "--concurrency", "1"])
+    assert isinstance(found.exception, BenchError)
+    assert not found.output
+
+
+def test_a_table_of_80_columns_has_every_number_in_full():
+    latency = {"p50": 1236.4, "p90": 2236.5, "p99": 12236.4, "p99.9": 112236.4, "max": 0.012345}
+    row = {
+        "answered_per_s": 12366.4, "latency_ms": latency, "refused": 123456, "errors": {"why": 7}, "within_target": 0.5,
+    }  # fmt: skip
+    load = {"trace": None, "rate": 100.0, "arrivals": "poisson", "target_ms": 50.0}
+    models = {"transformer": row, "a_model_whose_name_is_[very]_long": row}
+    result = {"url": "http://127.0.0.1:8000", "load": load, "clients": 1, "seconds": 10.0, "all": row, "models": models}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(result))
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "…" not in "".join(lines)
+    numbers = ["12366.4", "1236", "2236", "12236", "112236", "0.0123", "123456", "7", "50.00%"]
+    assert [line.split()[1:] for line in lines].count(numbers) == 3
+    names = "".join(line.split()[0] for line in lines if line.strip())
+    assert "transformera_model_whose_name_is_[very]_longall" in names
 
 
 def test_the_command_line_on_an_engine(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st_
 
+from instrument.errors import PaellaError
 from scheduler import state as st
-from scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
+from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.simulate import Fidelity, busy_alone, simulate
 from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
 from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
@@ -55,10 +56,22 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
     assert result.all.completed == 2
 
 
-@pytest.mark.parametrize("text", ["time,model\n1,a\n", "t,model\nsoon,a\n", "t,model,priority\n1,a,high\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,model\n1,a\n",
+        "t,model\nsoon,a\n",
+        "t,model\nnan,a\n",
+        "t,model\ninf,a\n",
+        "model,t\na\n",
+        "t,model,priority\n1,a,high\n",
+        "t,model,deadline\n1,a,inf\n",
+        "\xff\xfe",
+    ],
+)
 def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(WorkloadError, match=r"wrong\.csv"):
         Trace.from_csv(path)
 
@@ -69,6 +82,8 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
         lambda: Poisson(0, "m"),
         lambda: Poisson(10, "m", duration=-1),
         lambda: Poisson(10, "m", deadline_ms=0),
+        lambda: Lognormal(10, "m", sigma=-1),
+        lambda: Lognormal(0, "m"),
         lambda: ClosedLoop("m", clients=0),
         lambda: Poisson(10, {}).arrivals(["m"], 0),
         lambda: Poisson(10, {"m": -1}).arrivals(["m"], 0),
@@ -106,6 +121,23 @@ def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
     result = simulate([model], ClosedLoop("net", clients=32, duration=0.2), "streams", host_launch_ns=0)
     assert result.all.throughput == pytest.approx(20_000, rel=0.03)
     assert result.occupancy[5:-5, 0].mean() == pytest.approx(1.0, abs=0.02)
+
+
+@given(
+    rows=st_.lists(st_.tuples(st_.floats(0.0, 0.02), st_.sampled_from(sorted(MIX))), max_size=12),
+    policy=st_.sampled_from(["slack", "paella", "streams"]),
+)
+def test_few_requests_for_many_models_are_all_answered(rows: list[tuple[float, str]], policy: str) -> None:
+    load = Trace(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
+    result = simulate(mix_profiles(), load, policy)
+    assert (result.jobs["status"] == st.OK).sum() == len(rows)
+
+
+@pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
+def test_few_requests_are_all_answered_where_every_block_is_placed(requests: int) -> None:
+    load = Trace(tuple((0.0, f"net{k % 6}", None, None, 0) for k in range(requests)))
+    result = simulate([net(f"net{k}") for k in range(6)], load, "fifo", fidelity="blocks")
+    assert result.all.completed == requests
 
 
 def test_batches_raise_throughput() -> None:
@@ -152,10 +184,14 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([], Poisson(1, "m")),
         lambda: simulate([net(), net()], Poisson(1, "net")),
         lambda: simulate([net()], Poisson(1, "net"), fidelity="atoms"),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), seed=-1),
+        lambda: simulate([net()], Poisson(1, "net"), active=0),
+        lambda: simulate([net()], Poisson(1, "net"), active=-1),
+        lambda: simulate([net()], Poisson(1, "net"), look_ahead=0),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(make: object) -> None:
-    with pytest.raises((ProfileError, ValueError)):
+    with pytest.raises(PaellaError):
         make()  # type: ignore[operator]
 
 

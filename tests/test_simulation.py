@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import paellapy as pp
-from paellapy import cli, demo
+from paellapy import cli, demo, serve_demo
+from paellapy.output_path import OutputError
 from paellapy.simulation import named_models, profiles_of
+from scheduler.core_models import ModelProfile, SegmentProfile, save_profiles
 
 
 def test_models_are_profiled_and_simulated() -> None:
@@ -44,12 +48,93 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
         (["mix", "--arrivals", "sometimes"], "no workload 'sometimes'"),
         (["mix", "--fidelity", "exact"], "segments or blocks"),
         (["mix", "--batch", "many"], "batch sizes are numbers"),
+        (["mix", "--batch", "1,3"], "not measured at batch size 3: there are 1, 2, 4, 8, 16, 32"),
+        (["mix", "--batch", "0"], "not measured at batch size 0"),
+        (["demo", "--batch", "0"], "whole numbers from 1 up"),
+        (["mix", "--admission", "--fidelity", "blocks"], "admission is for loads that come"),
+        (["mix", "--sigma", "-1"], "sigma is -1.0: give one from 0"),
+        (["mix", "--sigma", "100"], "sigma is 100.0: give one from 0"),
+        (["mix", "--seed", "-1"], "the seed is -1"),
+        (["mix", "-p", "slack", "-p", "nobody"], "no policy named 'nobody'"),
+        (["."], r"no models '\.'"),
+        (["mix", "--arrivals", "."], r"no workload '\.'"),
+        (["mix", "--plot", "nowhere/x.png"], "there is no folder nowhere"),
+        (["mix", "--plot", "."], "is a folder"),
     ],
 )
 def test_wrong_words_on_the_command_line_get_one_clear_error(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli.app, ["simulate", *arguments])
-    assert result.exit_code != 0
-    assert message in str(result.exception)
+    assert isinstance(result.exception, pp.PaellaError), result.output
+    assert re.search(message, str(result.exception))
+    assert not result.output.strip()
+
+
+@pytest.mark.parametrize("name", ["run.zzz", "run"])
+def test_a_picture_has_an_ending_that_can_be_drawn(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(cli.app, ["simulate", "mix", "--plot", str(tmp_path / name)])
+    assert isinstance(result.exception, OutputError)
+    assert ".png" in str(result.exception)
+    assert "virtual:h200" not in result.output  # nothing was simulated
+
+
+def test_without_matplotlib_a_picture_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(cli.app, ["simulate", "mix", "--plot", str(tmp_path / "run.png")])
+    assert isinstance(result.exception, pp.MissingExtraError)
+    assert "pip install 'paellapy[viz]'" in str(result.exception)
+
+
+@pytest.fixture
+def profiles_file(tmp_path: Path) -> str:
+    path = tmp_path / "nets.json"
+    save_profiles(
+        path, [ModelProfile("net", {1: [SegmentProfile(5e4)] * 4}), ModelProfile("none", {1: [SegmentProfile(5e4)]})]
+    )
+    return str(path)
+
+
+def test_a_file_says_itself_which_batch_sizes_there_are(profiles_file: str) -> None:
+    result = CliRunner().invoke(cli.app, ["simulate", profiles_file, "--batch", "4"])
+    assert "leave --batch out" in str(result.exception)
+
+
+def test_admission_says_where_there_is_nothing_to_hold(profiles_file: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    words = ["simulate", profiles_file, "-p", "slack", "--admission", "--arrivals", str(rows)]
+    rows.write_text("t,model\n0.001,net\n")
+    assert "--admission holds nothing" in CliRunner().invoke(cli.app, words).output
+    rows.write_text("t,model,deadline\n0.001,net,5\n")
+    assert "--admission holds nothing" not in CliRunner().invoke(cli.app, words).output
+
+
+def test_a_model_nobody_asks_for_has_no_figures(profiles_file: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("t,model\n0.001,net\n")
+    result = CliRunner().invoke(cli.app, ["simulate", profiles_file, "-p", "slack", "--arrivals", str(rows)])
+    assert cells(result.output, "net")[:2] == ["net", "1/1"]
+    assert cells(result.output, "none") == ["none", "0/0", "0", "–", "–", "–", "–", "–", "–"]
+    assert "nan" not in result.output
+
+
+def test_the_demo_has_the_targets_it_is_served_with() -> None:
+    profiles, _ = named_models("demo", None, "virtual:h200")
+    assert {each.name: each.target_ms for each in profiles} == serve_demo.TARGETS_MS
+    assert all(each.batch == (1,) for each in profiles)
+
+
+def test_the_mix_says_that_it_was_measured_on_another_gpu() -> None:
+    words = ["simulate", "mix", "-p", "slack", "--seconds", "0.01"]
+    there, elsewhere = (CliRunner().invoke(cli.app, [*words, "--device", f"virtual:{part}"]) for part in ("h200", "t4"))
+    assert "measured on an H200" not in there.output
+    assert "the mix was measured on an H200: its times alone and its targets stay an H200's" in elsewhere.output
+
+
+def cells(output: str, name: str) -> list[str]:
+    """The row of the table that begins with the name."""
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [name])
 
 
 def test_command_line_compares_policies_and_draws(tmp_path: Path) -> None:
@@ -67,9 +152,8 @@ def test_command_line_refuses_what_would_be_late_if_asked() -> None:
     words = ["simulate", "mix", "-p", "slack", "--rate", "30000", "--arrivals", "poisson", "--seconds", "0.1"]
     plain, admitted = (CliRunner().invoke(cli.app, [*words, *more]) for more in ([], ["--admission"]))
     assert plain.exit_code == admitted.exit_code == 0, admitted.output
-    total = next(line for line in plain.output.splitlines() if line.strip().startswith("all")).split()[1]
-    done, submitted = next(
-        line for line in admitted.output.splitlines() if line.strip().startswith("all")
-    ).split()[1].split("/")  # fmt: skip
-    assert total == f"{submitted}/{submitted}"
-    assert int(done) < int(submitted)
+    done, submitted = cells(admitted.output, "all")[1].split("/")
+    assert cells(plain.output, "all")[1] == f"{submitted}/{submitted}"
+    assert int(cells(admitted.output, "all")[2]) == int(submitted) - int(done) > 0
+    assert "refused" in admitted.output
+    assert "refused" not in plain.output

@@ -140,7 +140,7 @@ def test_summary_counts_every_replay_and_measures_tails_within_one() -> None:
     summary = make(replays[1:-1]).summary()  # the first and the last record of the trace were lost
     (kernel,) = summary.kernels
     assert kernel.launches == 4
-    assert "10 blocks, 4 launches of 1 kernels" in summary.title
+    assert "10 blocks, 4 launches of 1 kernel in" in summary.title
     assert kernel.tail_share == pytest.approx((0 + 50 + 50 + 50) / (50 + 100 + 100 + 100))
     assert kernel.occupancy == pytest.approx(1 / 64)
 
@@ -172,6 +172,7 @@ def test_summary_prints_plainly_with_rich_and_as_html() -> None:
         console.print(trace.summary())
     assert "add<int>" in printed.get()
     assert "1.50 µs" in printed.get()
+    assert printed.get().startswith("Trace toy: 2 blocks, 2 launches of 2 kernels in 1.50 µs, 3 dropped,")
     markup = trace._repr_html_()
     assert "<td>add&lt;int&gt;</td>" in markup
     assert "<td>1.50 µs</td>" in markup
@@ -179,7 +180,7 @@ def test_summary_prints_plainly_with_rich_and_as_html() -> None:
 
 def test_repr_is_one_useful_line() -> None:
     trace = make([(1, 0, 0, 0, 2_500_000)], dropped=7, unfinished=1)
-    assert repr(trace) == "<Trace toy: 1 blocks, 1 launches of 1 kernels in 2.50 ms, 7 dropped, 1 unfinished>"
+    assert repr(trace) == "<Trace toy: 1 block, 1 launch of 1 kernel in 2.50 ms, 7 dropped, 1 unfinished>"
 
 
 @given(schedules, st.integers(0, 30), st.integers(0, 30))

@@ -1,0 +1,25 @@
+"""Tables of numbers on a terminal: a number is never cut, a name that does not fit is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def number_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> Table:
+    """The first column has names, the others numbers. `total`: the last row stands apart."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(columns[0], overflow="fold", min_width=8)
+    for k, name in enumerate(columns[1:], 1):
+        widest = max(len(text) for text in (*name.split("\n"), *(row[k] for row in rows)))
+        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
+    for number, row in enumerate(rows, 1):
+        table.add_row(*map(Text, row), end_section=total and number == len(rows) - 1)  # Text: "[x]" is no markup
+    return table
