@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -24,122 +24,28 @@ from instrument.device.jit import compile_for
 from instrument.device.sm_core import next_event, submit_again
 from instrument.device.sm_costs import BlockCost
 from instrument.device.sm_model import SmModel
-from instrument.device.sm_program import Kernel, Placed
+from instrument.device.sm_program import Kernel
 from instrument.device.sm_program import Program as SmProgram
-from instrument.device.virtual import VirtualArray, VirtualDevice
+from instrument.device.virtual import VirtualDevice
 from instrument.errors import TraceError
-from instrument.records import Records
-from instrument.tracing import Session
 from scheduler import state as st
 from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
-from scheduler.capture import GuardedArray, Recorded, Recording, call_model, capturing
-from scheduler.engine_trace import TracedBlocks, TracedPiece
-from scheduler.lanes import ALIGN, Lane, LanePlan, Memory
+from scheduler.capture import GuardedArray, Recording, call_model, capturing
+from scheduler.engine_trace import TracedBlocks
+from scheduler.lanes import Lane, LanePlan
 from scheduler.loader import LoadedModel
 from scheduler.loop import Bell
 from scheduler.model import Arrays, Model
 from scheduler.program import Cuts, Marks, Program
-from scheduler.shared import SharedBlock
 from scheduler.state import State
 from scheduler.virtual_loop import ORDER, serve
+from scheduler.virtual_memory import VirtualMemory
+from scheduler.virtual_pieces import Piece, PieceTracer
 
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4
 _SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
-_PREPARE_AFTER = 3  # runs: by then the evaluator has recorded what it can
 _HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
-
-
-class VirtualMemory(Memory):
-    """NumPy memory, aligned as a GPU's."""
-
-    def __init__(self, device_bytes: int, host_bytes: int, shared: bool = False) -> None:
-        self._device = _aligned(device_bytes)
-        self.block = SharedBlock(host_bytes) if shared else None
-        self.host = _aligned(host_bytes) if self.block is None else self.block.array[:host_bytes]
-
-    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        return _part(self._device, offset, shape, dtype)
-
-    def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """The slots themselves: copies to and from the GPU take the time they would, and none of the host's."""
-        return _part(self.host, host_offset, shape, dtype)
-
-    def free(self) -> None:
-        self._device = self.host = np.empty(0, np.uint8)
-        self.block = None
-
-
-def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
-
-
-def _aligned(nbytes: int) -> Any:
-    raw = np.zeros(nbytes + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
-    return raw[start : start + nbytes]
-
-
-class Handles(NamedTuple):
-    """Handles in the SM model: of a piece's last command, and of its last kernel (-1: it has none)."""
-
-    last: int
-    kernel: int
-
-
-class Piece:
-    """A run of recorded items that is launched at once: what to compute, and what to give to the SM model."""
-
-    def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
-        self.items, self.steps = items, steps
-        self.kernels = [item for item in items if item.node.kind == "kernel"]
-        self._runs = 0
-        self._prepared: list[Callable[[], Any]] = []
-        self._placed: Placed | None = None
-        self._commands = sum(len(step.ints) if isinstance(step, SmProgram) else 1 for step in steps)
-        self._behind_kernel = 0
-
-    def run(self) -> None:
-        """Computes the data, with floating-point warnings off.
-
-        The arrays are the lane's, so what can be worked out beforehand is, once.
-        """
-        if self._runs < _PREPARE_AFTER:
-            self._runs += 1
-            for item in self.items:
-                item.run()
-            if self._runs == _PREPARE_AFTER:
-                self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
-            return
-        for call in self._prepared:
-            call()
-
-    def place_again(self, model: SmModel, stream: int, submit_ns: float) -> Handles:
-        """As `place`, without a trace: from the second time on a copy of what was submitted the first time."""
-        if self._placed is not None and (last := model.again(self._placed, stream, submit_ns)) >= 0:
-            return Handles(last, last - self._behind_kernel)
-        made = self.place(model, stream, submit_ns)
-        self._behind_kernel = made.last - made.kernel
-        self._placed = model.placed(made.last - self._commands + 1, made.last)
-        return made
-
-    def place(self, model: SmModel, stream: int, submit_ns: float, first_id: int = 0) -> Handles:
-        """Puts the piece on a stream. `first_id` 0 leaves no trace."""
-        last = kernel = -1
-        launch = first_id
-        for n, step in enumerate(self.steps):
-            if isinstance(step, SmProgram):
-                last = model.launch_program(
-                    stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns
-                )
-                launch += len(step.ints)
-                kernel = last
-            else:
-                kind, nbytes = step
-                ends = n == len(self.steps) - 1
-                last = model.copy(stream, nbytes, kind, report=ends, submit_ns=submit_ns)  # type: ignore[arg-type]
-        return Handles(last, kernel)
 
 
 class VirtualBackend(Backend):
@@ -165,7 +71,7 @@ class VirtualBackend(Backend):
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._tracer: _Tracer | None = None
+        self._tracer: PieceTracer | None = None
 
     def default_memory_bytes(self) -> int:
         return int(self.device.part.memory_bytes * 0.9)
@@ -442,7 +348,7 @@ class VirtualBackend(Backend):
             if self._tracer is not None:
                 raise TraceError("the engine is being traced already; traces cannot be nested")
             self.sm.clear_blocks()
-            self._tracer = _Tracer(self.device)
+            self._tracer = PieceTracer(self.device)
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
         with self._sm_model():
@@ -451,37 +357,6 @@ class VirtualBackend(Backend):
             blocks = self.sm.blocks()
             self.sm.clear_blocks()
         return tracer.finish(blocks)
-
-
-class _Tracer:
-    """Launch ids of what runs during a trace. The SM model keeps every block, whatever a ring would have held."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self.session = Session(device)
-        self.pieces: list[TracedPiece] = []
-
-    def note(self, order: tuple[int, int, int], piece: Piece, submit_ns: int, stream: int) -> int:
-        """Ids for one launch of a piece; the first of them."""
-        ids = self.session.reserve(max(1, len(piece.kernels)))
-        for launch, item in zip(ids, piece.kernels, strict=False):
-            node = item.node
-            gx, gy, gz = item.grid
-            warps = -(-node.threads // 32)
-            self.session.note(
-                node.name,
-                (int(launch), 0, warps, node.registers, 0, node.shared_bytes, (gx * node.cluster, gy, gz),
-                 item.first * node.cluster, node.blocks, submit_ns, stream),
-            )  # fmt: skip
-        lane, size, segment = order
-        self.pieces.append(TracedPiece(lane, size, segment, tuple(int(i) for i in ids), replayed=False))
-        return int(ids[0])
-
-    def finish(self, blocks: Records) -> TracedBlocks:
-        launches, kernels = self.session.launches()
-        number = dict(zip(launches["launch"].tolist(), launches["kernel"].tolist(), strict=True))
-        blocks = blocks[np.isin(blocks["launch"], launches["launch"])]
-        blocks["kernel"] = [number[launch] for launch in blocks["launch"].tolist()]
-        return TracedBlocks(blocks, launches, kernels, self.pieces)
 
 
 def _guarded(arrays: Arrays) -> Arrays:

@@ -17,11 +17,12 @@ from instrument.trace import DeviceFacts
 from instrument.versions import versions
 from scheduler import fluid
 from scheduler import state as st
-from scheduler.backend_virtual import Piece, VirtualBackend, _Tracer
+from scheduler.backend_virtual import VirtualBackend
 from scheduler.core_models import ModelProfile
 from scheduler.engine import Engine
 from scheduler.engine_trace import EngineTrace, fill_engine_trace
 from scheduler.simulate_blocks import BlocksGpu
+from scheduler.virtual_pieces import Piece, PieceTracer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class TracedGpu(BlocksGpu):
     ) -> None:
         super().__init__(part, timing, (), f, state, seed)
         self._own, self._models = own, models
-        self._tracer = _Tracer(own.device)
+        self._tracer = PieceTracer(own.device)
         self._entries: list[Any] = []
 
     def _start(self, lane: int, out: Any) -> int:

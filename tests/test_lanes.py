@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from scheduler.backend_virtual import VirtualMemory
 from scheduler.errors import CaptureError, MemoryPlanError
 from scheduler.lanes import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
 from scheduler.model import Model, TensorSpec
+from scheduler.virtual_memory import VirtualMemory
 
 
 def model(**options):
