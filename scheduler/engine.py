@@ -47,7 +47,7 @@ class Engine(Requester):
 
     def __init__(
         self,
-        device: str | Device = "auto",
+        device: str | Device | None = None,
         policy: str | Policy = "paella",
         memory_bytes: int | None = None,
         quantum_us: float = 100.0,
@@ -56,7 +56,9 @@ class Engine(Requester):
         sm_windows: int = 0,
         limits: Limits | None = None,
     ) -> None:
-        """`quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
+        """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
+
+        `quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
 
         None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded; more where
         a queue stays and each leaves most of the GPU idle.
@@ -73,7 +75,7 @@ class Engine(Requester):
             raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
         if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
             raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
-        self.device = Device.open(device) if isinstance(device, str) else device
+        self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.limits = limits or Limits()
         self.max_active = max_active
         self._failure: BaseException | None = None

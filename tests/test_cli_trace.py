@@ -66,6 +66,13 @@ def test_a_script_is_run_with_its_arguments_and_its_kernels_are_recorded(script:
     assert (sys.argv, sys.path) == before
 
 
+def test_an_engine_of_the_script_is_on_the_device_that_was_asked_for(script: Path) -> None:
+    script.write_text("import paellapy as pp\nwith pp.Engine() as engine:\n    print(engine.stats()['device'])\n")
+    result = CliRunner().invoke(cli.app, ["trace", "--device", "virtual:t4", str(script)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "NVIDIA T4 16GB (virtual)\n"
+
+
 def test_what_a_script_raises_is_shown_as_ever_and_the_trace_is_written(script: Path) -> None:
     script.write_text(SCRIPT + "\nraise RuntimeError('boom')\n")
     result = trace("-o", "other.pptrace", script)

@@ -550,6 +550,14 @@ def test_an_engine_is_an_async_context_too():
     check(asyncio.run(main()), {"y": np.full(64, 2, np.float32)})
 
 
+def test_without_a_device_an_engine_is_on_the_current_one():
+    with pp.Device("virtual:a100"), Engine() as engine:
+        assert engine.device.name == "virtual:a100"
+        engine.load(scale_model("short", 3.0, batch=(1,)))
+    with pp.Device("virtual:a100"), Engine(DEVICE) as engine:
+        assert engine.device.name == DEVICE
+
+
 def test_two_engines_live_side_by_side(loaded, engine):
     engine.load(scale_model("mine", 5.0))
     x = {"x": np.ones(64, np.float32)}
