@@ -21,7 +21,7 @@ class UnknownModelError(PaellaError, KeyError):
 
 
 class InputError(PaellaError, ValueError):
-    """A request's inputs do not have the names, shapes or types the model takes."""
+    """A request's inputs, deadline, priority or client are not of the names, shapes or types that are taken."""
 
 
 class DeadlineError(PaellaError, TimeoutError):

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scheduler import front_calls as calls
 from scheduler import state as st
 from scheduler.core_rings import SLOTS
-from scheduler.errors import QueueFullError
+from scheduler.errors import InputError, QueueFullError
 from scheduler.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
 from scheduler.lanes import Lane
 from scheduler.loop import Bell
@@ -105,7 +105,10 @@ class FrontEnd:
 
     def client_number(self, client: Hashable) -> int:
         """The core keeps shares for a limited number of clients: later ones may share numbers with earlier ones."""
-        known = self._clients.get(client)
+        try:
+            known = self._clients.get(client)
+        except TypeError:
+            raise InputError(f"client={client!r}: name a client by a text, a number or a tuple of them") from None
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
         text = client if isinstance(client, str) else repr(client)

@@ -40,20 +40,43 @@ def request_times(deadline_ms: float | None) -> tuple[int, int]:
     now = time.monotonic_ns()
     if deadline_ms is None:
         return now, st.NEVER
-    if not deadline_ms > 0:
-        raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
-    return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+    try:
+        if not deadline_ms > 0:
+            raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
+        return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+    except (TypeError, ValueError):
+        raise InputError(f"deadline_ms={deadline_ms!r}: give a number of milliseconds from now, or None") from None
+
+
+def request_rank(priority: int) -> int:
+    """A request's own priority, as a number the core can hold."""
+    try:
+        rank = int(priority)
+    except (TypeError, ValueError, OverflowError):
+        rank = st.NEVER
+    if not -st.NEVER < rank < st.NEVER:
+        raise InputError(f"priority={priority!r}: give a whole number below 2⁶², or None for the model's own")
+    return rank
 
 
 def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
     """The inputs in the model's order, or what is wrong with them."""
-    if inputs.keys() != model.inputs.keys():
-        missing, extra = sorted(model.inputs.keys() - inputs.keys()), sorted(inputs.keys() - model.inputs.keys())
+    try:
+        given = inputs.keys()
+    except AttributeError:
+        raise InputError(
+            f"model {model.name!r} takes a dict of arrays ({', '.join(model.inputs)}), not a {type(inputs).__name__}"
+        ) from None
+    if given != model.inputs.keys():
+        missing, extra = sorted(model.inputs.keys() - given), sorted(map(str, given - model.inputs.keys()))
         problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
         raise InputError(f"model {model.name!r} takes {', '.join(model.inputs)}; given: {' and '.join(problem)}")
     arrays = {}
     for key, spec in model.inputs.items():
-        array = np.asarray(inputs[key])
+        try:
+            array = np.asarray(inputs[key])
+        except (TypeError, ValueError) as e:
+            raise InputError(f"model {model.name!r}, input {key!r} cannot be made an array: {e}") from e
         if array.shape != spec.shape:
             raise InputError(
                 f"model {model.name!r}, input {key!r} has shape {array.shape}; it takes {spec.shape}, without the batch"
@@ -199,10 +222,11 @@ class Requester(ABC):
     ) -> Pending:
         arrival_ns, deadline_ns = request_times(deadline_ms)
         front = self._front
+        # What may be refused comes first: a row or a slot that is taken must be posted.
+        number = 0 if client is None else front.client_number(client)
+        rank = loaded.model.priority if priority is None else request_rank(priority)
         pending = Pending(loaded, finish)
         front.take_row(pending)
-        number = 0 if client is None else front.client_number(client)
-        rank = loaded.model.priority if priority is None else int(priority)
         claimed = front.claim(loaded)
         lane = None if claimed is None else loaded.lane_of.get(claimed[0])
         if claimed is None:
@@ -257,7 +281,7 @@ class Slot:
         self._engine, self._front = engine, engine._front
         model = self._loaded.model
         self._client = 0 if client is None else self._front.client_number(client)
-        self._priority = model.priority if priority is None else int(priority)
+        self._priority = model.priority if priority is None else request_rank(priority)
         # Not a method of the slot: a slot that is forgotten must not be kept alive by what it waits for.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)

@@ -312,6 +312,10 @@ def test_a_deadline_in_the_past_is_refused_at_once(loaded, deadline):
         ({"x": np.ones((1, 64), np.float32)}, "without the batch"),
         ({"x": np.ones(64)}, "float64.*float32"),
         ({"x": "text"}, "shape"),
+        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' cannot be made an array"),
+        ({"x": np.ones(64, np.float32), 7: 1}, "unknown 7"),
+        (None, r"takes a dict of arrays \(x\), not a NoneType"),
+        ([np.ones(64, np.float32)], r"takes a dict of arrays \(x\), not a list"),
     ],
 )
 def test_wrong_inputs_are_named(loaded, inputs, said):
@@ -319,6 +323,26 @@ def test_wrong_inputs_are_named(loaded, inputs, said):
         loaded.infer_sync("short", inputs)
     assert "'short'" in str(caught.value)
     assert loaded.stats()["live"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"deadline_ms": "x"}, "deadline_ms='x': give a number of milliseconds"),
+        ({"deadline_ms": np.ones(2)}, "give a number of milliseconds"),
+        ({"priority": "x"}, "priority='x': give a whole number"),
+        ({"priority": 1 << 70}, "give a whole number"),
+        ({"priority": float("inf")}, "priority=inf: give a whole number"),
+        ({"client": []}, r"client=\[\]: name a client"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_and_holds_nothing(loaded, options, said):
+    x = {"x": np.ones(64, np.float32)}
+    for ask in (lambda: loaded.infer_sync("short", x, **options), lambda: loaded.reserve("short", **options)):
+        with pytest.raises(InputError, match=said):
+            ask()
+    assert loaded.stats()["live"] == 0
+    check(loaded.infer_sync("short", x), {"y": np.full(64, 3.0)})
 
 
 def test_an_unknown_model_is_named_beside_the_known(loaded):
