@@ -42,7 +42,7 @@ def examine() -> list[Finding]:
 def report(findings: list[Finding]) -> Table:
     table = Table(title="paellapy doctor")
     for column in ("", "what", "found", "to do"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # what is cut off cannot be typed
     marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
     for f in findings:
         remedy = "" if f.works else f.remedy
@@ -69,7 +69,7 @@ def _driver() -> Finding:
 def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
     try:
         return Finding(name, True, feature())
-    except (PaellaError, ImportError, RuntimeError) as e:
+    except (PaellaError, ImportError, OSError, RuntimeError) as e:  # a library that is not there is an OSError
         reason = str(e).splitlines()[0].split(". ")[0]  # what to do about it has a column of its own
         return Finding(name, False, reason, remedy)
 
@@ -119,6 +119,12 @@ def _trace_on(name: str) -> Callable[[], str]:
 def _torch() -> str:
     if importlib.util.find_spec("torch") is None:
         raise ImportError("PyTorch is not installed")
+    import torch
+
+    if torch.version.cuda is None:
+        raise ImportError(f"PyTorch {torch.__version__} is a build without CUDA")
+    if not torch.cuda.is_available():
+        raise ImportError(f"PyTorch {torch.__version__} finds no NVIDIA GPU")
     return "pp.instrument_torch() traces Triton kernels that PyTorch launches"
 
 
@@ -135,7 +141,7 @@ _FEATURES: tuple[tuple[str, Callable[[], str], str], ...] = (
     ("instrument CUDA C kernels", _instrument_cuda, _CUDA_EXTRA),
     ("run and trace on the virtual GPU", _trace_on("virtual:h200"), "report this as a bug"),
     ("run and trace on the GPU", _trace_on("cuda"), _CUDA_EXTRA + ", on a machine with an NVIDIA GPU"),
-    ("trace PyTorch's kernels", _torch, "pip install torch, on a machine with an NVIDIA GPU"),
+    ("trace PyTorch's kernels", _torch, "install PyTorch with CUDA (pytorch.org), on a machine with an NVIDIA GPU"),
     ("pictures", _viz, "pip install 'paellapy[viz]'"),
 )
 

@@ -31,6 +31,35 @@ def test_doctor_prints_extras_as_they_are_typed() -> None:
     assert "'paellapy[viz]'" in output.get()
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_doctor_cuts_nothing_off_on_a_narrow_terminal(width: int) -> None:
+    findings = doctor.examine()
+    console = Console(width=width)
+    with console.capture() as output:
+        console.print(doctor.report(findings))
+    cells = [line.split("│")[1:-1] for line in output.get().splitlines() if line.startswith("│")]
+    columns = ["".join("".join(cell).split()) for cell in zip(*cells, strict=True)]
+    assert "…" not in output.get()
+    for f in findings:
+        for column, text in zip(columns[1:], (f.name, f.detail, "" if f.works else f.remedy), strict=True):
+            assert "".join(text.split()) in column
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "says"),
+    [(None, False, "build without CUDA"), ("13.0", False, "finds no NVIDIA GPU"), ("13.0", True, "instrument_torch")],
+)
+def test_doctor_asks_pytorch_for_cuda_and_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpu: bool, says: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = next(f for f in doctor.examine() if f.name == "trace PyTorch's kernels")
+    assert found.works is gpu
+    assert says in found.detail
+
+
 def test_command_line_runs_the_doctor() -> None:
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 0
