@@ -87,7 +87,6 @@ class Loader:
         except BaseException:
             self.memory.release(model.name)
             self._free(lanes, made)
-            model.displace()
             raise
         return loaded
 
@@ -177,7 +176,6 @@ class Loader:
         """Gives everything back; nothing of the model may be in flight."""
         self._free(loaded.lanes, loaded.launches)
         loaded.weights.clear()
-        loaded.model.displace()
         self.memory.release(loaded.model.name)
 
     def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:

@@ -139,8 +139,11 @@ class Model:
         """A PyTorch module, or a function of tensors, as a model.
 
         `example_inputs` is a tensor, a tuple of them, or a dict (passed by name), the batch first. `dtype` converts the
-        module and its floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
+        weights and floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
         out images so; `compile` runs it through torch.compile. `target_ms` and the rest are as ever.
+
+        The module is evaluated as after `eval()`, and stays as it is. Weights that are not converted or moved are in
+        the same memory: training it later changes what the model answers.
 
             pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
         """
@@ -160,9 +163,6 @@ class Model:
     def place(self, device: Device) -> Arrays:
         """The weights in the device's memory, shared by all lanes and batch sizes."""
         return {name: device.array(value) for name, value in self.weights.items()}
-
-    def displace(self) -> None:
-        """The weights that `place` returned are not used any more."""
 
     @property
     def max_batch(self) -> int:

@@ -7,6 +7,7 @@ GPU PyTorch computes the data on the CPU and its operations are placed on the SM
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -65,6 +66,31 @@ class _Bits:
         self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "typestr": kind}
 
 
+def torch_dtype(torch: Any, title: str, what: str, given: Any) -> Any:
+    """A floating-point type of PyTorch's, given as such or by its name."""
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ModelError(f"model {title!r}: {what}={given!r}; give a floating-point type, as torch.float16")
+    return found
+
+
+def own_module(torch: Any, title: str, module: Any) -> Any:
+    """A module of our own over the same weights: what is done to it, the caller's does not notice.
+
+    Its tensors are others over the same memory, so that either can be converted or moved without the other.
+    """
+    plain = [t for t in [*module.parameters(), *module.buffers()] if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    shared = {id(t): t.detach() for t in plain}  # lazy, quantised and other special ones know how to be copied
+    shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
+    try:
+        return copy.deepcopy(module, shared).eval()
+    except Exception as e:
+        raise ModelError(
+            f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on it, move it to "
+            "the device, and give a function that calls it"
+        ) from e
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a module is run."""
@@ -82,15 +108,13 @@ class TorchModel(Model):
     ) -> None:
         super().__init__(name, self._run, inputs=signature.inputs, outputs=signature.outputs, **about)
         self._call, self._signature, self.options = call, signature, options
-        self._compiled: dict[str, Any] = {}
-        self._home: str | None = None  # where the module was before it was loaded
         self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
 
     uses_torch = True
 
     def changed(self, **about: Any) -> Self:
         made = super().changed(**about)
-        made._compiled, made._home, made.operations = {}, None, {}  # each is loaded by itself
+        made.operations = {}  # each is loaded by itself
         return made
 
     @property
@@ -110,20 +134,12 @@ class TorchModel(Model):
             raise ModelError(
                 f"model {self.name!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
             )
-        if isinstance(self._call, torch.nn.Module):
-            self._home = next((str(t.device) for t in [*self._call.parameters(), *self._call.buffers()]), where)
-            self._call.to(where)
         call = self._call
+        if isinstance(call, torch.nn.Module):
+            call = own_module(torch, self.name, call).to(where)
         if self.options.compile and where != "cpu":
-            call = self._compiled.setdefault(where, torch.compile(self._call, dynamic=False))
+            call = torch.compile(call, dynamic=False)
         return {"call": call}
-
-    def displace(self) -> None:
-        """The module goes back to where it came from, and what was made of it for the GPU is forgotten."""
-        self._compiled.clear()
-        if self._home is not None:
-            self._call.to(self._home)  # type: ignore[attr-defined]
-            self._home = None
 
     def _run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         from scheduler.torch_ops import record_or_run
@@ -222,13 +238,14 @@ def from_torch(
     kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
     title = str(name or kind)
     given, keywords = _named_inputs(torch, title, example_inputs, input_names)
+    dtype, autocast = (torch_dtype(torch, title, *each) for each in (("dtype", dtype), ("autocast", autocast)))
     if isinstance(call, torch.nn.Module):
-        call.eval().requires_grad_(False)
+        module = call = own_module(torch, title, call)
         if dtype is not None:
-            call.to(dtype)
+            module.to(dtype)
         if channels_last:
-            call.to(memory_format=torch.channels_last)
-        home = next(iter([*call.parameters(), *call.buffers()]), torch.empty(0)).device
+            module.to(memory_format=torch.channels_last)
+        home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
     else:
         home = next(iter(given.values())).device
     if dtype is not None:

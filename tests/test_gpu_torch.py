@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 
 import numpy as np
@@ -64,10 +65,11 @@ def images(n, seed=0):
     return np.random.default_rng(seed).standard_normal((n, 3, 64, 64)).astype(np.float32)
 
 
-def reference(net, x):
+def reference(net, x, dtype=torch.float32):
+    """What the module gives by itself on the GPU."""
+    net = copy.deepcopy(net).eval().to("cuda", dtype)
     with torch.no_grad():
-        where = next(net.parameters())
-        return net(torch.from_numpy(x).to(where.device, where.dtype)).float().cpu().numpy()
+        return net(torch.from_numpy(x).to("cuda", dtype)).float().cpu().numpy()
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_half_precision(engine, dtype):
     engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="half", dtype=dtype, channels_last=True))
     spec = engine.models["half"].inputs["input"]
     x = images(8).astype(spec.dtype)
-    expected = reference(net, x.astype(np.float32))
+    expected = reference(net, x.astype(np.float32), dtype)
     for each, wanted in zip(x, expected, strict=True):
         found = engine.infer_sync("half", {"input": each})["output"].astype(np.float32)
         np.testing.assert_allclose(found, wanted, atol=2e-2)
@@ -195,8 +197,8 @@ def test_unloading_gives_the_memory_back(engine):
     model = pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="net", batch=(1, 8), lanes=4)
     engine.load(model)
     engine.infer_sync("net", {"input": images(1)[0]})
+    assert not next(net.parameters()).is_cuda  # the caller's module stays where it was
     engine.unload("net")
-    assert not next(net.parameters()).is_cuda
     first = used()
     for _ in range(3):
         engine.load(model)

@@ -101,7 +101,7 @@ def test_half_precision_goes_in_and_comes_out(engine, kind):
     assert spec.dtype.name == kind
     x = np.arange(6).astype(spec.dtype)
     found = engine.infer_sync("half", {"input": x})["output"]
-    expected = net(torch.arange(6).to(dtype)).float().detach().numpy()
+    expected = net.to(dtype)(torch.arange(6).to(dtype)).float().detach().numpy()
     np.testing.assert_allclose(found.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
 
 
@@ -131,6 +131,70 @@ def test_the_weights_count_once_whatever_the_number_of_lanes(engine):
     engine.load(model)
     parameters = sum(t.numel() * t.element_size() for t in [*net.parameters(), *net.buffers()])
     assert engine.memory.reservations["net"].weights_bytes == parameters == model.weights_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float16}, {"channels_last": True}, {"autocast": "bfloat16"}])
+def test_the_callers_module_stays_as_it_was(engine, options):
+    net = torch.nn.Sequential(SmallNet(), torch.nn.Dropout())
+    net[1].eval()  # one part in another mode than the rest
+    before = {key: (t, t.clone(), t.data_ptr(), t.stride()) for key, t in net.state_dict(keep_vars=True).items()}
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2), **options))
+    engine.infer_sync("net", {"input": images(1)[0].astype(engine.models["net"].inputs["input"].dtype)})
+    engine.unload("net")
+    assert (net.training, net[0].norm.training, net[1].training) == (True, True, False)
+    assert all(p.requires_grad for p in net.parameters())
+    for key, t in net.state_dict(keep_vars=True).items():
+        was, value, where, strides = before[key]
+        assert t is was
+        assert (t.dtype, t.data_ptr(), t.stride()) == (value.dtype, where, strides)
+        assert torch.equal(t, value)
+    net(torch.zeros(2, 3, 16, 16)).sum().backward()
+    assert net[0].head.weight.grad is not None
+
+
+def test_weights_that_are_not_converted_are_those_of_the_module(engine):
+    net = torch.nn.Linear(3, 2, bias=False)
+    for name, dtype in (("same", None), ("half", torch.float16)):
+        engine.load(pp.Model.from_torch(net, torch.zeros(1, 3), name=name, dtype=dtype, batch=(1,)))
+    ones, kept = np.ones(3, np.float32), net.weight.sum(1).detach().numpy()
+    with torch.no_grad():
+        net.weight.mul_(2)  # as a step of an optimiser does
+    np.testing.assert_allclose(engine.infer_sync("same", {"input": ones})["output"], 2 * kept, rtol=1e-5)
+    found = engine.infer_sync("half", {"input": ones.astype(np.float16)})["output"]
+    np.testing.assert_allclose(found.astype(np.float32), kept, atol=1e-2)
+    net.half()  # gives the module new memory; the model keeps the old
+    np.testing.assert_allclose(engine.infer_sync("same", {"input": ones})["output"], 2 * kept, rtol=1e-5)
+
+
+def test_weights_that_are_tied_stay_tied():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    net[1].weight = net[0].weight
+    assert pp.Model.from_torch(net, torch.zeros(1, 4), dtype=torch.float16).weights_bytes == 4 * 4 * 2
+
+
+def test_a_module_that_is_not_initialised_yet_is_by_its_example(engine):
+    engine.load(pp.Model.from_torch(torch.nn.LazyLinear(2), torch.zeros(1, 5), name="lazy", batch=(1,)))
+    assert engine.infer_sync("lazy", {"input": np.zeros(5, np.float32)})["output"].shape == (2,)
+
+
+def test_a_module_that_cannot_be_copied_is_refused_with_the_way_around():
+    net = torch.nn.Linear(2, 2)
+    net.made = net.weight * 2  # belongs to a graph of autograd
+    with pytest.raises(ModelError, match=r"'Linear': its module cannot be copied .*give a function that calls it"):
+        pp.Model.from_torch(net, torch.zeros(1, 2))
+    assert pp.Model.from_torch(lambda x: net(x), torch.zeros(1, 2)).outputs["output"].shape == (2,)
+
+
+def test_types_may_be_given_by_name():
+    model = pp.Model.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), dtype="float16", autocast="bfloat16")
+    assert (model.inputs["input"].dtype.name, model.outputs["output"].dtype.name) == ("float16", "bfloat16")
+
+
+@pytest.mark.parametrize("wrong", ["half precision", "nn", np.float16, torch.int8, 16])
+@pytest.mark.parametrize("option", ["dtype", "autocast"])
+def test_what_is_no_floating_point_type_is_refused(option, wrong):
+    with pytest.raises(ModelError, match=f"{option}=.*; give a floating-point type, as torch.float16"):
+        pp.Model.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), **{option: wrong})
 
 
 def test_a_model_can_be_unloaded_and_loaded_again(engine):
