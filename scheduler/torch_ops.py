@@ -8,7 +8,7 @@ long its blocks wait, is a guess of the right order. Times measured on a real GP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from instrument.device.base import Device
 from instrument.device.sm_costs import BlockCost
 from scheduler.capture import Counting, Recording
 from scheduler.program import Node
+from scheduler.torch_waits import Waits
 
 if TYPE_CHECKING:
     from scheduler.model import Arrays
@@ -35,25 +36,32 @@ class Operation:
     cost: BlockCost
 
 
-def count_operations(torch: Any, run: Callable[[], Any]) -> list[Operation]:
-    """Runs something on the CPU and lists what a GPU would have launched."""
+def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) -> list[Operation]:
+    """Runs something on the CPU and lists what a GPU would have launched; raises where it would have waited.
+
+    `memory` is where the model's inputs and weights are.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
     found: list[Operation] = []
+    waits = Waits(torch, memory)
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            waits.before(func, args, kwargs)
+            out = func(*args, **kwargs)
+            waits.after(args, kwargs, out)
             if not _only_a_view(func):
                 formula = flop_registry.get(func._overloadpacket)
-                flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
-                operation = _operation(torch, str(func), args, kwargs or {}, out, flops)
+                flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+                operation = _operation(torch, str(func), args, kwargs, out, flops)
                 if operation is not None:
                     found.append(operation)
             return out
 
-    with Watch():
+    with Watch(), waits.refusing_copies():
         run()
     return found
 
@@ -112,5 +120,7 @@ def record_or_run(torch: Any, model: TorchModel, call: Any, inputs: Arrays, outp
         return
     batch = len(next(iter(plain_in.values())))
     if batch not in model.operations:  # the same for every lane
-        model.operations[batch] = count_operations(torch, compute)
+        weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
+        memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
+        model.operations[batch] = count_operations(torch, compute, memory)
     capture.compute([(each.node, each.cost) for each in model.operations[batch]], compute)

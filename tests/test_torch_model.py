@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,6 +234,68 @@ def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loade
 
     with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\) where the example gave \(2, 3\)"):
         engine.load(pp.Model.from_torch(twisted, torch.zeros(1, 3), batch=(1, 2)))
+
+
+WAITS = {
+    "item": lambda x: x * x.sum().item(),
+    "condition": lambda x: x if x.sum() > 0 else -x,
+    "cpu": lambda x: x * x.cpu(),
+    "tolist": lambda x: x * x.tolist()[0][0],
+    "numpy": lambda x: x * float(np.asarray(x)[0, 0]),
+    "equal": lambda x: x * torch.equal(x, x),
+    "nonzero": lambda x: x * len(x.nonzero()),
+    "mask": lambda x: x * x[x > 0].sum(),
+    "unique": lambda x: x * torch.unique(x).sum(),
+    "index": lambda x: x * x[x.sum().long() * 0],
+    "written": lambda x: x * torch.zeros(()).add_(x.sum()).item(),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_what_would_wait_for_a_gpu_is_refused_with_the_line_without_one(engine, kind):
+    with pytest.raises(CaptureError, match=rf"model '{kind}' waits for the GPU at .*model\.py:\d+ ") as caught:
+        engine.load(pp.Model.from_torch(WAITS[kind], torch.ones(1, 4), name=kind, batch=(1,)))
+    line = int(re.search(r"test_torch_model\.py:(\d+) ", str(caught.value))[1])
+    assert f'"{kind}": lambda' in Path(__file__).read_text().splitlines()[line - 1]
+    assert not engine.models
+
+
+class Weighing(torch.nn.Module):
+    """Reads a weight, which would be on the GPU, and a constant, which would not."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.constant = torch.tensor(3.0)
+        self.weight = weight
+
+    def forward(self, x):
+        return x * (self.scale if self.weight else self.constant).item()
+
+
+def test_weights_are_on_the_gpu_and_other_tensors_where_they_were(engine):
+    with pytest.raises(CaptureError, match="waits for the GPU"):
+        engine.load(pp.Model.from_torch(Weighing(True), torch.ones(1, 4), name="scale", batch=(1,)))
+    engine.load(pp.Model.from_torch(Weighing(False), torch.ones(1, 4), name="constant", batch=(1,)))
+    np.testing.assert_array_equal(engine.infer_sync("constant", {"input": np.ones(4, np.float32)})["output"], 3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x if x.shape[0] > 1 else -x,
+        lambda x: x * torch.linspace(0, 1, 3)[1].item(),
+        lambda x: x * sum(torch.tensor([1.0, 2.0]).tolist()),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.masked_fill(x > 0, 1.0),
+        lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)),
+        lambda x: x.gather(1, x.argmax(1, keepdim=True)),
+        lambda x: x + torch.arange(4, device=x.device),
+    ],
+)
+def test_what_needs_not_wait_is_not_refused(engine, call):
+    engine.load(pp.Model.from_torch(call, torch.ones(1, 4), name="fine", batch=(1, 2)))
+    assert engine.infer_sync("fine", {"input": np.ones(4, np.float32)})["output"].shape[0] in (1, 4)
 
 
 def test_kernels_that_do_not_report_are_traced_at_segment_grain(engine, monkeypatch):
