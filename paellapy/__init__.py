@@ -39,6 +39,7 @@ from instrument.tracing import trace
 from paellapy import examples, viz
 from paellapy.simulation import simulate
 from paellapy.viz import MissingExtraError, compare, live
+from scheduler.core_models import ModelProfile, load_profiles, save_profiles
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
 from scheduler.policy import Policy, policy, policy_names
@@ -61,6 +62,7 @@ __all__ = [
     "Lognormal",
     "MissingExtraError",
     "Model",
+    "ModelProfile",
     "NoDeviceError",
     "OutOfBoundsError",
     "PaellaError",
@@ -83,8 +85,10 @@ __all__ = [
     "instrument_torch",
     "kernel",
     "live",
+    "load_profiles",
     "policy",
     "policy_names",
+    "save_profiles",
     "serve",
     "simulate",
     "stream",

@@ -89,12 +89,13 @@ class ModelProfile:
 TOGETHER = 8  # runs at once to measure a demand, where there are as many lanes
 
 
-def save_profiles(path: Path, profiles: Iterable[ModelProfile]) -> None:
-    path.write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
+def save_profiles(path: str | Path, profiles: Iterable[ModelProfile]) -> None:
+    """Keeps profiles as JSON, for `load_profiles` and `paellapy simulate path`."""
+    Path(path).write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
 
 
 def load_profiles(path: str | Path) -> list[ModelProfile]:
-    """Read what `save_profiles` wrote; errors name the file."""
+    """What `save_profiles` wrote; errors name the file."""
     try:
         return [
             ModelProfile(

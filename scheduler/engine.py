@@ -25,7 +25,7 @@ from scheduler import core
 from scheduler import state as st
 from scheduler.backend import LEAST_WINDOWS, Backend
 from scheduler.core_crowd import CROWDED
-from scheduler.core_models import remove
+from scheduler.core_models import ModelProfile, remove
 from scheduler.engine_stats import engine_stats
 from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
 from scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
@@ -36,6 +36,7 @@ from scheduler.loader import LoadedModel, Loader
 from scheduler.loop import Bell
 from scheduler.model import Model
 from scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
+from scheduler.profile import model_profile
 from scheduler.requests import Requester, Slot
 from scheduler.shared import SharedBlock
 from scheduler.state import Limits, new_state, state_bytes
@@ -113,6 +114,11 @@ class Engine(Requester):
         """Compiles, captures, measures and opens a model. Others go on running meanwhile."""
         with self._loading:
             self._check_open()
+            if not isinstance(model, Model):
+                raise ModelError(
+                    f"a {type(model).__name__} is no model: give a pp.Model, or to a simulation also what "
+                    "engine.model_profile(name) returns"
+                )
             if model.name in self._models:
                 raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))
@@ -153,6 +159,11 @@ class Engine(Requester):
     def profile(self, name: str) -> list[Any]:
         """How the model was cut and what it takes: one `ProgramProfile` per batch size."""
         return list(self._find(name).profiles)
+
+    def model_profile(self, name: str) -> ModelProfile:
+        """What simulations need to know of the model: `pp.simulate([engine.model_profile("mlp")], …)`."""
+        loaded = self._find(name)
+        return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
 
     # -- state
 

@@ -6,9 +6,12 @@ import json
 
 import pytest
 from engine_models import mlp_model, scale_model
+from typer.testing import CliRunner
 
 import paellapy as pp
 from instrument import cache
+from instrument.errors import PaellaError
+from paellapy import cli
 from scheduler import profile as profiles
 from scheduler.backend_virtual import VirtualBackend
 from scheduler.core_models import SegmentProfile
@@ -104,6 +107,42 @@ def test_simulations_get_times_lanes_and_targets():
     assert found.batch == (1, 2)
     assert found.alone_ns(1) == loaded.profiles[0].segmented_ns
     assert (found.target_ms, found.priority, found.share, found.lanes) == (3.0, 2, 0.5, 4)
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine("virtual:h200") as engine:
+        engine.load(mlp_model(batch=(1, 2), target_ms=30.0))
+        yield engine
+
+
+def test_a_loaded_model_is_simulated_from_its_profile(engine):
+    profile = engine.model_profile("mlp")
+    assert (profile.name, profile.batch, profile.target_ms) == ("mlp", (1, 2), 30.0)
+    result = pp.simulate([profile], pp.Poisson(1000, "mlp", duration=0.05), "srpt")
+    assert result.model("mlp").completed == result.model("mlp").submitted > 0
+
+
+def test_profiles_are_kept_in_a_file_that_simulations_read(engine, tmp_path):
+    path = tmp_path / "mine.json"
+    pp.save_profiles(path, [engine.model_profile("mlp")])
+    assert pp.load_profiles(str(path)) == [engine.model_profile("mlp")]
+    ran = CliRunner().invoke(cli.app, ["simulate", str(path), "-p", "srpt", "--rate", "1000", "--seconds", "0.05"])
+    assert ran.exit_code == 0, ran.output
+    assert "srpt on virtual:h200" in ran.output
+    assert "mlp" in ran.output
+
+
+def test_a_file_that_is_not_there_or_holds_no_profiles_is_named(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(PaellaError, match=f"{path} is not a file of model profiles"):
+            pp.load_profiles(path)
+
+
+def test_the_programs_of_a_model_are_not_taken_for_a_model(engine):
+    for ask in (lambda: pp.simulate([engine.profile("mlp")], pp.Poisson(10, "mlp")), lambda: engine.load([])):
+        with pytest.raises(PaellaError, match=r"a list is no model: .*engine\.model_profile\(name\)"):
+            ask()
 
 
 def test_tails_sum_what_remains():
