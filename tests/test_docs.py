@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import paellapy as pp
+from paellapy import demo, serve_demo
+from paellapy.demo import reference
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -118,24 +124,75 @@ def test_the_gallery_quotes_how_long_pictures_took() -> None:
     assert built + drawn < 2
 
 
-def test_the_readme_s_kernel_and_engine_run_as_they_stand(tmp_path: Path) -> None:
-    script = tmp_path / "first.py"
-    kernel, engine = (each for each in snippets("README.md") if "@pp.kernel" in each or "pp.Engine" in each)
-    script.write_text(f"{kernel}\n\n{engine}")
-    ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
+def run_in(folder: Path, *command: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", *command], capture_output=True, text=True, check=False, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert "4,096 blocks, 1 launch of 1 kernel in" in ran.stdout
-    assert "theoretical: 100% occupancy: 16 blocks, 64 of 64 warps per SM, limited by threads" in ran.stdout
-    assert "[0. 2. 4. 6.] <Trace" in ran.stdout
-    assert "1 request under slack>" in ran.stdout
+    return ran.stdout
 
 
-def test_the_policy_of_the_scheduling_page_runs(tmp_path: Path) -> None:
-    script = tmp_path / "policy.py"
-    script.write_text(snippets("docs/scheduling.md")[0])
-    ran = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "shortest_first on virtual:h200" in ran.stdout
+def run_snippets(folder: Path, *parts: str) -> str:
+    """What a script of these parts prints, run in a folder of its own."""
+    script = folder / "script.py"
+    script.write_text("\n\n".join(parts))
+    return run_in(folder, str(script))
+
+
+def run_line(folder: Path, line: str) -> str:
+    """What one of our command lines prints."""
+    return run_in(folder, "-c", "from paellapy.cli import main; main()", *line.split()[1:])
+
+
+def shell_lines(page: str) -> list[str]:
+    """The command lines of a page, which are all of ours."""
+    return re.findall(r"^paellapy .*$", (ROOT / page).read_text(), re.M)
+
+
+def test_the_readme_s_code_runs_as_it_stands(tmp_path: Path) -> None:
+    kernel, cuda, engine = snippets("README.md")
+    if not any(name.startswith("cuda") for name in pp.devices()):  # then it is compiled, and refused with the reason
+        cuda = f"try:\n{textwrap.indent(cuda, '    ')}\nexcept pp.LaunchError as e:\n    print(e)"
+    ran = run_snippets(tmp_path, kernel, cuda, engine)
+    assert "4,096 blocks, 1 launch of 1 kernel in" in ran
+    assert "theoretical: 100% occupancy: 16 blocks, 64 of 64 warps per SM, limited by threads" in ran
+    assert cuda.startswith("CUDA_C") or "kernel 'saxpy' is CUDA C" in ran
+    assert "[0. 2. 4. 6.] <Trace" in ran
+    assert "1 request under slack>" in ran
+
+
+def test_the_readme_says_how_far_its_kernel_s_time_is_off_on_the_virtual_gpu(tmp_path: Path) -> None:
+    on_virtual = "import paellapy as pp\npp.Device('virtual:h200').__enter__()"
+    ran = run_snippets(tmp_path, on_virtual, snippets("README.md")[0])
+    readme = (ROOT / "README.md").read_text()
+    simulated, measured = (float(re.search(r"1 kernel in ([\d.]+) µs", text)[1]) for text in (ran, readme))
+    assert "here less than half of that" in readme
+    assert simulated < measured / 2
+
+
+def test_the_readme_has_the_line_that_the_demo_server_prints() -> None:
+    readme = (ROOT / "README.md").read_text()
+    images, labels = demo.held_out()
+    line = re.search(r"^curl .*?'$", readme, re.M | re.S)
+    assert line is not None
+    assert line[0].replace("\n", "") == serve_demo.curl_line("http://127.0.0.1:8000", images[0])
+    scores = reference.forward("cnn", demo.load_weights("cnn"), images[:1])[0]
+    assert f'"{scores[labels[0]]:.2f}…:{labels[0]}"' in readme
+
+
+def test_the_code_of_the_scheduling_page_runs(tmp_path: Path) -> None:
+    policy, own = snippets("docs/scheduling.md")
+    assert "shortest_first on virtual:h200" in run_snippets(tmp_path, policy)
+    assert "srpt on virtual:h200" in run_snippets(tmp_path, own)
+    assert "streams on virtual:h200" in run_line(tmp_path, "paellapy simulate mine.json -p streams --seconds 0.1")
+
+
+def test_the_code_of_the_pytorch_page_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (code,), (line,) = snippets("docs/pytorch.md"), shell_lines("docs/pytorch.md")
+    assert "(10,)" in run_snippets(tmp_path, code, "print(probabilities.shape)")
+    assert "slack on virtual:h200" in run_line(tmp_path, line)
 
 
 def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
