@@ -79,7 +79,9 @@ def own_module(torch: Any, title: str, module: Any) -> Any:
 
     Its tensors are others over the same memory, so that either can be converted or moved without the other.
     """
-    plain = [t for t in [*module.parameters(), *module.buffers()] if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    attributes = [value for part in module.modules() for value in vars(part).values()]  # as weight_norm's, of a graph
+    held = [*module.parameters(), *module.buffers(), *attributes]
+    plain = [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
     shared = {id(t): t.detach() for t in plain}  # lazy, quantised and other special ones know how to be copied
     shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,9 +180,27 @@ def test_a_module_that_is_not_initialised_yet_is_by_its_example(engine):
     assert engine.infer_sync("lazy", {"input": np.zeros(5, np.float32)})["output"].shape == (2,)
 
 
+class Twice(torch.nn.Linear):
+    """Holds a tensor that autograd made, as torch.nn.utils.weight_norm leaves one."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.doubled = self.weight * 2
+
+    def forward(self, x):
+        return x @ self.doubled.T
+
+
+def test_a_module_may_hold_what_autograd_made(engine):
+    net = Twice()
+    engine.load(pp.Model.from_torch(net, torch.zeros(1, 2), name="twice", batch=(1,)))
+    found = engine.infer_sync("twice", {"input": np.ones(2, np.float32)})["output"]
+    np.testing.assert_allclose(found, 2 * net.weight.sum(1).detach().numpy(), rtol=1e-5)
+
+
 def test_a_module_that_cannot_be_copied_is_refused_with_the_way_around():
     net = torch.nn.Linear(2, 2)
-    net.made = net.weight * 2  # belongs to a graph of autograd
+    net.lock = threading.Lock()
     with pytest.raises(ModelError, match=r"'Linear': its module cannot be copied .*give a function that calls it"):
         pp.Model.from_torch(net, torch.zeros(1, 2))
     assert pp.Model.from_torch(lambda x: net(x), torch.zeros(1, 2)).outputs["output"].shape == (2,)
