@@ -13,6 +13,7 @@ import math
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -83,6 +84,12 @@ class Engine(Requester):
         self._closed = self._closing = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
+        if self.device.session is not None and isinstance(self.device, VirtualDevice):
+            warnings.warn(
+                "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are "
+                "loaded: write `with engine.trace() as t:` around the requests",
+                stacklevel=2,
+            )
         self._backend.shared_slots = self.limits.fronts > 1
         self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
