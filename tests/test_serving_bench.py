@@ -30,10 +30,11 @@ from serving.protocol import DEFAULT_LEVEL
 def server():
     models = [scale_model("one", batch=(1, 4)), echo_model("two", ["FP16", "INT32", "BOOL"], batch=(1, 4))]
     with running(models, keys={"me": "key"}) as found:
+        run_bench(found.url, Load(concurrency=2, **QUICK))  # what the first requests compile, no other waits for
         yield found
 
 
-QUICK = {"duration_s": 0.4, "warmup_s": 0.1, "headers": {"X-API-Key": "key"}}
+QUICK = {"duration_s": 0.8, "warmup_s": 0.1, "headers": {"X-API-Key": "key"}}
 
 
 @pytest.mark.parametrize("how", [{"concurrency": 4}, {"rate": 100}, {"rate": 100, "arrivals": "lognormal"}])
