@@ -1,4 +1,4 @@
-"""The file a trace is kept in: 3 to 6 bytes a block, checked when read, and nothing in it is ever executed."""
+"""The file a trace is kept in: 1 to 6 bytes a block, checked when read, and nothing in it is ever executed."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from instrument import cache
-from instrument.device.base import Capture, Device
+from instrument.device.base import Capture, Device, check_grid
 from instrument.device.sm_costs import BlockCost
 from instrument.device.virtual import VirtualArray
 from instrument.errors import PaellaError
@@ -204,8 +205,9 @@ class Recording(LaneCapture):
         part: Part | None,
     ) -> None:
         gx, gy, gz = (*grid, 1, 1)[:3]
+        check_grid(launcher.compiled.name, (gx, gy, gz))
         total = gx * gy * gz
-        if total <= 0:
+        if total == 0:
             return
         compiled, cluster = launcher.compiled, launcher.compiled.source.cluster
         number, parts = self.next_parts(part)
@@ -263,6 +265,36 @@ class GuardedArray(VirtualArray):
 
     def tolist(self) -> Any:
         return self._refuse("copies an array to the host")
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if not isinstance(found, np.ndarray):
+            return self._refuse("reads a number from the GPU")
+        return self._view_of(found, "picks elements on the host")
+
+    def reshape(self, *shape: Any, **how: Any) -> Any:
+        return self._view_of(super().reshape(*shape, **how), "copies an array on the host")
+
+    def _view_of(self, found: Any, doing: str) -> Any:
+        """What was made of the array, if it is the same memory: what is copied now would be old at the next launch."""
+        low, high = byte_bounds(self.view(np.ndarray))
+        return found if not found.size or low <= found.ctypes.data < high else self._refuse(doing)
+
+
+def _on_the_host(name: str) -> Callable[..., Any]:
+    def method(self: GuardedArray, *_: Any, **__: Any) -> Any:
+        return self._refuse(f"computes {name}() on the host")
+
+    return method
+
+
+# Methods of an array that NumPy does not ask the two above about.
+for _name in (
+    "argpartition", "argsort", "astype", "byteswap", "choose", "compress", "copy", "fill", "flatten", "itemset",
+    "nonzero", "partition", "put", "ravel", "repeat", "resize", "searchsorted", "sort", "take", "tobytes", "tofile",
+    "__copy__", "__deepcopy__",
+):  # fmt: skip
+    setattr(GuardedArray, _name, _on_the_host(_name))
 
 
 def _plain(value: Any) -> Any:

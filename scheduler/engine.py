@@ -75,13 +75,15 @@ class Engine(Requester):
             raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
         if max_active is not None and max_active < 1:
             raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
+        if memory_bytes is not None and memory_bytes < 1:
+            raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
         if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
             raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.limits = limits or Limits()
         self.max_active = max_active
         self._failure: BaseException | None = None
-        self._closed = self._closing = False
+        self._closed = self._closing = self._elsewhere = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
@@ -114,6 +116,7 @@ class Engine(Requester):
         self._since = time.monotonic()
         core.attach_libc(self.state)
         self._backend.start(self.state, self.bell, self._fail)
+        _engines.add(self)
 
     # -- models
 
@@ -326,6 +329,8 @@ class Engine(Requester):
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failed_error()
+        if self._elsewhere:
+            raise EngineClosedError("the engine is that of the process this one was forked from: make one here")
         if self._closing or self._closed:
             raise EngineClosedError("the engine is closed")
 
@@ -351,6 +356,16 @@ class Engine(Requester):
     @property
     def over(self) -> bool:
         return self._closed
+
+
+def _forget_all() -> None:
+    """In a process that was forked: its engines' loops, and who holds their locks, are in the other one."""
+    for engine in list(_engines):
+        engine._closing = engine._elsewhere = True
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _backend(device: Device) -> Backend:

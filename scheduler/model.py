@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,11 +30,14 @@ class TensorSpec:
     dtype: np.dtype[Any]
 
     def __init__(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> None:
-        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         if not all(isinstance(n, int | np.integer) and n > 0 for n in extents):
             raise ModelError(f"a tensor of shape {shape!r}: extents are whole numbers above zero")
         object.__setattr__(self, "shape", tuple(int(n) for n in extents))
-        object.__setattr__(self, "dtype", np.dtype(dtype))
+        try:
+            object.__setattr__(self, "dtype", np.dtype(dtype))
+        except TypeError:
+            raise ModelError(f"a tensor of {dtype!r}: that is no element type; give one of NumPy's") from None
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +185,7 @@ def _specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, 
 
 
 def _batch(model: str, given: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(given)
+    sizes = tuple(given) if isinstance(given, Iterable) else ()
     if not sizes or any(not isinstance(b, int) or b < 1 for b in sizes) or list(sizes) != sorted(set(sizes)):
         raise ModelError(f"model {model!r}: batch={given!r}; give whole numbers from 1 up, each larger than the last")
     return sizes

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -229,6 +230,32 @@ def test_a_slot_that_expires_says_so_when_it_is_submitted(loaded):
     settle(loaded)
     with pytest.raises(DeadlineError):
         slot.submit_sync()
+    check(loaded.infer_sync("short", {"x": np.ones(64, np.float32)}), {"y": np.full(64, 3, np.float32)})
+
+
+@pytest.mark.parametrize("wrong", [{"memory_bytes": -1}, {"max_active": 0}, {"quantum_us": 0}, {"sm_windows": 2}])
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ModelError, match=f"{next(iter(wrong))}="):
+        Engine(DEVICE, **wrong)
+
+
+def test_a_process_that_was_forked_is_told_that_the_engine_is_not_its_own(loaded):
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python's, that threads and forks do not go together
+        child = os.fork()
+    if child == 0:
+        try:
+            loaded.infer_sync("short", {"x": np.ones(64, np.float32)}, deadline_ms=2000)
+        except EngineClosedError as e:
+            os.write(writing, str(e).encode())
+        finally:
+            loaded.close()
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as said:
+        assert "forked from" in said.read()
     check(loaded.infer_sync("short", {"x": np.ones(64, np.float32)}), {"y": np.full(64, 3, np.float32)})
 
 

@@ -33,6 +33,11 @@ def test_a_spec_refuses_what_is_no_shape(shape):
         TensorSpec(shape)
 
 
+def test_a_spec_refuses_what_is_no_element_type():
+    with pytest.raises(ModelError, match="no element type"):
+        TensorSpec((3,), "foo")
+
+
 def test_specs_compare_by_value():
     assert TensorSpec((2,), np.float32) == TensorSpec([2], "float32") != TensorSpec((2,), "float16")
 
@@ -53,6 +58,7 @@ def test_weights_are_kept_contiguous():
         ({"outputs": {}}, "no outputs"),
         ({"inputs": {"x": (4,)}}, "TensorSpec"),
         ({"batch": ()}, "batch"),
+        ({"batch": 4}, "batch"),
         ({"batch": (2, 1)}, "batch"),
         ({"batch": (0, 1)}, "batch"),
         ({"batch": (1, 1)}, "batch"),

@@ -137,6 +137,15 @@ def test_what_cannot_be_captured_names_model_and_line(backend, fn, said):
         (lambda x: x.tolist(), "to the host"),
         (lambda x: x[0, 0:1].item(), "reads a number"),
         (lambda x: bool(x[0, 0:1]), "decides on data"),
+        (lambda x: x[0, 0] > 0, "reads a number"),
+        (lambda x: list(x[0]), "reads a number"),
+        (lambda x: x[0, [1, 2]], "picks elements"),
+        (lambda x: x.astype(np.float16), "astype()"),
+        (lambda x: x.copy(), "copy()"),
+        (lambda x: x.fill(1.0), "fill()"),
+        (lambda x: x.sort(), "sort()"),
+        (lambda x: x.flatten(), "flatten()"),
+        (lambda x: x.reshape(8, 8).T.reshape(64), "copies an array"),
     ],
 )
 def test_the_host_does_not_compute_while_a_function_is_captured(backend, touch, said):

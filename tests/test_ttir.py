@@ -158,6 +158,22 @@ def shift_program() -> TtirProgram:
     return compiled(shift, {"x": x, "y": x, "by": 3, "n": 5}, B=16)
 
 
+@triton.jit
+def pick(x, at, out, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + i, tl.gather(tl.load(x + i), tl.load(at + i), 0))  # <- the gather
+
+
+def test_an_index_outside_what_is_gathered_from_is_named() -> None:
+    x, at = np.arange(16, dtype=np.float32), np.arange(16, dtype=np.int32)
+    evaluator = compiled(pick, {"x": x, "at": at, "out": x}, B=16)
+    source = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(source, 1) if "# <- the gather" in text)
+    at[3] = 16
+    with pytest.raises(OutOfBoundsError, match=f"kernel pick, .*test_ttir.py:{line}.*element 16 of 16 along axis 0"):
+        evaluator.run([x, at, x.copy()], (1,))
+
+
 @pytest.mark.parametrize("calls", [1, 3])
 def test_out_of_bounds_names_kernel_line_block_index_and_size(calls: int) -> None:
     x, y, evaluator = np.zeros(100, np.float32), np.zeros(100, np.float32), shift_program()

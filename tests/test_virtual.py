@@ -185,7 +185,23 @@ def test_an_access_outside_an_array_is_named(device: Any) -> None:
         pp.kernel(wide)[(8,)](x, out, B=128)
 
 
+@pytest.mark.parametrize("grid", [(1, 70_000), (1, 1, 70_000), (2**31,), (-1,)])
+def test_grids_that_a_gpu_would_refuse_are_refused(device: Any, grid: tuple[int, ...]) -> None:
+    x = np.zeros(64, np.float32)
+    with pytest.raises(pp.ArgumentError, match=r"too large: a GPU takes 2,147,483,647|negative extent"):
+        pp.kernel(wide)[grid](x, x, B=64)
+
+
+def test_a_tensor_of_the_host_is_told_how_it_can_be_given(device: Any) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
+    x = np.zeros(64, np.float32)
+    with pytest.raises(pp.ArgumentError, match=r"torch\.Tensor cannot be given .* x\.numpy\(\)"):
+        pp.kernel(wide)[(1,)](torch.zeros(64), x, B=64)
+
+
 def test_unknown_parts_and_kinds_say_what_exists() -> None:
+    with pytest.raises(pp.NoDeviceError, match="unknown device 3"):
+        pp.Device(3)  # type: ignore[arg-type]
     with pytest.raises(pp.NoDeviceError, match="h200"):
         pp.Device("virtual:h900")
     with pytest.raises(pp.NoDeviceError, match="virtual"):

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from instrument.arguments import Handlers
 from instrument.compiled import Source
 from instrument.device.parts import SmLimits
-from instrument.errors import NoDeviceError
+from instrument.errors import ArgumentError, NoDeviceError
 from instrument.passes import PassConfig
 from instrument.records import Records
 
@@ -59,6 +59,18 @@ class Stream(ABC):
     def __enter__(self) -> Self: ...
     @abstractmethod
     def __exit__(self, *_: object) -> None: ...
+
+
+_MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # in x, y and z, on every GPU
+
+
+def check_grid(kernel: str, grid: Sequence[int]) -> None:
+    """Raises ArgumentError for what is no grid; an empty one is."""
+    if any(extent < 0 for extent in grid):
+        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent")
+    if any(extent > most for extent, most in zip(grid, _MOST_BLOCKS, strict=False)):
+        most = " × ".join(f"{n:,}" for n in _MOST_BLOCKS)
+        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most")
 
 
 class Launcher(ABC):
@@ -142,6 +154,8 @@ class Device(ABC):
         """The device called `name`, opened on first use."""
         if name == "auto":
             return cls.default()
+        if not isinstance(name, str):
+            raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")
         kind, _, which = name.partition(":")
         if kind not in cls.kinds:
             raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.compiled import Compiled
-from instrument.device.base import Launcher
+from instrument.device.base import Launcher, check_grid
 from instrument.device.driver import check, driver, fail, library
 from instrument.errors import ArgumentError, LaunchError
 from instrument.records import DESCRIPTOR, MAGIC, field_offset
@@ -124,7 +124,7 @@ class CudaLauncher(Launcher):
         source = self.compiled.source
         gx, gy, gz = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if gx <= 0 or gy <= 0 or gz <= 0:
-            self._check_grid(grid)
+            check_grid(self.compiled.name, grid)
             return None  # an empty grid is no work, as in Triton
         bx, by, bz = self._block or (*block, 1, 1)[:3]
         if shared_bytes:
@@ -177,10 +177,6 @@ class CudaLauncher(Launcher):
         if status:
             fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
         return notification
-
-    def _check_grid(self, grid: tuple[int, ...]) -> None:
-        if any(g < 0 for g in grid):
-            raise ArgumentError(f"kernel {self.compiled.name!r}: grid {grid} has a negative extent")
 
     def _allocate_scratch(self, blocks: int, stream: int) -> int:
         nbytes = blocks * self._scratch_per_block

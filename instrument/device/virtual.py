@@ -201,8 +201,8 @@ def _find_handler(kind: type) -> Handler | None:
 
         def refuse(_: Any) -> tuple[Any, Any]:
             raise ArgumentError(
-                f"a {kind.__module__}.{kind.__name__} lives on a real GPU, the kernel runs on a virtual one: "
-                "pass NumPy arrays, or pp.array(x)"
+                f"a {kind.__module__}.{kind.__name__} cannot be given to a kernel on the virtual GPU: "
+                "pass NumPy arrays (of PyTorch's tensors, x.numpy()), or pp.array(x)"
             )
 
         return refuse

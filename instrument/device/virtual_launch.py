@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from instrument.compiled import Compiled
-from instrument.device.base import Launcher
+from instrument.device.base import Launcher, check_grid
 from instrument.device.sm_costs import BlockCost
-from instrument.errors import ArgumentError, LaunchError
+from instrument.errors import LaunchError
 from instrument.occupancy import occupancy
 from instrument.records import Records
 from instrument.ttir import TtirProgram
@@ -63,9 +63,8 @@ class VirtualLauncher(Launcher):
         if self.device.capture is not None and self.device.capture.active:
             return self.device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
         gx, gy, gz = (*grid, 1, 1)[:3]
-        if min(gx, gy, gz) <= 0:
-            if min(gx, gy, gz) < 0:
-                raise ArgumentError(f"kernel {self.compiled.name!r}: grid {grid} has a negative extent")
+        check_grid(self.compiled.name, (gx, gy, gz))
+        if min(gx, gy, gz) == 0:
             return None  # an empty grid is no work, as in Triton
         first, count = part or (0, gx * gy * gz)
         cost = self.evaluate(values, (gx, gy, gz), first, count)

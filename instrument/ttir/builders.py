@@ -226,7 +226,8 @@ def split(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 @builds("tt.gather")
 def gather(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, index = (t.shape for t in op.in_types[:2])
-    return pure(shapes.gather(op.integer("axis"), source, index), args, outs[0])
+    where = f"kernel {low.kernel}, {low.line(op)}"
+    return pure(shapes.gather(op.integer("axis"), source, index, where), args, outs[0])
 
 
 @builds("tt.histogram")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from instrument.errors import OutOfBoundsError
 from instrument.ttir.values import full, is_array
 
 Shape = tuple[int, ...]
@@ -47,7 +48,7 @@ def cat(shape: Shape) -> Function:
     return lambda a, b: np.concatenate(np.broadcast_arrays(full(a, shape), full(b, shape)), 1)
 
 
-def gather(axis: int, source: Shape, index: Shape) -> Function:
+def gather(axis: int, source: Shape, index: Shape, where: str) -> Function:
     a = axis + 1
 
     def run(x: Any, at: Any) -> Any:
@@ -55,7 +56,8 @@ def gather(axis: int, source: Shape, index: Shape) -> Function:
         nb = max(x.shape[0], at.shape[0])
         x, at = np.broadcast_to(x, (nb, *source)), np.broadcast_to(at, (nb, *index))
         if at.size and (at.min() < 0 or at.max() >= source[axis]):
-            raise IndexError(f"tl.gather index outside 0..{source[axis] - 1}")
+            bad = int(at[(at < 0) | (at >= source[axis])][0])
+            raise OutOfBoundsError(f"{where}: tl.gather takes element {bad} of {source[axis]} along axis {axis}")
         return np.take_along_axis(x, at, a)
 
     return run
