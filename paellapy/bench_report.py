@@ -12,6 +12,8 @@ from scheduler.engine import Engine
 from scheduler.number_table import number_table
 from serving.bench import Load, run_bench
 
+LATE_MS = 10.0  # a timer and a turn of the loop take less, also on a busy machine
+
 
 def run(target: str | Engine, load: Load, console: Console, clients: int = 1) -> dict[str, Any]:
     """Runs it under a progress bar."""
@@ -54,6 +56,21 @@ def table(result: dict[str, Any]) -> Table:
         within = [f"{each.get('within_target', 0.0):.2%}"] if load["target_ms"] is not None else []
         rows.append([name, f"{each['answered_per_s']:.1f}", *numbers, str(each["refused"]), str(failed), *within])
     return number_table(f"{result['url']}: {how}, {result['seconds']:.1f} s", columns, rows, total=several)
+
+
+def lateness(result: dict[str, Any]) -> str:
+    """Where the client and not the server was slow, so that nobody takes one for the other.
+
+    >>> lateness({"client_late_ms": 250.0})[:52]
+    'this client itself sent requests up to 250 ms late, '
+    """
+    late_ms = result["client_late_ms"]
+    if late_ms < LATE_MS:
+        return ""
+    return (
+        f"this client itself sent requests up to {_ms(late_ms)} ms late, which is part of the latencies: "
+        "ask for a lower --rate, or from several processes with --clients"
+    )
 
 
 def _ms(value: float) -> str:

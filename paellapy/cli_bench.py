@@ -14,6 +14,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from scheduler.engine import Engine
 
+DEFAULT_CONCURRENCY = 8
+
 
 def bench(
     url: Annotated[str | None, typer.Argument(help="a v2 endpoint, as in http://127.0.0.1:8000")] = None,
@@ -26,15 +28,18 @@ def bench(
     policy: Annotated[str | None, typer.Option(help="its policy")] = None,
     model: Annotated[list[str] | None, typer.Option(help="may be repeated; by default all that are ready")] = None,
     rate: Annotated[float | None, typer.Option(help="open-loop: requests a second")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="closed-loop: clients that wait for their answer")] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="closed-loop: clients that wait for their answer  [dim](8, where no load is said)[/dim]"),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="open-loop: a CSV (t, model, …) or JSONL file says when and what")
     ] = None,
     speed: Annotated[float, typer.Option(help="of a trace: so many times as fast")] = 1.0,
     arrivals: Annotated[str, typer.Option(help="open-loop: poisson, lognormal or even")] = "poisson",
     sigma: Annotated[float, typer.Option(help="of lognormal arrivals")] = 1.5,
-    duration: Annotated[float, typer.Option(help="seconds that count")] = 10.0,
-    warmup: Annotated[float, typer.Option(help="seconds before that do not")] = 1.0,
+    duration: Annotated[float | None, typer.Option(help="seconds that count  [dim](10)[/dim]")] = None,
+    warmup: Annotated[float | None, typer.Option(help="seconds before that do not  [dim](1)[/dim]")] = None,
     items: Annotated[int, typer.Option(help="items in a request")] = 1,
     binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
     timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
@@ -59,6 +64,12 @@ def bench(
         raise BenchError(f"arrivals are {', '.join(ARRIVALS)}, not {arrivals!r}")
     if clients < 1:
         raise BenchError(f"{clients} clients: at least one asks")
+    if trace is not None and (duration is not None or warmup is not None):
+        raise BenchError(
+            "a --trace says itself how long it takes: leave --duration and --warmup out, or change --speed"
+        )
+    if rate is None and concurrency is None and trace is None:
+        concurrency = max(DEFAULT_CONCURRENCY, clients)
     headers = {}
     for each in header or []:
         name, colon, value = each.partition(":")
@@ -67,7 +78,8 @@ def bench(
         headers[name.strip()] = value.strip()
     load = Load(
         models=tuple(model or ()), rate=rate, concurrency=concurrency, trace=read_trace(trace) if trace else (),
-        speed=speed, arrivals=ARRIVALS[arrivals], sigma=sigma, duration_s=duration, warmup_s=warmup, items=items,
+        speed=speed, arrivals=ARRIVALS[arrivals], sigma=sigma, duration_s=10.0 if duration is None else duration,
+        warmup_s=1.0 if warmup is None else warmup, items=items,
         binary=binary, timeout_us=timeout_us, priority=priority, target_ms=target_ms, connections=connections,
         seed=seed, headers=headers,
     )  # fmt: skip
@@ -79,10 +91,14 @@ def bench(
         assert target is not None
         result = bench_report.run(target, load, console, clients)
     console.print(bench_report.table(result))
+    if note := bench_report.lateness(result):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     for problem, count in result["all"]["errors"].items():
         console.print(f"{count} × {problem}", markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if result["all"]["errors"] and not result["all"]["answered"] and not result["all"]["refused"]:
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ Progress = Callable[[float, int, int], None]  # seconds, requests counted, refus
 PERCENTILES = (50, 90, 95, 99, 99.9, 99.99)
 HALVES = 18  # of the distance to 100 %: down to 4 in a million
 TICKS = 4  # in each
+PAUSE_S = 0.1  # of a client that found nobody to ask
 
 
 class Target(Protocol):
@@ -120,7 +121,7 @@ class Bench:
 
     async def _open(self, names: list[str], begin: float) -> None:
         clock, count = time.perf_counter, begin + self.load.uncounted_s
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[bool]] = set()
         for each in arrivals(self.load, names, self._rng):
             at = begin + each.at_s
             if (wait := at - clock()) > 0:
@@ -142,21 +143,21 @@ class Bench:
         async def client() -> None:
             while (now := clock()) < end:
                 name = names[0] if len(names) == 1 else names[int(self._rng.integers(len(names)))]
-                await self._one(name, load.timeout_us, load.priority, now, now >= count)
+                if not await self._one(name, load.timeout_us, load.priority, now, now >= count):
+                    await asyncio.sleep(min(PAUSE_S, max(0.0, end - clock())))
 
         await asyncio.gather(*(client() for _ in range(load.concurrency)))
         self.seconds = clock() - count
 
-    async def _one(
-        self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool
-    ) -> None:
+    async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> bool:
+        """Whether there was an answer, of whatever kind."""
         self._sent += 1
         try:
             status, said = await self.target.ask(name, self._sent, timeout_us, level)
         except (OSError, BenchError) as e:
             status, said = 0, str(e)
         if not counted:
-            return
+            return status != 0
         took = time.perf_counter() - intended
         outcome = self.outcomes[name]
         self._counted += 1
@@ -167,6 +168,7 @@ class Bench:
             outcome.refused_s.append(took)
         else:
             outcome.errors[f"{status or 'connection'}: {said}"] += 1
+        return status != 0
 
     async def _tick(self, begin: float) -> None:
         while self._progress is not None:

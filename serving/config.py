@@ -22,7 +22,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -140,10 +140,23 @@ def load_config(
         paths.append(("models",))
     source = Source(str(file) if file is not None else "", text, paths)
     try:
-        return msgspec.convert(tree, Config), source
+        config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
         path, message = _where(str(e))
-        raise source.error(path, message) from None
+        raise source.error(path + _bad_key(tree) if path == ("keys",) else path, message) from None
+    if config.server.access_log and config.server.log_level in ("warning", "error"):
+        raise source.error(
+            ("server", "access_log"),
+            f'its lines are of level info, which log_level = "{config.server.log_level}" leaves out: '
+            'set log_level to "info", or access_log to false',
+        )
+    return config, source
+
+
+def _bad_key(tree: Mapping[str, Any]) -> Path_:
+    """Which of the API keys is none; errors in a table of names do not say it."""
+    keys = tree["keys"] if isinstance(tree["keys"], dict) else {}
+    return tuple(name for name, value in keys.items() if not isinstance(value, str) or not value)[:1]
 
 
 def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
@@ -170,9 +183,20 @@ def _where(message: str) -> tuple[Path_, str]:
         path.append(unknown[1])
     elif missing := re.search(r"missing required field `(.*)`", said):
         said = f"{missing[1]} is missing"
+    elif wrong := re.match(r"Invalid enum value (.*)", said, re.S):
+        *others, last = (repr(each) for each in _choices(path))
+        said = f"{wrong[1]} is none of its values: choose {', '.join(others)} or {last}"
     elif "matching regex" in said:  # only factories have to look like something
         said = "write package.module:name, as in paellapy.demo:load"
     return tuple(path), said.replace("`", "")
+
+
+def _choices(path: Sequence[str | int]) -> tuple[str, ...]:
+    """What may stand at a path where only a few words may."""
+    at: Any = Config
+    for name in path:
+        at = next(each.type for each in msgspec.structs.fields(at) if each.name == name)
+    return get_args(at)
 
 
 def _override(tree: dict[str, Any], text: str) -> Path_:

@@ -20,6 +20,7 @@ from serving.errors import RequestError
 from serving.infer import read
 from serving.middleware import SERVICE, json_response, open_to_all
 from serving.protocol import NOT_JSON
+from serving.registry import READY, UNAVAILABLE, Entry
 from serving.remote_monitor import RemoteMonitor
 from serving.service import Service
 
@@ -48,8 +49,16 @@ async def snapshot(monitor: Monitor | RemoteMonitor, service: Service) -> dict[s
         known = counters.get(each["name"])
         each["refused"] = 0 if known is None else sum(known.refused.values())
     found["state"] = "draining" if service.draining and found["state"] == "running" else found["state"]
-    found["loading"] = [e.name for e in service.registry.entries.values() if e.wanted and e.state != "READY"]
+    found["ready"] = service.ready
+    missing = [e for e in service.registry.entries.values() if e.wanted and e.state != READY]
+    found["failed"] = [{"name": e.name, "reason": e.reason} for e in missing if _has_failed(e)]
+    found["loading"] = [e.name for e in missing if not _has_failed(e)]
     return found
+
+
+def _has_failed(entry: Entry) -> bool:
+    """It could not be loaded; others that are not there yet are about to be."""
+    return entry.state == UNAVAILABLE and entry.reason not in ("not loaded yet", "being loaded anew")
 
 
 async def switch_policy(monitor: Monitor | RemoteMonitor, name: str) -> str:
@@ -118,10 +127,12 @@ def add_dashboard(app: web.Application) -> None:
 
     @open_to_all
     async def moved(request: web.Request) -> web.Response:
-        raise web.HTTPFound("/")
+        # Relative: only the browser knows all of the address, where a proxy or another application is in front.
+        raise web.HTTPFound("../" if request.path.endswith("/") else "./")
 
     app.router.add_get("/", page)
     app.router.add_get("/dashboard", moved)
+    app.router.add_get("/dashboard/", moved)
     app.router.add_get("/dashboard/events", events)
     app.router.add_post("/dashboard/policy", policy)
     app.router.add_get("/dashboard/{file}", part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import re
 import secrets
@@ -18,6 +19,7 @@ Format = Literal["text", "json"]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PLAIN = re.compile(r'[^\s"=\\]+')
 _prefix, _numbers = secrets.token_hex(6), itertools.count(1)
 
 
@@ -43,6 +45,27 @@ def child_span(traceparent: str | None) -> str | None:
     return f"00-{trace}-{secrets.token_hex(8)}-{flags}"
 
 
+def _escaped(text: str) -> str:
+    """Nothing in it moves the cursor, begins another line or hides: such characters are written as JSON does.
+
+    >>> _escaped("a\\nb \\x1b[31m")
+    'a\\\\nb \\\\u001b[31m'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def _quoted(value: object) -> str:
+    """As it is where one can see where it ends, otherwise in quotes: clients choose paths and names.
+
+    >>> _quoted("/v2/models/mlp/infer"), _quoted("a b=c")
+    ('/v2/models/mlp/infer', '"a b=c"')
+    """
+    text = str(value)
+    if text.isprintable() and _PLAIN.fullmatch(text):
+        return text
+    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
 class _Lines(logging.Formatter):
     """`extra={"fields": {…}}` are the line's fields."""
 
@@ -59,8 +82,10 @@ class _Lines(logging.Formatter):
             if trouble:
                 line["traceback"] = trouble
             return msgspec.json.encode(line, enc_hook=str).decode()
-        said = "".join(f" {key}={value}" for key, value in fields.items())
-        return f"{moment} {record.levelname.lower()} {record.getMessage()}{said}" + (f"\n{trouble}" if trouble else "")
+        said = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
+        # A traceback's lines are indented: none of them, whatever an error says, looks like a line of the log.
+        below = "".join(f"\n  {_escaped(each.expandtabs())}" for each in (trouble or "").splitlines())
+        return f"{moment} {record.levelname.lower()} {_escaped(record.getMessage())}{said}{below}"
 
 
 def configure(style: Format = "text", level: str = "info", process: str = "") -> None:

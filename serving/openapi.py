@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from instrument.versions import versions
-from serving.middleware import json_response
+from serving.middleware import json_response, open_to_all
 from serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
@@ -50,6 +50,8 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
 )
 _TEXTS = {"/metrics": "text/plain", "/": "text/html", "/dashboard/events": "text/event-stream"}
 
+_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # without a key, whatever is configured
+
 
 def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
@@ -66,10 +68,14 @@ def document() -> dict[str, Any]:
         if path.startswith("/v2/models/{model}"):
             versioned = path.replace("{model}", "{model}/versions/{version}")
             paths[versioned] = {method: _operation(versioned, summary, text, body)}
+    for path in _OPEN:
+        paths[path]["get"]["security"] = []
     return {
         "openapi": "3.1.0",
         "info": {"title": "paellapy", "version": versions()["paellapy"], "description": "Open Inference Protocol v2"},
         "paths": paths,
+        # One of them, or none: a server may have no keys.
+        "security": [{"bearer": []}, {"key": []}, {}],
         "components": {
             "schemas": schemas,
             "securitySchemes": {
@@ -120,9 +126,13 @@ def _response(text: str, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "code{font:13px ui-monospace,monospace}b{display:inline-block;width:3.5rem;color:#06c}"
-    "details{border-top:1px solid #ddd;padding:.5rem 0}summary{cursor:pointer}td{padding-right:1rem;vertical-align:top}"
+    ":root{color-scheme:light dark}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;overflow-wrap:anywhere;"
+    "background:light-dark(#fff,#0e1116);color:light-dark(#222,#e8ebef)}"
+    "code,pre{font:13px ui-monospace,monospace}pre{overflow:auto}a{color:light-dark(#0072b2,#56b4e9)}"
+    "b{display:inline-block;width:3.5rem;color:light-dark(#0072b2,#56b4e9)}"
+    "details{border-top:1px solid light-dark(#ddd,#2b323c);padding:.5rem 0}summary{cursor:pointer}"
+    "td{padding-right:1rem;vertical-align:top}"
 )
 
 
@@ -130,8 +140,10 @@ def page() -> str:
     """The document as HTML: no script, nothing from elsewhere."""
     spec = document()
     parts = [
-        f"<!doctype html><meta charset=utf-8><title>paellapy</title><style>{_STYLE}</style><h1>paellapy</h1>"
-        '<p>Open Inference Protocol v2 · <a href="openapi.json">openapi.json</a> · <a href="metrics">metrics</a></p>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>paellapy</title>'
+        f'<link rel="icon" href="dashboard/icon.svg"><style>{_STYLE}</style><h1>paellapy</h1>'
+        '<p>Open Inference Protocol v2 · <a href="./">dashboard</a> · <a href="openapi.json">openapi.json</a></p>'
     ]
     for path, methods in spec["paths"].items():
         for method, each in methods.items():
@@ -152,9 +164,11 @@ def page() -> str:
 def add_docs(app: web.Application) -> None:
     spec, html = document(), page()
 
+    @open_to_all  # the same on every server: nothing of this one's is in it
     async def openapi(request: web.Request) -> web.Response:
         return json_response(spec)
 
+    @open_to_all
     async def docs(request: web.Request) -> web.Response:
         return web.Response(text=html, content_type="text/html")
 

@@ -126,7 +126,8 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
         spec = model.inputs.get(tensor.name)
         if spec is None or tensor.name in arrays:
             problem = "is no input of" if spec is None else "appears twice in a request to"
-            raise RequestError(f"{tensor.name!r} {problem} model {model.name!r}; it takes {', '.join(model.inputs)}")
+            takes = ", ".join(model.inputs)
+            raise RequestError(f"{_short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
         arrays[tensor.name] = _array(tensor, spec, binary, f"model {model.name!r}, input {tensor.name!r}")
     if missing := [key for key in model.inputs if key not in arrays]:
         raise RequestError(f"model {model.name!r} also needs the input {', '.join(missing)}")
@@ -197,14 +198,14 @@ class BinaryTensors:
 
 
 def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where: str) -> NDArray[Any]:
-    check_datatype(tensor.datatype, spec.dtype, where)
+    check_datatype(tensor.datatype[:40], spec.dtype, where)
     for name in _UNSUPPORTED:
         if name in tensor.parameters:
             raise RequestError(f"{where}: {name} is not supported; send the tensor in the body")
     shape = tuple(tensor.shape)
     if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
         wanted = ", ".join(map(str, ("n", *spec.shape)))
-        raise RequestError(f"{where} has shape {_short(tensor.shape)}; it takes [{wanted}]")
+        raise RequestError(f"{where} has shape {_short(tensor.shape)}; it takes [{wanted}], n ≥ 1")
     count = math.prod(shape)
     size = tensor.parameters.get("binary_data_size")
     if size is None:
@@ -286,7 +287,7 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
         spec = model.outputs.get(each.name)
         if spec is None or each.name in found:
             problem = "is no output of" if spec is None else "is asked for twice of"
-            raise RequestError(f"{each.name!r} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
+            raise RequestError(f"{_short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
         for name in _UNSUPPORTED:
             if name in each.parameters:
                 raise RequestError(f"output {each.name!r}: {name} is not supported; it travels in the body")

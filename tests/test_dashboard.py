@@ -8,14 +8,20 @@ import http.client
 import json
 import re
 import threading
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from engine_models import scale_model
 from serving_server import infer_body, running
 
+from scheduler.engine import Engine
+from serving.app import create_app
 from serving.dashboard_events import Hub
 from serving.dashboard_routes import HUB, SWITCH_HEADER
+from serving.registry import Entry, entry_of
 
 SWITCH = {"Content-Type": "application/json", SWITCH_HEADER: "1"}
 
@@ -80,9 +86,42 @@ def test_the_page_and_its_parts_come_from_here_and_from_nowhere_else(server):
     assert {"dashboard/view.js", "dashboard/slow.js", "dashboard/view.css"} <= seen
 
 
-def test_its_name_leads_to_it(server):
-    status, headers, _ = ask(server, "GET", "/dashboard")
-    assert (status, headers["Location"]) == (302, "/")
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/"])
+def test_its_name_leads_to_it(server, path):
+    status, headers, _ = ask(server, "GET", path)
+    assert (status, urljoin(path, headers["Location"])) == (302, "/")
+
+
+@pytest.mark.parametrize("path", ["/inference/dashboard", "/inference/dashboard/"])
+def test_under_a_prefix_its_name_leads_to_it_and_not_to_the_outer_application(path):
+    async def main():
+        app = web.Application()
+        with Engine("virtual:t4") as engine:
+            app.add_subapp("/inference", create_app(engine))
+            async with TestClient(TestServer(app)) as client, client.get(path) as answer:
+                return answer.status, answer.url.path
+
+    assert asyncio.run(main()) == (200, "/inference/")
+
+
+def test_models_that_failed_are_not_said_to_be_loading():
+    def broken():
+        raise ValueError("its weights are gone")
+
+    entries = [Entry("bad", broken), entry_of(scale_model("good"))]
+    with running(entries, load=False) as server:
+        with Viewer(server) as viewer:
+            found = viewer.next()
+            assert (found["ready"], found["failed"], found["loading"]) == (False, [], ["bad", "good"])
+        server.call(server.server.load())
+        with Viewer(server) as viewer:
+            found = viewer.next()
+            assert (found["ready"], found["loading"]) == (False, [])
+            assert found["failed"] == [{"name": "bad", "reason": "ValueError: its weights are gone"}]
+        server.server.registry.unload("bad")
+        with Viewer(server) as viewer:
+            found = viewer.next()
+            assert (found["ready"], found["failed"], found["loading"]) == (True, [], [])
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2fapp.py", "%2e%2e", ".", "view.js/x"])
@@ -175,6 +214,9 @@ def test_with_keys_the_page_is_open_and_everything_else_is_not():
     with running([scale_model("scale")], keys={"me": "secret"}) as server:
         assert ask(server, "GET", "/")[0] == 200
         assert ask(server, "GET", "/dashboard/view.js")[0] == 200
+        assert ask(server, "GET", "/docs")[0] == 200  # the page links to it, and a link carries no key
+        assert ask(server, "GET", "/openapi.json")[0] == 200
+        assert ask(server, "GET", "/metrics")[0] == 401
         assert ask(server, "GET", "/dashboard/events")[0] == 401
         assert ask(server, "POST", "/dashboard/policy", b'{"policy": "fifo"}', SWITCH)[0] == 401
         assert server.engine.policy == "paella"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 import paellapy as pp
 from paellapy import demo, serve_demo
 from paellapy.demo import reference
+from serving.config import Config, ModelConfig, ServerConfig, TlsConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -66,6 +72,39 @@ def _errors(name: str) -> list[tuple[str, str, str]]:
         others = [error for kernel, error in times.items() if not kernel.endswith("×24")]
         lines = [lines[0], others, largest, resident, plain, pairs]
     return [(str(len(e)), *(f"{q:.1%}"[:-1] for q in np.quantile(np.abs(e), (0.5, 0.9)))) for e in lines]
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [(Config, "top level"), (ServerConfig, "`[server]`"), (TlsConfig, "`[tls]`"), (ModelConfig, "`[[models]]`")],
+)
+def test_the_serving_page_lists_every_setting_with_its_default(kind: type[msgspec.Struct], title: str) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    table = page.partition(f"\n| {title} | default | |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    listed = {name.strip("`"): row[1] for row in rows for name in row[0].split(", ")}
+    fields = msgspec.structs.fields(kind)
+    assert list(listed) == [each.name for each in fields]
+    for each in fields:
+        if each.default not in (None, msgspec.NODEFAULT):
+            assert tomllib.loads(f"value = {listed[each.name].strip('`')}")["value"] == each.default, each.name
+        elif each.required:
+            assert listed[each.name] == "must be given"
+
+
+def test_the_serving_page_s_application_runs() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    code = next(each for each in re.findall(r"```python\n(.*?)```", page, re.S) if "create_app" in each)
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(code, space)
+
+    async def ask() -> tuple[int, int]:
+        async with TestClient(TestServer(space["app"])) as client:
+            found = await client.get("/inference/v2/models/mlp", headers={"X-API-Key": "a long text"})
+            return found.status, (await client.get("/inference/v2/models/mlp")).status
+
+    with space["engine"]:
+        assert asyncio.run(ask()) == (200, 401)
 
 
 def test_the_serving_page_quotes_what_was_measured_on_the_gpu() -> None:

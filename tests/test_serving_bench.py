@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import socket
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,10 +20,11 @@ from serving_server import echo_model, running
 from typer.testing import CliRunner
 
 from instrument.errors import PaellaError
+from paellapy import bench_report
 from paellapy.bench_report import table
 from paellapy.cli import app
 from paellapy.output_path import OutputError
-from serving.bench import Arrival, Load, gaps, hdr, read_trace, run_bench
+from serving.bench import PAUSE_S, Arrival, Bench, Load, Outcome, gaps, hdr, read_trace, run_bench, summarize
 from serving.bench_client import BenchError, Endpoint, Pool
 from serving.protocol import DEFAULT_LEVEL
 
@@ -220,6 +223,88 @@ def test_a_table_of_80_columns_has_every_number_in_full():
     assert [line.split()[1:] for line in lines].count(numbers) == 3
     names = "".join(line.split()[0] for line in lines if line.strip())
     assert "transformera_model_whose_name_is_[very]_longall" in names
+
+
+class Nobody:
+    """A server that has gone."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self):
+        self.asked = 0
+
+    async def prepare(self, rng):
+        return ["one"]
+
+    async def ask(self, name, k, timeout_us, level):
+        self.asked += 1
+        raise ConnectionRefusedError("nobody is there")
+
+    def close(self):
+        pass
+
+
+def test_clients_that_wait_for_answers_pause_where_nobody_is_there():
+    target, load = Nobody(), Load(concurrency=2, duration_s=0.25, warmup_s=0.0)
+    bench = Bench(target, load)
+    asyncio.run(bench.run())
+    assert 2 <= target.asked <= 2 * (2 + math.ceil(load.duration_s / PAUSE_S))
+    assert set(bench.outcomes["one"].errors) == {"connection: nobody is there"}
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The command line with a run that ends as the test says; the loads it was given."""
+    loads = []
+
+    def set_up(outcome, late_s=0.0):
+        def run(target, load, console, clients):
+            loads.append(load)
+            return summarize(target, load, [({"one": outcome}, 1.0, late_s)])
+
+        monkeypatch.setattr(bench_report, "run", run)
+        return loads
+
+    return set_up
+
+
+URL = "http://127.0.0.1:8000"
+
+
+def test_an_address_is_enough(ended):
+    loads = ended(Outcome([0.001]))
+    found = CliRunner().invoke(app, ["bench", URL])
+    assert found.exit_code == 0, found.output
+    assert (loads[0].concurrency, loads[0].duration_s, loads[0].warmup_s) == (8, 10.0, 1.0)
+    assert "late" not in found.output
+
+
+@pytest.mark.parametrize("option", ["--duration", "--warmup"])
+def test_a_trace_takes_as_long_as_it_takes(tmp_path, option):
+    (tmp_path / "trace.csv").write_text("t,model\n0,one\n")
+    found = CliRunner().invoke(app, ["bench", URL, "--trace", str(tmp_path / "trace.csv"), option, "2"])
+    assert isinstance(found.exception, BenchError)
+    assert option in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome(errors=Counter({"500: broken": 3})), 1),
+        (Outcome([0.001], errors=Counter({"500: broken": 3})), 0),
+        (Outcome(refused_s=[0.001], errors=Counter({"500: broken": 3})), 0),
+    ],
+)
+def test_the_exit_code_says_whether_anything_was_measured(ended, outcome, code):
+    ended(outcome)
+    found = CliRunner().invoke(app, ["bench", URL])
+    assert found.exit_code == code
+    assert "3 × 500: broken" in found.output
+
+
+def test_a_client_that_was_late_itself_says_so(ended):
+    ended(Outcome([0.3]), late_s=0.25)
+    assert "up to 250 ms late" in CliRunner().invoke(app, ["bench", URL, "--rate", "10"]).output
 
 
 def test_the_command_line_on_an_engine(tmp_path):

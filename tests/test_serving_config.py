@@ -90,7 +90,12 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
         (('target_ms = 20', 'target_ms = -1'), 16, r"models\[0\].target_ms"),
         (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
         (('name = "second"\nfactory = "paellapy.demo:load"', 'name = "second"'), 19, r"models\[1\]: factory is miss"),
-        (('alice = "secret"', 'alice = ""'), 9, "keys"),
+        (('alice = "secret"', 'alice = ""'), 10, "keys.alice: Expected str of length >= 1"),
+        (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob: Expected str, got int"),
+        (('port = 0', 'admission = "of"'), 6, "server.admission: 'of' is none .* 'targets', 'deadlines' or 'off'"),
+        (('port = 0', 'log_format = "xml"'), 6, "choose 'text' or 'json'"),
+        (('port = 0', 'log_level = "loud"'), 6, "choose 'debug', 'info', 'warning' or 'error'"),
+        (('port = 0', 'access_log = true\nlog_level = "warning"'), 6, "set log_level to \"info\""),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
@@ -99,6 +104,11 @@ def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
     with pytest.raises(ConfigError, match=said) as caught:
         load_config(write(text))
     assert f"paella.toml:{line}:" in str(caught.value)
+
+
+def test_keys_that_are_no_table_are_named():
+    with pytest.raises(ConfigError, match="keys: Expected object, got int"):
+        load_config(overrides=["keys=5"])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import asyncio
 import gzip
 import io
 import json
+import re
 import socket
 import zlib
+from urllib.parse import urljoin
 
 import aiohttp
 import numpy as np
@@ -283,13 +285,19 @@ def test_the_documentation_lists_every_address(server):
     assert spec == json.loads(json.dumps(document()))
     known = {(r.method.lower(), r.resource.canonical) for r in server.server.app.router.routes() if r.method != "HEAD"}
     listed = {(method, path) for path, methods in spec["paths"].items() for method in methods}
-    unlisted = ("/docs", "/openapi.json", "/v2/", "/dashboard", "/dashboard/{file}")
+    unlisted = ("/docs", "/openapi.json", "/v2/", "/dashboard", "/dashboard/", "/dashboard/{file}")
     assert known - listed == {("get", path) for path in unlisted}
     assert not listed - known
+    needed = {path for path, methods in spec["paths"].items() for each in methods.values() if "security" not in each}
+    assert set(spec["paths"]) - needed == {"/", "/v2/health/live", "/v2/health/ready"}
+    assert {name for each in spec["security"] for name in each} == set(spec["components"]["securitySchemes"])
     status, headers, page = ask(server, "GET", "/docs")
     assert status == 200
     assert headers["Content-Type"].startswith("text/html")
     assert b"/v2/models/{model}/infer" in page
+    assert b'name="viewport"' in page
+    for link in re.findall(rb'href="([^"]+)"', page):
+        assert ask(server, "GET", urljoin("/docs", link.decode()))[0] == 200, link
     assert b"http://" not in page
     assert b"https://" not in page
 

@@ -7,10 +7,11 @@ const SILENCE_MS = 6000; // the server sends five snapshots a second
 const RETRY_S = [1, 2, 4, 8];
 
 const theme = el("button", { type: "button" });
+const metrics = link("metrics", "metrics");
 const view = createView(document.getElementById("view"), {
   switchPolicy,
   extras: [theme],
-  foot: [link("docs", "addresses"), link("metrics", "metrics")],
+  foot: [link("docs", "addresses"), metrics],
 });
 let key = sessionStorage.getItem("paellapy-key") ?? "";
 let stream = null;
@@ -51,6 +52,7 @@ async function listen(signal) {
   }
   if (!response.ok) throw new Error(await problem(response));
   view.ask(null);
+  metrics.hidden = key !== ""; // a link cannot send one
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -117,6 +119,7 @@ function retry(why) {
 
 function askForKey() {
   disconnect();
+  metrics.hidden = true;
   const input = el("input", { type: "password", "aria-label": "API key", autocomplete: "off", placeholder: "API key" });
   const form = el("form", {
     onsubmit: (event) => {

@@ -9,8 +9,9 @@ export function makeModelsPanel() {
   const note = el("p");
   const list = el("div", { class: "pp-models" });
   const empty = el("p", { class: "pp-empty" });
+  const broken = el("p", { class: "pp-broken", role: "status", hidden: true });
   const node = el("section", { class: "pp-panel", "aria-label": "Models" },
-    el("div", { class: "pp-title" }, el("h2", {}, "Models"), note), empty, list);
+    el("div", { class: "pp-title" }, el("h2", {}, "Models"), note), empty, broken, list);
   const cards = new Map();
   const refused = [];
 
@@ -19,8 +20,11 @@ export function makeModelsPanel() {
     const window = Math.round(snapshot.window_s) || 1;
     say(note, `latency of the last ${window} s, from arrival to answer`);
     const loading = snapshot.loading ?? [];
+    const failed = snapshot.failed ?? [];
     say(empty, loading.length ? `Loading ${loading.join(", ")} …` : "No model is loaded.");
-    empty.hidden = models.length > 0 && loading.length === 0;
+    empty.hidden = loading.length === 0 && models.length + failed.length > 0;
+    say(broken, failed.map((m) => `${m.name} could not be loaded: ${m.reason}`).join("\n"));
+    broken.hidden = failed.length === 0;
     refused.push([snapshot.time_s, new Map(models.map((m) => [m.name, m.refused ?? 0]))]);
     while (refused.length > 1 && refused[0][0] < snapshot.time_s - REFUSED_S) refused.shift();
     const names = models.map((m) => m.name);
@@ -58,7 +62,8 @@ function makeCard(name) {
   const targetText = el("span");
   const target = el("div", { class: "pp-target" }, targetText);
   const ticks = el("div", { "aria-hidden": "true" });
-  const none = el("div", { class: "pp-none" });
+  const idle = el("span");
+  const none = el("div", { class: "pp-none" }, idle);
   const chart = el("div", { class: "pp-chart", role: "img" }, plot, target, ticks, none);
   const facts = {};
   const list = el("dl", { class: "pp-facts" });
@@ -92,7 +97,7 @@ function makeCard(name) {
     say(mean, model.mean_batch === null ? "–" : model.mean_batch.toFixed(1));
     drawBatches(columns, model);
     drawHistogram(model, range, edges);
-    say(none, model.recent ? "" : `no requests in the last ${window} s`);
+    say(idle, model.recent ? "" : `no requests in the last ${window} s`);
     chart.setAttribute("aria-label", quantiles
       ? `Latencies of ${name}: median ${milliseconds(quantiles.p50)}, 99th percentile ${milliseconds(quantiles.p99)}`
       : `Latencies of ${name}: none`);

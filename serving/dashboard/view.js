@@ -82,6 +82,10 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
       state = latest.state === "failed" ? "failed" : "paused";
       text = { failed: "GPU failed", draining: "stopping", closed: "closed", restarting: "engine restarting" }[latest.state] ?? latest.state;
     }
+    if (state === "live" && latest?.ready === false) {
+      state = latest.failed.length ? "failed" : "paused";
+      text = latest.loading.length && !latest.failed.length ? "loading models" : "not ready";
+    }
     if (status.dataset.state !== state) status.dataset.state = state;
     say(status, text);
     mark(body, "pp-stale", connection.state === "gone");

@@ -1,0 +1,55 @@
+"""Lines of the log: each event is one, and nothing a client sends makes another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from serving.logs import _Lines
+
+
+def line(message="request", style="text", exc_info=None, **fields):
+    record = logging.LogRecord("paellapy.serving", logging.INFO, "", 0, message, None, exc_info)
+    record.fields = fields
+    return _Lines(style, "").format(record)
+
+
+def test_plain_values_stand_as_they_are():
+    assert line(path="/v2/models/mlp/infer", status=200, ms=0.25).endswith(
+        " info request path=/v2/models/mlp/infer status=200 ms=0.25"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["/a\n2026-01-01T00:00:00.000Z info request", "/\x1b[2J", "/\x9b2J", "/\u2028x", "/\u202etxt", "\r", "/\udcff"],
+)
+def test_control_characters_are_written_out(value):
+    for said in (line(path=value), line(message=value)):
+        assert said.isprintable()
+        assert said.isascii()
+
+
+@pytest.mark.parametrize("value", ["a b", "a status=200", 'say "so"', "back\\slash x", "", "tab\there", "two\nlines"])
+def test_values_that_would_not_end_where_they_seem_to_are_in_quotes(value):
+    said = line(client=value, status=404)
+    quoted = said.partition("client=")[2].removesuffix(" status=404")
+    assert json.loads(quoted) == value
+
+
+def test_an_error_cannot_write_a_line_of_its_own():
+    try:
+        raise ValueError("bad\n2026-01-01T00:00:00.000Z info request \x1b[2J")
+    except ValueError:
+        said = line("a request failed", exc_info=sys.exc_info())
+    first, *rest = said.split("\n")
+    assert first.endswith("a request failed")
+    assert "Traceback" in rest[0]
+    assert all(each.startswith("  ") and each.isprintable() for each in rest)
+
+
+def test_json_holds_values_as_they_are():
+    assert json.loads(line(style="json", path="/a\nb"))["path"] == "/a\nb"
