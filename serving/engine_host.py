@@ -75,6 +75,10 @@ class EngineHost:
         self._registry.changed.append(self._changed)
         self._keep(self._rest())
 
+    def warm_up(self) -> None:
+        """What a worker's death needs, in this process."""
+        self._fronts.warm_up()
+
     def settle(self) -> None:
         """What is to be loaded at the start is loaded, or could not be."""
         self._settled = True

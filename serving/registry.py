@@ -29,6 +29,8 @@ VERSION = "1"  # a registry holds one version of each model
 
 MOST_MODELS = 256  # configured; how many can be loaded at a time is the engine's limit
 
+NOT_YET, ANEW = "not loaded yet", "being loaded anew"  # reasons of what is about to be there
+
 READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNLOADING"
 
 
@@ -43,7 +45,7 @@ class Entry:
     make: Callable[[], Model]
     wanted: bool = True
     state: str = UNAVAILABLE
-    reason: str = "not loaded yet"
+    reason: str = NOT_YET
     model: Model | None = None
     row: int = -1  # in the core
     number: int = -1  # in the order of the configuration
@@ -81,7 +83,7 @@ class Catalogue(ABC):
         model = entry.model
         if entry.state == READY and model is not None:
             return model
-        if entry.state == LOADING:
+        if entry.state == LOADING or (entry.wanted and entry.reason in (NOT_YET, ANEW)):
             raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
 
@@ -115,7 +117,7 @@ class Registry(Catalogue):
         entry = self.find(name)
         with entry.lock:
             if entry.state == READY:
-                self._unload(entry, "being loaded anew")
+                self._unload(entry, ANEW, ANEW)
             entry.state, entry.reason = LOADING, ""
             self.tell()
             try:
@@ -145,10 +147,10 @@ class Registry(Catalogue):
             entry.wanted = False
             self.tell()
             if entry.state == READY:
-                self._unload(entry, "unloaded")
+                self._unload(entry, "being unloaded", "unloaded")
 
-    def _unload(self, entry: Entry, reason: str) -> None:
-        entry.state, entry.reason = UNLOADING, "being unloaded"
+    def _unload(self, entry: Entry, meanwhile: str, reason: str) -> None:
+        entry.state, entry.reason = UNLOADING, meanwhile
         self.tell()
         try:
             self.engine.unload(entry.name)

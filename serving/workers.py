@@ -22,7 +22,18 @@ from serving.engine_host import EngineHost
 from serving.engine_link import EngineLink
 from serving.logs import configure, log
 from serving.registry import Registry, entry_of
-from serving.server import Announce, Server, failure_of, keep_memory, load_models, loop_factory, run, url_of
+from serving.server import (
+    Announce,
+    Server,
+    end_now,
+    ends,
+    failure_of,
+    keep_memory,
+    load_models,
+    loop_factory,
+    run,
+    url_of,
+)
 from serving.service import Service
 from serving.supervisor import READY, Process, Supervisor, Tell, listen
 from serving.warm import warm_up
@@ -96,7 +107,7 @@ def _engine(
         host, stop = EngineHost(registry, path), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await host.start()
-        loading = asyncio.create_task(load_models(registry, stop.is_set))
+        loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
         stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
         try:
             await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +119,8 @@ def _engine(
             if failed.done():
                 raise failed.result()
             await host.stop()
-            await asyncio.gather(loading, return_exceptions=True)
+            if not await ends(loading, config.server.drain_s):
+                end_now(0)
         finally:
             stopped.cancel()
             failed.cancel()

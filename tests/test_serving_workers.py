@@ -20,6 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
+from scheduler import core
+from scheduler.engine import Engine
+from scheduler.fronts import Fronts
+from scheduler.state import Limits
+
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()
@@ -222,6 +227,17 @@ def test_the_policy_is_switched_in_the_other_process(server):
 
 
 # -- who dies
+
+
+def test_nothing_is_compiled_when_a_worker_dies():
+    with Engine("virtual:h200", limits=Limits(fronts=2)) as engine:
+        fronts = Fronts(engine)
+        fronts.warm_up()
+        compiled = list(core.reclaim.signatures)
+        assert compiled
+        fronts.attach(1)
+        assert fronts.detach(1) == 0
+        assert core.reclaim.signatures == compiled
 
 
 def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(server):
