@@ -122,9 +122,7 @@ class Server:
             self._runner = None
 
 
-async def load_models(
-    registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None
-) -> None:
+async def load_models(registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None) -> None:
     """Loads the models that are to be there from the start, one after the other, once what requests run is compiled.
 
     The server goes on without one that cannot be loaded, and is not ready; without any it is of no use. `also`: what
