@@ -22,6 +22,7 @@ from scheduler.model import Model
 from scheduler.remote import RemoteEngine
 from serving.datatypes import check_servable
 from serving.errors import RefusedError
+from serving.logs import log
 
 T = TypeVar("T")
 
@@ -174,12 +175,29 @@ class Registry(Catalogue):
         slot.submit_sync()
         return row
 
+    def load_by_hand(self, name: str) -> float:
+        """As somebody asked for it over the network: the log has it."""
+        began = time.monotonic()
+        try:
+            alone_ms = self.load(name)
+        except PaellaError as e:
+            if name in self.entries:
+                log.error("could not be loaded", extra={"fields": {"model": name, "error": str(e)}})
+            raise
+        took_s = round(time.monotonic() - began, 2)
+        log.info("loaded, as asked", extra={"fields": {"model": name, "s": took_s, "alone_ms": alone_ms}})
+        return alone_ms
+
+    def unload_by_hand(self, name: str) -> None:
+        self.unload(name)
+        log.info("unloaded, as asked", extra={"fields": {"model": name}})
+
     async def load_async(self, name: str) -> float:
         """In a thread, since it compiles; it goes on when its caller leaves."""
-        return await asyncio.shield(_background(self.load, name))
+        return await asyncio.shield(_background(self.load_by_hand, name))
 
     async def unload_async(self, name: str) -> None:
-        await asyncio.shield(_background(self.unload, name))
+        await asyncio.shield(_background(self.unload_by_hand, name))
 
 
 def registry_of(engine: Engine) -> Registry:

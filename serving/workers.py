@@ -20,6 +20,7 @@ from serving.config import Config, Source
 from serving.counters import Counters, Numbers, counter_table
 from serving.engine_host import EngineHost
 from serving.engine_link import EngineLink
+from serving.kept import Kept
 from serving.logs import configure, log
 from serving.registry import Registry, entry_of
 from serving.server import (
@@ -38,7 +39,7 @@ from serving.service import Service
 from serving.supervisor import READY, Process, Supervisor, Tell, listen
 from serving.warm import warm_up
 
-SOCKET = "engine"
+SOCKET, KEPT = "engine", "kept"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
 
 
@@ -104,7 +105,7 @@ def _engine(
     registry = Registry(engine, entries)
 
     async def main() -> int:
-        host, stop = EngineHost(registry, path), asyncio.Event()
+        host, stop = EngineHost(registry, path, Kept(path.with_name(KEPT))), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await host.start()
         loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
