@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+from instrument.device.jit import compile_for
 from scheduler import core
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
@@ -22,6 +23,10 @@ class Fronts:
         self._engine, self.state = engine, engine.shared_state
         self._wake_fd: dict[int, int] = {}
         self._stage: dict[int, SharedBlock] = {}
+
+    def warm_up(self) -> None:
+        """What a front end's death needs, before there is one: the core stands still while it is compiled."""
+        compile_for(core.reclaim, self._engine.state, 1, time.monotonic_ns())
 
     def attach(self, front: int) -> tuple[int, SharedBlock]:
         """The eventfd that completions are told on, and memory for inputs that wait."""

@@ -21,19 +21,23 @@ def serve(
     """Serves models over HTTP until the process is told to stop.
 
         pp.serve([model], device="auto", policy="edf", server={"port": 9000}, keys={"alice": "…"})
-        pp.serve("config.toml")
+        pp.serve("config.toml", server={"port": 9000})
 
-    The options are those of the configuration file, which may also be given in place of the models. `workers` is the
+    The options are those of the configuration file, which may also be given in place of the models: they come before
+    what it says. `workers` is the
     number of HTTP processes in front of the engine, which then has a process of its own; 0: all in this one.
     `announce` is called with the URL once every model is loaded.
     """
     from serving.config import load_config
+    from serving.options import file_with_options
 
-    overrides = [] if workers is None else [f"server.workers={workers}"]
     if isinstance(models, str | Path):
-        config, source = load_config(models, overrides)
+        if workers is not None:
+            options["server"] = {**options.get("server", {}), "workers": workers}
+        config, source = file_with_options(models, options)
         serve_config(config, source, announce=announce)
         return
+    overrides = [] if workers is None else [f"server.workers={workers}"]
     config, source = load_config(overrides=overrides, defaults=options)
     serve_config(config, source, models=list(models), announce=announce)
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from scheduler.monitor import Monitor
+from serving.logs import log
 from serving.metrics_device import sm_metrics, triton_metrics
 from serving.registry import Registry
 
@@ -24,12 +25,21 @@ LONGEST_TRACE_S = 60.0
 UNWATCHED_S = 10.0  # after its last snapshot a monitor stops looking
 
 
+class LoggedMonitor(Monitor):
+    """Whoever reads the log can tell what decided when."""
+
+    def set_policy(self, name: str) -> None:
+        before = self.engine.policy
+        super().set_policy(name)
+        log.info("policy switched", extra={"fields": {"policy": self.engine.policy, "before": before}})
+
+
 class Calls:
     """What can be asked of an engine and its registry. Each runs in a thread of its own."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._engine = registry, registry.engine
-        self._monitor = Monitor(self._engine)
+        self._monitor = LoggedMonitor(self._engine)
         self._looked_at = 0.0
         self._device_metrics = CollectorRegistry(auto_describe=False)
         self._device_metrics.register(_DeviceCollector(self._engine))
@@ -39,7 +49,7 @@ class Calls:
             "stats": lambda _: self._engine.stats(),
             "occupancy": lambda _: asdict(self._engine.occupancy()),
             "policy": lambda _: self._engine.policy,
-            "set_policy": self._set_policy,
+            "set_policy": self.set_policy,
             "snapshot": self._snapshot,
             "trace": self._trace,
             "device_metrics": lambda _: generate_latest(self._device_metrics).decode(),
@@ -50,12 +60,12 @@ class Calls:
         return await asyncio.to_thread(self.functions[name], data)
 
     def _load(self, data: Any) -> float:
-        return self._registry.load(str(data))
+        return self._registry.load_by_hand(str(data))
 
     def _unload(self, data: Any) -> None:
-        self._registry.unload(str(data))
+        self._registry.unload_by_hand(str(data))
 
-    def _set_policy(self, data: Any) -> str:
+    def set_policy(self, data: Any) -> str:
         self._monitor.set_policy(str(data))
         self._registry.tell()
         return self._engine.policy

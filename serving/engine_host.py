@@ -7,6 +7,7 @@ import asyncio
 import os
 import socket
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scheduler.loader import LoadedModel
 from serving.calls import Calls
 from serving.channel import CALL, MOST_DESCRIPTORS, Channel, Message
 from serving.datatypes import datatype
+from serving.kept import Kept
 from serving.logs import log
 from serving.registry import READY, Entry, Registry
 
@@ -54,7 +56,8 @@ class _Worker:
 class EngineHost:
     """Serves one engine to workers. In its process nothing happens per request but what the core does."""
 
-    def __init__(self, registry: Registry, path: Path) -> None:
+    def __init__(self, registry: Registry, path: Path, kept: Kept) -> None:
+        self._kept = kept
         self._registry, self._engine, self._path = registry, registry.engine, path
         self._fronts = Fronts(self._engine)
         self._calls = Calls(registry)
@@ -66,14 +69,21 @@ class EngineHost:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        if policy := self._kept.restore(self._registry):
+            # By way of the configured one, to which one can then switch back.
+            await asyncio.to_thread(self._calls.set_policy, policy)
         self._path.unlink(missing_ok=True)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listening.bind(str(self._path))
         self._listening.listen(64)
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening.fileno(), self._accept)
-        self._registry.changed.append(self._changed)
+        self._registry.changed += [partial(self._kept.save, self._registry), self._changed]
         self._keep(self._rest())
+
+    def warm_up(self) -> None:
+        """What a worker's death needs, in this process."""
+        self._fronts.warm_up()
 
     def settle(self) -> None:
         """What is to be loaded at the start is loaded, or could not be."""

@@ -22,7 +22,6 @@ from scheduler.state import Limits
 from serving.channel import Channel, Message
 from serving.datatypes import DTYPES
 from serving.engine_host import HELLO, STATE
-from serving.errors import RefusedError
 from serving.logs import log
 from serving.registry import LOADING, READY, Catalogue, Entry
 
@@ -55,13 +54,9 @@ class RemoteRegistry(Catalogue):
         return super().find(name, version)
 
     def ready(self, name: str, version: str | None = None) -> Model:
-        entry = self.find(name, version)
+        self.find(name, version)
         if self.engine.link is None:
             raise EngineAwayError(AWAY)
-        if entry.state == READY and entry.model is not None:
-            return entry.model
-        if entry.wanted and entry.reason == "not loaded yet":
-            raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
         return super().ready(name, version)
 
     def update(self, told: list[dict[str, Any]], descriptors: list[int]) -> None:

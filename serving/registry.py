@@ -22,12 +22,15 @@ from scheduler.model import Model
 from scheduler.remote import RemoteEngine
 from serving.datatypes import check_servable
 from serving.errors import RefusedError
+from serving.logs import log
 
 T = TypeVar("T")
 
 VERSION = "1"  # a registry holds one version of each model
 
 MOST_MODELS = 256  # configured; how many can be loaded at a time is the engine's limit
+
+NOT_YET, ANEW = "not loaded yet", "being loaded anew"  # reasons of what is about to be there
 
 READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNLOADING"
 
@@ -43,7 +46,7 @@ class Entry:
     make: Callable[[], Model]
     wanted: bool = True
     state: str = UNAVAILABLE
-    reason: str = "not loaded yet"
+    reason: str = NOT_YET
     model: Model | None = None
     row: int = -1  # in the core
     number: int = -1  # in the order of the configuration
@@ -81,7 +84,7 @@ class Catalogue(ABC):
         model = entry.model
         if entry.state == READY and model is not None:
             return model
-        if entry.state == LOADING:
+        if entry.state == LOADING or (entry.wanted and entry.reason in (NOT_YET, ANEW)):
             raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
 
@@ -115,7 +118,7 @@ class Registry(Catalogue):
         entry = self.find(name)
         with entry.lock:
             if entry.state == READY:
-                self._unload(entry, "being loaded anew")
+                self._unload(entry, ANEW, ANEW)
             entry.state, entry.reason = LOADING, ""
             self.tell()
             try:
@@ -145,10 +148,10 @@ class Registry(Catalogue):
             entry.wanted = False
             self.tell()
             if entry.state == READY:
-                self._unload(entry, "unloaded")
+                self._unload(entry, "being unloaded", "unloaded")
 
-    def _unload(self, entry: Entry, reason: str) -> None:
-        entry.state, entry.reason = UNLOADING, "being unloaded"
+    def _unload(self, entry: Entry, meanwhile: str, reason: str) -> None:
+        entry.state, entry.reason = UNLOADING, meanwhile
         self.tell()
         try:
             self.engine.unload(entry.name)
@@ -172,12 +175,29 @@ class Registry(Catalogue):
         slot.submit_sync()
         return row
 
+    def load_by_hand(self, name: str) -> float:
+        """As somebody asked for it over the network: the log has it."""
+        began = time.monotonic()
+        try:
+            alone_ms = self.load(name)
+        except PaellaError as e:
+            if name in self.entries:
+                log.error("could not be loaded", extra={"fields": {"model": name, "error": str(e)}})
+            raise
+        took_s = round(time.monotonic() - began, 2)
+        log.info("loaded, as asked", extra={"fields": {"model": name, "s": took_s, "alone_ms": alone_ms}})
+        return alone_ms
+
+    def unload_by_hand(self, name: str) -> None:
+        self.unload(name)
+        log.info("unloaded, as asked", extra={"fields": {"model": name}})
+
     async def load_async(self, name: str) -> float:
         """In a thread, since it compiles; it goes on when its caller leaves."""
-        return await asyncio.shield(_background(self.load, name))
+        return await asyncio.shield(_background(self.load_by_hand, name))
 
     async def unload_async(self, name: str) -> None:
-        await asyncio.shield(_background(self.unload, name))
+        await asyncio.shield(_background(self.unload_by_hand, name))
 
 
 def registry_of(engine: Engine) -> Registry:

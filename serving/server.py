@@ -8,13 +8,14 @@ import ctypes
 import errno
 import logging
 import os
+import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from signal import SIGINT, SIGTERM
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
@@ -32,6 +33,8 @@ from serving.middleware import SERVICE
 from serving.registry import Catalogue, Registry
 from serving.service import Service
 from serving.warm import warm_up
+
+T = TypeVar("T")
 
 Announce = Callable[[str], None]
 
@@ -119,30 +122,40 @@ class Server:
             self._runner = None
 
 
-async def load_models(registry: Registry, stopping: Callable[[], bool]) -> None:
-    """Loads the models that are to be there from the start, one after the other.
+async def load_models(registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None) -> None:
+    """Loads the models that are to be there from the start, one after the other, once what requests run is compiled.
 
-    The server goes on without one that cannot be loaded, and is not ready; without any it is of no use.
+    The server goes on without one that cannot be loaded, and is not ready; without any it is of no use. `also`: what
+    else is to be compiled.
     """
     failure: PaellaError | None = None
-    await asyncio.to_thread(warm_up, registry.engine.current_policy)
+    await _patiently(partial(warm_up, registry.engine.current_policy), {})
+    if also is not None and not stopping():
+        await _patiently(also, {})
     for entry in registry.entries.values():
         if entry.wanted and entry.model is None and not stopping():
             began = time.monotonic()
             log.info("loading", extra={"fields": {"model": entry.name, "device": registry.engine.device.name}})
-            task = asyncio.create_task(asyncio.to_thread(registry.load, entry.name))
-            while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
-                so_far = {"model": entry.name, "s": round(time.monotonic() - began)}
-                log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
             try:
-                took = {"model": entry.name, "s": round(time.monotonic() - began, 2), "alone_ms": task.result()}
+                alone_ms = await _patiently(partial(registry.load, entry.name), {"model": entry.name})
             except PaellaError as e:
                 failure = e
                 log.error("could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
             else:
-                log.info("loaded", extra={"fields": took})
+                took_s = round(time.monotonic() - began, 2)
+                log.info("loaded", extra={"fields": {"model": entry.name, "s": took_s, "alone_ms": alone_ms}})
     if failure is not None and not any(entry.model for entry in registry.entries.values()):
         raise failure
+
+
+async def _patiently(work: Callable[[], T], what: Mapping[str, Any]) -> T:
+    """Runs it in a thread, with a line now and then: whoever waits must see that it goes on."""
+    began = time.monotonic()
+    task = asyncio.create_task(asyncio.to_thread(work))
+    while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
+        so_far = {**what, "s": round(time.monotonic() - began)}
+        log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
+    return task.result()
 
 
 async def failure_of(engine: Engine | RemoteEngine) -> BaseException:
@@ -160,14 +173,14 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
     loop, stop, level = asyncio.get_running_loop(), asyncio.Event(), logging.INFO if aloud else logging.DEBUG
 
     def stopping() -> None:
-        for signal in (SIGINT, SIGTERM):
-            loop.remove_signal_handler(signal)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
         log.log(level, "stopping: not ready, finishing what is in flight")
         server.service.draining = True
         stop.set()
 
-    for signal in (SIGINT, SIGTERM):
-        loop.add_signal_handler(signal, stopping)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping)
     await server.start()
     log.log(level, "listening", extra={"fields": {"url": server.url}})
     loading = asyncio.create_task(server.load())
@@ -186,11 +199,35 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
                 "engine has a process of its own, which is started again by itself"
             )
     finally:
+        began, code = loop.time(), int(failed.done())
         stopped.cancel()
         failed.cancel()
         await server.stop()
-        await asyncio.gather(loading, return_exceptions=True)
+        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())):
+            end_now(code)
     log.log(level, "stopped")
+
+
+async def ends(loading: asyncio.Task[None], within_s: float) -> bool:
+    """Waits for a load that a stop has come into, as long as that."""
+    await asyncio.wait((loading,), timeout=min(within_s, LOOK_S))
+    if not loading.done():
+        log.info("waiting for a model that is being loaded", extra={"fields": {"at_most_s": round(within_s, 1)}})
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which would wait for the load too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        await asyncio.wait((loading,), timeout=within_s)
+    if not loading.done():
+        return False
+    if not loading.cancelled():
+        loading.exception()  # has been told
+    return True
+
+
+def end_now(code: int) -> NoReturn:
+    """A thread that compiles cannot be interrupted, and Python waits for it at its end."""
+    log.warning("stopped while a model was being loaded")
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def keep_memory() -> None:

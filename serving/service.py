@@ -15,7 +15,7 @@ from scheduler.model import Model
 from scheduler.monitor import Monitor
 from scheduler.remote import RemoteEngine
 from serving.admission import Admission, Mode
-from serving.calls import Calls
+from serving.calls import Calls, LoggedMonitor
 from serving.counters import Counters
 from serving.errors import status_of
 from serving.protocol import Request
@@ -70,7 +70,7 @@ class Service:
     def monitor(self) -> Monitor | RemoteMonitor:
         """A look at the engine, for the dashboard."""
         engine = self.engine
-        return Monitor(engine) if isinstance(engine, Engine) else RemoteMonitor(engine, self.call)
+        return LoggedMonitor(engine) if isinstance(engine, Engine) else RemoteMonitor(engine, self.call)
 
     async def infer(self, model: Model, request: Request, client: str) -> dict[str, NDArray[Any]]:
         """Runs a checked request: every item goes into a slot of the engine's own. Outputs are [items, …]."""

@@ -20,14 +20,26 @@ from serving.config import Config, Source
 from serving.counters import Counters, Numbers, counter_table
 from serving.engine_host import EngineHost
 from serving.engine_link import EngineLink
+from serving.kept import Kept
 from serving.logs import configure, log
 from serving.registry import Registry, entry_of
-from serving.server import Announce, Server, failure_of, keep_memory, load_models, loop_factory, run, url_of
+from serving.server import (
+    Announce,
+    Server,
+    end_now,
+    ends,
+    failure_of,
+    keep_memory,
+    load_models,
+    loop_factory,
+    run,
+    url_of,
+)
 from serving.service import Service
 from serving.supervisor import READY, Process, Supervisor, Tell, listen
 from serving.warm import warm_up
 
-SOCKET = "engine"
+SOCKET, KEPT = "engine", "kept"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
 
 
@@ -93,10 +105,10 @@ def _engine(
     registry = Registry(engine, entries)
 
     async def main() -> int:
-        host, stop = EngineHost(registry, path), asyncio.Event()
+        host, stop = EngineHost(registry, path, Kept(path.with_name(KEPT))), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await host.start()
-        loading = asyncio.create_task(load_models(registry, stop.is_set))
+        loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
         stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
         try:
             await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +120,8 @@ def _engine(
             if failed.done():
                 raise failed.result()
             await host.stop()
-            await asyncio.gather(loading, return_exceptions=True)
+            if not await ends(loading, config.server.drain_s):
+                end_now(0)
         finally:
             stopped.cancel()
             failed.cancel()

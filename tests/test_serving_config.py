@@ -205,3 +205,22 @@ def test_the_python_interface_checks_its_options():
     complex_model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4, np.complex64)}, outputs=model.outputs)
     with pytest.raises(pp.PaellaError, match=r"complex64.*cannot carry"):
         pp.serve([complex_model], device="virtual:t4", server={"port": 0, "grace_s": 0})
+
+
+def test_options_come_before_what_a_file_says(write, monkeypatch):
+    served = []
+    monkeypatch.setattr("serving.api.serve_config", lambda *found, **more: served.append(found))
+    pp.serve(write(GOOD), workers=2, policy="srpt", server={"port": 1}, keys={"bob": "known"})
+    config, source = served[0]
+    assert (config.device, config.policy, config.server.port, config.server.workers) == ("virtual:t4", "srpt", 1, 2)
+    assert config.server.grace_s == 0
+    assert build_keys(config, source) == {"alice": "secret", "bob": "known"}
+    assert str(source.error(("policy",), "so")) == "among the settings: policy: so"
+    assert "paella.toml:1: device: so" in str(source.error(("device",), "so"))
+    with pytest.raises(ConfigError, match=r"^among the settings: server\.prot: there is no such setting"):
+        pp.serve(write(GOOD), server={"prot": 1})
+    with pytest.raises(ConfigError, match=r"there is server\.port"):
+        pp.serve(write(GOOD), port=1)
+    with pytest.raises(ConfigError, match=r"paella\.toml:1: polcy"):
+        pp.serve(write("polcy = 1"), device="virtual:t4")
+    assert len(served) == 1

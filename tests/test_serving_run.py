@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import shlex
 import signal
 import socket
 import ssl
+import threading
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -18,6 +20,7 @@ import pytest
 from serving_server import infer_body, read_until, running, serving
 
 from paellapy import demo, serve_demo
+from serving.logs import log
 
 TLS = Path(__file__).parent / "tls"  # a certificate for localhost that signs itself
 IMAGES, LABELS = demo.held_out()
@@ -208,6 +211,67 @@ def test_it_is_live_before_it_is_ready():
         assert asyncio.run(statuses()) == [200, 200, 200]
         server.service.draining = True
         assert asyncio.run(statuses()) == [200, 503, 503]
+
+
+def endless_model():
+    """A factory that takes as long as a first start that compiles, and longer."""
+    threading.Event().wait()
+
+
+ENDLESS = """
+device = "virtual:h200"
+[server]
+port = 0
+grace_s = 0.0
+drain_s = 0.5
+log_format = "json"
+[[models]]
+name = "endless"
+factory = "test_serving_run:endless_model"
+[[models]]
+name = "mlp"
+factory = "paellapy.demo:load"
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_stop_signal_while_models_are_loaded_ends_the_server(tmp_path, workers):
+    config = tmp_path / "paella.toml"
+    config.write_text(ENDLESS)
+
+    async def statuses(url):
+        async with aiohttp.ClientSession() as session:
+            for name in ("endless", "mlp"):  # the second one's turn has not come
+                async with session.post(f"{url}/v2/models/{name}/infer", data=b"{}") as answer:
+                    assert answer.status == 503
+                    assert int(answer.headers["Retry-After"]) >= 1
+                    assert "is being loaded" in (await answer.json())["error"]
+
+    with serving(str(config), "--workers", workers) as process:
+        lines = read_until(process.stderr, '"message":"loading"')
+        asyncio.run(statuses(next(json.loads(line)["url"] for line in lines.splitlines() if '"listening"' in line)))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        rest = [json.loads(line) for line in process.stderr.read().splitlines()]
+    assert "stopped while a model was being loaded" in [line["message"] for line in rest]
+
+
+def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkeypatch):
+    told = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if "still loading" in record.getMessage():
+                told.set()
+
+    handler = Handler()
+    monkeypatch.setattr("serving.server.PATIENCE_S", 0.01)
+    monkeypatch.setattr("serving.server.warm_up", lambda policy: told.wait())
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(log, "propagate", False)
+    log.setLevel(logging.INFO)
+    with running([demo.load("mlp", batch=(1,))]):
+        assert told.is_set()
 
 
 def test_the_picture_of_a_digit_is_eight_lines():

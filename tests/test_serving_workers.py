@@ -20,6 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
+from scheduler import core
+from scheduler.engine import Engine
+from scheduler.fronts import Fronts
+from scheduler.state import Limits
+
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()
@@ -224,6 +229,17 @@ def test_the_policy_is_switched_in_the_other_process(server):
 # -- who dies
 
 
+def test_nothing_is_compiled_when_a_worker_dies():
+    with Engine("virtual:h200", limits=Limits(fronts=2)) as engine:
+        fronts = Fronts(engine)
+        fronts.warm_up()
+        compiled = list(core.reclaim.signatures)
+        assert compiled
+        fronts.attach(1)
+        assert fronts.detach(1) == 0
+        assert core.reclaim.signatures == compiled
+
+
 def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(server):
     async def kill(load):
         for name in ("work1", "work2", "work1"):
@@ -274,6 +290,52 @@ def test_an_engine_that_is_killed_under_load_is_a_503_and_a_restart(server):
     server.wait_until(lambda: is_ready(server) and is_at_rest(server))
     assert metric(server, "paellapy_requests_answered_total", model="scale") == total + load.statuses.count(200)
     assert metric(server, "paellapy_refusals_total", model="scale", reason="engine_away") > 0
+
+
+SPARE = """
+[[models]]
+name = "spare"
+factory = "test_serving_workers:spare_model"
+load = false
+"""
+
+
+def spare_model():
+    return scale_model("spare", batch=(1,))
+
+
+def plain_model():
+    return scale_model(batch=(1,))
+
+
+def test_an_engine_that_is_started_again_is_as_it_was_and_not_as_configured(tmp_path):
+    config = tmp_path / "serve.toml"
+    config.write_text(CONFIG.format("plain_model") + SPARE)
+    switch = {"Content-Type": "application/json", "X-Paellapy": "1"}
+
+    def state(server):
+        found = ask(server, "POST", "/v2/repository/index", b"")[2]
+        policy = ask(server, "GET", "/v2/models/spare/config")[2].get("parameters", {}).get("policy")
+        return {each["name"]: each["state"] for each in found}, policy
+
+    def said(server):
+        return [line["message"] for line in server.lines()]
+
+    with processes(str(config), workers=1) as server:
+        assert ask(server, "POST", "/v2/repository/models/spare/load", b"")[0] == 200
+        assert ask(server, "POST", "/v2/repository/models/scale/unload", b"")[0] == 200
+        assert ask(server, "POST", "/dashboard/policy", b'{"policy": "edf"}', switch)[0] == 200
+        wanted = {"scale": "UNAVAILABLE", "spare": "READY"}, {"string_value": "edf"}
+        server.wait_until(lambda: state(server) == wanted)
+        assert [m for m in said(server) if "asked" in m] == ["loaded, as asked", "unloaded, as asked"]
+        for _ in range(2):
+            pid = server.kill("engine")
+            server.wait_until(lambda p=pid: server.pids("engine") not in ([], [p]) and is_ready(server))
+            assert state(server) == wanted
+        assert ask(server, "POST", "/dashboard/policy", b'{"policy": "paella"}', switch)[0] == 200
+        told = [line for line in server.lines() if line["message"] == "as it was before, and not as configured"]
+        assert [(t["loaded"], t["unloaded"], t["policy"]) for t in told] == [(["spare"], ["scale"], "edf")] * 2
+        assert said(server).count("policy switched") == 4
 
 
 def test_health_says_what_is_there_while_the_engine_is_away(server):
