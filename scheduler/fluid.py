@@ -137,6 +137,7 @@ def share(f: Fluid, s: State) -> None:
     line_up(f, s)
     slots = 0.0
     memory = 0.0
+    issue = 0.0
     last = f.work.shape[2] - 1
     for k in range(f.g[RUN_N]):
         lane = f.run[k]
@@ -144,10 +145,25 @@ def share(f: Fluid, s: State) -> None:
             seg = last if f.segment[lane] == WHOLE else f.segment[lane]
             slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
             memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
+            issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
     common = 1.0 / max(1.0, slots, memory)
-    # Max-min: the level at which those above it fill what the others leave. Each round settles at least one.
-    level = 1.0
-    while True:
+    level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        f.rate[lane] = 0.0
+        if runs(f, lane):
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+            f.rate[lane] = common if want <= level else common * level / want
+    share_measured(f, s)
+
+
+@inlined
+def issue_level(f: Fluid, s: State, common: float) -> float:
+    """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
+    last = f.work.shape[2] - 1
+    level = 0.0
+    while True:  # upwards, from below every fair part: each round but the last settles at least one
         below = 0.0
         above = 0
         for k in range(f.g[RUN_N]):
@@ -159,20 +175,12 @@ def share(f: Fluid, s: State) -> None:
                     above += 1
                 else:
                     below += want
-        if above == 0 and below <= 1.0:
-            break
-        lower = (1.0 - below) / above if above > 0 else 1.0 / max(1, f.g[RUN_N])
-        if lower >= level:
-            break
-        level = max(lower, 1e-6)
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        f.rate[lane] = 0.0
-        if runs(f, lane):
-            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
-            f.rate[lane] = common if want <= level else common * level / want
-    share_measured(f, s)
+        if above == 0:
+            return level
+        higher = (1.0 - below) / above
+        if higher <= level * (1.0 + 1e-9):
+            return level
+        level = higher
 
 
 @inlined

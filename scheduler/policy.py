@@ -19,6 +19,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol, cast, overload
 
 import numba
@@ -26,6 +27,7 @@ from numba import types
 from numba.core.errors import NumbaError
 
 from instrument.errors import PaellaError
+from scheduler.policy_code import forbidden, text_in
 from scheduler.policy_words import reason
 from scheduler.state import GPU, JOB
 
@@ -105,7 +107,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if not isinstance(value, Integral):
+                raise PolicyError(f"policy {self.name}: {name} is a whole number, not {value!r}")
+            if value < 1:
                 raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")
 
     @property
@@ -203,10 +209,15 @@ def compile_function(role: str, function: Any, cache: bool = False) -> Any:
     where = place(function)
     if len(inspect.signature(function).parameters) != wanted:
         raise PolicyError(f"{where}: {role} takes {arguments}")
+    problem = None if cache else forbidden(function, role)  # ours are kept on disk, and checked by the tests
+    if problem:
+        raise PolicyError(f"{where} {problem}.")
     try:
-        return numba.cfunc(_SIGNATURES[role], cache=cache, error_model="numpy", nogil=True)(function)
+        compiled = numba.cfunc(_SIGNATURES[role], cache=cache, error_model="numpy", nogil=True)(function)
     except KeyError as e:  # how Numba says that a record has no such field
-        fields = ", ".join(JOB.names or ()) if wanted == 1 else "those of Job and Gpu"
+        fields = ", ".join(JOB.names or ())
+        if wanted == 2:
+            fields = f"in job {fields}, in gpu {', '.join(GPU.names or ())}"
         raise PolicyError(f"{where} reads the field {e}, which there is not; there are {fields}") from e
     except NumbaError as e:
         returns = "a number" if role != "admit" else "True or False"
@@ -214,6 +225,10 @@ def compile_function(role: str, function: Any, cache: bool = False) -> Any:
             f"{where} {reason(e, returns)}. Use numbers, fields of {arguments} and the math module only, and return "
             f"{returns} on every path."
         ) from e
+    problem = None if cache else text_in(function)  # after Numba, which says more of text that does not compile
+    if problem:
+        raise PolicyError(f"{where} {problem}.")
+    return compiled
 
 
 def place(function: Any) -> str:

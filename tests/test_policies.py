@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from core_bench import Bench, profile
@@ -158,6 +159,60 @@ def raises(job: Any) -> float:
     return 1.0
 
 
+def asserts(job: Any) -> float:
+    assert job.batch > 0
+    return 1.0
+
+
+def prints(job: Any) -> float:
+    print(job.batch)
+    return 1.0
+
+
+LOUD = print
+
+
+def prints_by_another_name(job: Any) -> float:
+    LOUD(job.batch)
+    return 1.0
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def loud_helper(x: float) -> float:
+    print(x)
+    return x
+
+
+def prints_in_a_helper(job: Any) -> Any:
+    return loud_helper(job.batch)
+
+
+def back_to_python(job: Any) -> float:
+    with numba.objmode():
+        pass
+    return 1.0
+
+
+def reads(job: Any) -> float:
+    open("ranks.txt")  # noqa: SIM115
+    return 1.0
+
+
+def by_name(job: Any) -> float:
+    return 0.0 if job.model == "resnet18" else 1.0
+
+
+def by_names(job: Any) -> float:
+    return 0.0 if job.model in ("resnet18", "resnet34") else 1.0
+
+
+FIRST = "resnet18"
+
+
+def by_the_name_of_a_constant(job: Any) -> float:
+    return 0.0 if job.model != FIRST else 1.0
+
+
 def not_a_number(job: Any) -> float:
     return (job.now_ns - job.now_ns) / (job.now_ns - job.now_ns)
 
@@ -195,7 +250,16 @@ def sometimes(job: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "raises on a sample job: ValueError: too many"),
+        (raises, r"raises in line \d+: rank must answer for every job, so return a large number"),
+        (asserts, r"raises in line \d+"),
+        (prints, r"calls `print` in line \d+: a policy runs without Python"),
+        (prints_by_another_name, r"calls `print` in line \d+"),
+        (prints_in_a_helper, r"calls `print` in line \d+"),
+        (back_to_python, r"calls `objmode` in line \d+"),
+        (reads, r"calls `open` in line \d+"),
+        (by_name, r"has the text 'resnet18' in line \d+, .* numbers, job\.model too"),
+        (by_names, "has the text 'resnet18'"),
+        (by_the_name_of_a_constant, "has the text 'resnet18'"),
         (not_a_number, "returns nan"),
         (nothing, r"returns None in line \d+ where a number is needed"),
         (text, r"returns a str in line \d+ where a number is needed"),
@@ -238,6 +302,7 @@ def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch
     [
         (lambda: policy(active=0)(lambda job: job.batch), "active is at least 1, not 0"),
         (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead is at least 1, not 0"),
+        (lambda: policy(active=1.5)(lambda job: job.batch), "active is a whole number, not 1.5"),  # type: ignore[call-overload]
         (lambda: find_policy("nonesuch"), "no policy named 'nonesuch'"),
     ],
 )
@@ -250,8 +315,28 @@ def test_admit_is_checked_too() -> None:
     def admit(job: Any, gpu: Any) -> bool:
         return bool(job.batch / gpu.no_such_field > 1)
 
-    with pytest.raises(PolicyError, match="no_such_field"):
+    with pytest.raises(PolicyError, match=r"no_such_field.*in job .*remaining_ns.*in gpu .*pending_blocks"):
         policy(admit=admit)(lambda job: job.batch)
+
+
+def test_admit_and_order_neither_print_nor_raise() -> None:
+    def admit(job: Any, gpu: Any) -> bool:
+        if gpu.active_jobs > 3:
+            raise ValueError
+        return True
+
+    with pytest.raises(PolicyError, match="admit must answer for every job, so return False"):
+        policy(admit=admit)(lambda job: job.batch)
+    with pytest.raises(PolicyError, match="calls `print`"):
+        policy(order=prints)(lambda job: job.batch)
+
+
+def test_a_policy_may_have_a_docstring_and_read_facts_by_name() -> None:
+    def documented(job: Any) -> float:
+        """Small batches first."""
+        return float(job["batch"])
+
+    assert isinstance(policy(documented), Policy)
 
 
 def test_a_bad_rank_at_run_time_goes_last_and_is_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -267,3 +268,21 @@ def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
     assert last_ns(1) == pytest.approx(3 * at_once, rel=0.05)  # two at a time
     assert last_ns(3) == at_once
     assert last_ns(1, "srpt") == last_ns(None, "srpt")  # the engine gives every job a queue
+
+
+def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
+    """Two of a queue's jobs at a time, and kernel issue full with four: more queues never do less."""
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, lanes=32)
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
+    last = [simulate([net], load, "streams", queues=n, host_launch_ns=0.0).seconds for n in (1, 2, 4, 8, None)]
+    assert all(later <= sooner * 1.001 for sooner, later in pairwise(last)), last
+
+
+def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
+    """One that issues little beside three that would each issue all the time: what it leaves is theirs."""
+    little = ModelProfile("little", {1: [SegmentProfile(100e6, kernels=1)]}, lanes=1)
+    much = ModelProfile("much", {1: [SegmentProfile(1e6, kernels=100_000)]}, lanes=3)
+    load = Trace(tuple((1e-6, name, None, None, 0) for name in ("little", "much", "much", "much")))
+    jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
+    assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
+    assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)

@@ -1,0 +1,98 @@
+"""What compiles in a policy and yet must not be there: read off its code, and off that of what it calls."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+import numba
+
+# These need Python's lock, which whoever waits for the compiled code may hold.
+_OF_PYTHON = {builtins.print: "print", builtins.input: "input", builtins.open: "open", numba.objmode: "objmode"}
+
+
+def forbidden(function: Any, role: str) -> str | None:
+    """What the function does that compiled code in the core cannot, to be read after its name; None if nothing.
+
+    >>> def loud(job):
+    ...     print(job.batch)
+    ...     return 1.0
+    >>> forbidden(loud, "rank").partition(":")[0]
+    'calls `print` in line 2'
+    """
+    for each in _with_helpers(function):
+        values = _outside(each)
+        for step, line in _steps(each.__code__):
+            if step.opname == "RAISE_VARARGS":
+                instead = "return False" if role == "admit" else "return a large number, which puts it last"
+                return f"raises in line {line}: {role} must answer for every job, so {instead}"
+            name = step.argval if isinstance(step.argval, str) else ""
+            found = _of_python(values.get(name)) if step.opname in _LOADS else None
+            if found or (step.opname in _ATTRIBUTES and name == "objmode"):
+                return (
+                    f"calls `{found or name}` in line {line}: a policy runs without Python; to see what it does, call "
+                    "the plain function with a job of your own, or look at the jobs of pp.simulate's result"
+                )
+    return None
+
+
+def text_in(function: Any) -> str | None:
+    """Where the function has to do with text, to be read after its name. Compiled, no number is ever equal to it."""
+    for each in _with_helpers(function):
+        values = _outside(each)
+        steps = list(_steps(each.__code__))
+        for (step, line), (after, _) in pairwise(steps):
+            value = step.argval if step.opname == "LOAD_CONST" else None
+            if step.opname in _LOADS and isinstance(step.argval, str):
+                value = values.get(step.argval)
+            several = value if isinstance(value, tuple | frozenset) else (value,)
+            text = next((v for v in several if isinstance(v, str)), None)
+            if text is not None and after.opname != "BINARY_SUBSCR" and after.argrepr != "[]":  # job["batch"] is fine
+                return (
+                    f"has the text {text!r} in line {line}, which no fact of a job is ever equal to: all of them are "
+                    "numbers, job.model too (in simulations its place in the list, from 0); compare with numbers, or "
+                    "tell models apart by job.priority"
+                )
+    return None
+
+
+_LOADS = {"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+
+
+def _of_python(value: Any) -> str | None:
+    return next((name for each, name in _OF_PYTHON.items() if value is each), None)
+
+
+def _outside(function: Any) -> dict[str, Any]:
+    """Values of the names that the function does not make itself."""
+    found = inspect.getclosurevars(function)
+    return {**found.builtins, **found.globals, **found.nonlocals}
+
+
+def _with_helpers(function: Any) -> Iterator[Any]:
+    """The function, and those compiled by Numba that it calls, each once."""
+    waiting, seen = [function], {function}
+    while waiting:
+        each = waiting.pop()
+        yield each
+        for value in _outside(each).values():
+            helper = getattr(value, "py_func", None)
+            if inspect.isfunction(helper) and helper not in seen:
+                seen.add(helper)
+                waiting.append(helper)
+
+
+def _steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    """Instructions with their lines, those of functions inside too."""
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = getattr(step.positions, "lineno", None) or line
+        yield step, line
+        if isinstance(step.argval, CodeType):
+            yield from _steps(step.argval)
