@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.parts import WARP, limits_for_capability
-from instrument.errors import PaellaError, TraceError
-from instrument.occupancy import occupancy
+from instrument.errors import TraceError
 from instrument.records import Records
-from instrument.summary import readable_time, times_launched
+from instrument.summary import allowed_by, readable_time, times_launched
 from instrument.trace import Occupancy2D, Trace, time_means
 from paellapy.viz.palette import OKABE_ITO
 from scheduler.engine_trace import EngineTrace
@@ -161,23 +158,9 @@ def group(trace: Trace, by: By = "kernel") -> Groups:
         if by == "model":
             break  # its kernels differ: no one occupancy is the model's
         at = int(place[g])
-        if at < len(kept) and (fraction := theoretical(trace, launch)) is not None:
-            best[at] = max(fraction, best[at] or 0.0)
+        if at < len(kept) and (allowed := allowed_by(trace, launch)) is not None:
+            best[at] = max(allowed.fraction, best[at] or 0.0)
     return Groups(tuple(shown), place[of_block], tuple(best))
-
-
-def theoretical(trace: Trace, launch: Any) -> float | None:
-    """Occupancy that a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
-    needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
-    return _theoretical(trace.device.compute_capability, *needs)
-
-
-@functools.cache
-def _theoretical(capability: tuple[int, int], warps: int, registers: int, shared_bytes: int) -> float | None:
-    try:
-        return occupancy(limits_for_capability(capability), warps * WARP, registers, shared_bytes).fraction
-    except PaellaError:
-        return None
 
 
 def _labels(trace: Trace, by: By) -> list[str]:
