@@ -18,6 +18,7 @@ from paellapy.viz.palette import OKABE_ITO
 from scheduler.engine_trace import EngineTrace
 
 By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
+Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of each
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
@@ -69,7 +70,12 @@ class Picture:
     window: tuple[int, int]  # ns
     groups: Groups
     bins: int
-    by_model: bool  # the groups are models: requests have the same colours
+    by: By
+
+    @property
+    def by_model(self) -> bool:
+        """The groups are models: requests have the same colours."""
+        return self.by == "model"
 
     @property
     def names(self) -> list[str]:
@@ -82,9 +88,15 @@ class Picture:
     @property
     def title(self) -> str:
         t = self.trace
-        blocks, launches = _plural(len(t.blocks), "block"), _plural(times_launched(t.blocks), "launch")
-        first, last = t.span_ns
-        return f"{t.device.name}{self._how}: {blocks} of {launches} in {readable_time(last - first)}"
+        times, distinct = times_launched(t.blocks), len(np.unique(t.blocks["launch"]))
+        # Replays of a launch have one id, and so one colour.
+        whose = "its" if distinct == 1 else "their"
+        replayed = f" ({distinct:,} and {whose} replays)" if self.by == "launch" and times > distinct else ""
+        first, last = np.clip(t.span_ns, *self.window).tolist()  # blocks may stick out of a window
+        return (
+            f"{t.device.name}{self._how}: {_plural(len(t.blocks), 'block')} of {_plural(times, 'launch')}{replayed} "
+            f"in {readable_time(last - first)}"
+        )
 
     @property
     def _how(self) -> str:
@@ -133,7 +145,31 @@ def prepare(
     # More bins than nanoseconds would have no width.
     bins = max(1, min(bins, last - first))
     axis = axis or time_axis(first, last - first)
-    return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by == "model")
+    return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by)
+
+
+def prepare_all(
+    traces: Sequence[Trace],
+    by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
+    bins: int = BINS,
+    axis: TimeAxis | None = None,
+) -> list[Picture]:
+    """The same part of each trace, on one scale. Clocks differ: times may be given for each trace."""
+    starts, ends = (_for_each(ns, len(traces)) for ns in (start_ns, end_ns))
+    parts = zip(traces, starts, ends, strict=True)
+    pictures = [prepare(t, by, kernel, start, end, bins, axis) for t, start, end in parts]
+    return on_one_scale(pictures) if len(pictures) > 1 else pictures
+
+
+def _for_each(ns: Moment, n: int) -> Sequence[int | None]:
+    if not isinstance(ns, Sequence):
+        return [ns] * n
+    if len(ns) != n:
+        raise TraceError(f"start_ns and end_ns are one time, or one for each of {_plural(n, 'trace')}, not {len(ns)}")
+    return ns
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:

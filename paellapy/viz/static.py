@@ -14,7 +14,7 @@ from instrument.errors import TraceError
 from instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz import requests as rq
-from paellapy.viz.data import BINS, By, Picture
+from paellapy.viz.data import BINS, By, Moment, Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, paler
 
@@ -57,14 +57,20 @@ def save_comparison(
     *,
     labels: tuple[str, str] = ("a", "b"),
     by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
     bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     dpi: int = 160,
 ) -> Path:
-    """Draws two traces side by side, on axes of one scale: two policies, or virtual against real."""
+    """Draws two traces side by side, on axes of one scale: two policies, or virtual against real.
+
+    Clocks differ, so `start_ns` and `end_ns` may be pairs: one time for each trace.
+    """
     path = checked(path)
-    pictures = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
+    pictures = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
     return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
 
 
