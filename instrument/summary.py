@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import html
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.device.parts import WARP, limits_for_capability
+from instrument.errors import PaellaError
+from instrument.occupancy import Occupancy, occupancy
 from instrument.records import Records
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ class KernelSummary:
     max_ns: int
     span_ns: int  # from the first start to the last end
     occupancy: float  # mean resident warps / maximum, where and while the kernel has a block on the SM
-    waves: float  # blocks of a launch / blocks that all SMs hold at the residency seen
+    waves: float  # blocks of a launch / blocks that all SMs hold at once; on a part of unknown limits, held at most
     tail_share: float  # share of a launch's time after the first of its SMs has run dry
 
 
@@ -60,6 +65,12 @@ class Summary:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
         return "\n".join([self.title, *lines])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.cells())
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><caption>{html.escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
 
     def __rich__(self) -> Group:
         from rich import box
@@ -90,7 +101,7 @@ def _kernel_summary(trace: Trace, kernel: int, run: NDArray[np.int64]) -> Kernel
     b, replays = trace.blocks[chosen], np.unique(run[chosen])
     duration = b["end_ns"] - b["start_ns"]
     seen = residency_of(b, trace.device.n_sm)
-    listed = np.isin(trace.launches["launch"], b["launch"])
+    listed = trace.launches[np.isin(trace.launches["launch"], b["launch"])]
     warp_ns = float((duration * trace.warps[chosen]).sum())
     return KernelSummary(
         kernel=trace.kernels[kernel],
@@ -101,9 +112,29 @@ def _kernel_summary(trace: Trace, kernel: int, run: NDArray[np.int64]) -> Kernel
         max_ns=int(duration.max()),
         span_ns=int(b["end_ns"].max() - b["start_ns"].min()),
         occupancy=warp_ns / max(int(seen.busy_ns.sum()) * trace.device.max_warps_per_sm, 1),
-        waves=float(trace.launches["blocks"][listed].mean() / (trace.device.n_sm * seen.max_blocks.max())),
+        waves=float(np.mean([_waves(trace, launch, int(seen.max_blocks.max())) for launch in listed])),
         tail_share=_tail_share(b, run[chosen]),
     )
+
+
+def _waves(trace: Trace, launch: Any, most_seen: int) -> float:
+    allowed = allowed_by(trace, launch)
+    per_sm = most_seen if allowed is None else allowed.blocks_per_sm
+    return int(launch["blocks"]) / (trace.device.n_sm * per_sm)
+
+
+def allowed_by(trace: Trace, launch: Any) -> Occupancy | None:
+    """What a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
+    needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
+    return _allowed(trace.device.compute_capability, *needs)
+
+
+@functools.cache
+def _allowed(capability: tuple[int, int], warps: int, registers: int, shared_bytes: int) -> Occupancy | None:
+    try:
+        return occupancy(limits_for_capability(capability), warps * WARP, registers, shared_bytes)
+    except PaellaError:
+        return None
 
 
 def residency_of(blocks: Records, n_sm: int) -> Residency:

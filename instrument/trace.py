@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -211,11 +210,7 @@ class Trace:
         )
 
     def _repr_html_(self) -> str:
-        summary = self.summary()
-        head = "".join(f"<th>{name}</th>" for name in summary.COLUMNS)
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in summary.cells())
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><caption>{html.escape(summary.title)}</caption><tr>{head}</tr>{body}</table>"
+        return self.summary()._repr_html_()
 
     @property
     def span_ns(self) -> tuple[int, int]:

@@ -130,8 +130,30 @@ def test_summary_tells_a_half_empty_second_wave() -> None:
     assert (kernel.kernel, kernel.launches, kernel.blocks) == ("add<int>", 1, 6)
     assert (kernel.mean_ns, kernel.median_ns, kernel.max_ns, kernel.span_ns) == (100, 100, 100, 400)
     assert kernel.occupancy == pytest.approx(1 / 64)
-    assert kernel.waves == pytest.approx(6 / 3)
     assert kernel.tail_share == pytest.approx(0.5)
+
+
+def test_waves_count_what_all_sms_hold_at_once_however_many_blocks_were_there() -> None:
+    # An SM of 9.0 holds 32 blocks of 1 warp, and 4 of 16 warps: 3 SMs hold 96 and 12.
+    rows = [(launch, block, 0, block, 1) for launch, n in ((2, 6), (4, 24)) for block in range(n)]
+    waves = {k.kernel: k.waves for k in make(rows).summary().kernels}
+    assert waves == {"add<int>": pytest.approx(6 / 96), "gemm": pytest.approx(24 / 12)}
+
+
+def test_waves_on_a_part_of_unknown_limits_are_counted_from_the_most_blocks_seen() -> None:
+    known = make([(2, 0, 0, 0, 100), (2, 1, 0, 0, 100), (2, 2, 1, 0, 100)])
+    unknown = DeviceFacts("unknown", 3, 64, (99, 9))
+    (kernel,) = Trace(known.blocks, known.launches, known.kernels, unknown).summary().kernels
+    assert kernel.waves == pytest.approx(6 / (3 * 2))
+
+
+def test_a_summary_is_a_table_in_a_notebook() -> None:
+    trace = make([(2, 0, 0, 0, 100)])
+    page = trace.summary()._repr_html_()
+    assert page.startswith("<table><caption>Trace toy: 1 block")
+    assert "<th>waves</th>" in page
+    assert "<td>add&lt;int&gt;</td>" in page
+    assert trace._repr_html_() == page
 
 
 def test_summary_counts_every_replay_and_measures_tails_within_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -201,6 +202,37 @@ def test_compare_puts_two_traces_on_one_scale() -> None:
     assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>"]
 
 
+def test_parts_of_two_traces_may_be_compared_in_pictures_and_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first = make(MIX)
+    later = make([(launch, block, sm, start + 10**6, ns) for launch, block, sm, start, ns in MIX])
+    window = {"start_ns": (EPOCH + 4000, EPOCH + 10**6 + 4000), "end_ns": (EPOCH + 6000, EPOCH + 10**6 + 6000)}
+    still = pp.viz.compare_picture(first, later, "heatmap", kernel="gemm", bins=10, **window)
+    expected = first.occupancy(10, EPOCH + 4000, EPOCH + 6000, kernel="gemm").resident
+    for ax in still.figure.axes[:2]:
+        np.testing.assert_array_equal(np.asarray(ax.get_images()[0].get_array()), expected)
+        assert ax.get_xlim() == (0, 2)
+    one_clock = {"start_ns": EPOCH + 4000, "end_ns": EPOCH + 6000}
+    assert pp.viz.save_comparison(first, first, tmp_path / "x.png", "gantt", kernel="gemm", **one_clock).exists()
+    for heat in of_type(pp.compare(first, later, kernel="gemm", bins=10, **window), "heatmap"):
+        np.testing.assert_array_equal(heat.z, expected.astype(np.float32))
+    with pytest.raises(TraceError, match="one for each of 2 traces, not 3"):
+        pp.compare(first, later, start_ns=(1, 2, 3))
+
+
+def test_the_title_of_a_window_says_no_more_time_than_its_axis_shows() -> None:
+    picture = data.prepare(make(MIX), start_ns=EPOCH + 4500, end_ns=EPOCH + 6000)
+    assert picture.title == "toy: 5 blocks of 2 launches in 1.50 µs"
+    assert data.prepare(make(MIX), end_ns=EPOCH + 10**6).title == "toy: 7 blocks of 2 launches in 8.00 µs"
+
+
+def test_a_title_says_how_many_launches_colours_stand_for_where_some_were_replayed() -> None:
+    replays = make([(1, block, block, start, 100) for start in (0, 1000, 2000) for block in range(3)])
+    assert data.prepare(replays, by="launch").title == "toy: 9 blocks of 3 launches (1 and its replays) in 2.10 µs"
+    assert data.prepare(replays).title == "toy: 9 blocks of 3 launches in 2.10 µs"
+    assert data.prepare(make(MIX), by="launch").title == "toy: 7 blocks of 2 launches in 8.00 µs"
+
+
 def test_light_and_dark() -> None:
     trace = make(MIX)
     assert trace.plot(theme="dark").layout.template.layout.paper_bgcolor == "rgb(17,17,17)"
@@ -232,6 +264,16 @@ def test_exploring_bins_every_window_anew_and_shows_blocks_when_close() -> None:
     assert bars[0].marker.color[0] == colour
     figure.layout.xaxis.range = (0, span_us)
     assert [t.name for t in figure.data] == everything
+
+
+def test_a_widget_s_numbers_are_numbers_or_none_since_json_has_no_nan() -> None:
+    pytest.importorskip("anywidget", reason="the extra `viz` is not installed")
+    figure = many(12_000).explore(bins=50)
+    figure.layout.xaxis.range = (0, 30)
+    gaps = [each.z for each in of_type(figure, "heatmap") if each.z.dtype == object]
+    assert gaps, "lanes are binned, and nowhere full of one kernel"
+    for each in of_type(figure, "heatmap"):
+        json.dumps(each.z.tolist(), allow_nan=False)
 
 
 # -- requests of an engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +10,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.parts import WARP, limits_for_capability
-from instrument.errors import PaellaError, TraceError
-from instrument.occupancy import occupancy
+from instrument.errors import TraceError
 from instrument.records import Records
-from instrument.summary import readable_time, times_launched
+from instrument.summary import allowed_by, readable_time, times_launched
 from instrument.trace import Occupancy2D, Trace, time_means
 from paellapy.viz.palette import OKABE_ITO
 from scheduler.engine_trace import EngineTrace
 
 By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
+Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of each
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
@@ -72,7 +70,12 @@ class Picture:
     window: tuple[int, int]  # ns
     groups: Groups
     bins: int
-    by_model: bool  # the groups are models: requests have the same colours
+    by: By
+
+    @property
+    def by_model(self) -> bool:
+        """The groups are models: requests have the same colours."""
+        return self.by == "model"
 
     @property
     def names(self) -> list[str]:
@@ -85,9 +88,15 @@ class Picture:
     @property
     def title(self) -> str:
         t = self.trace
-        blocks, launches = _plural(len(t.blocks), "block"), _plural(times_launched(t.blocks), "launch")
-        first, last = t.span_ns
-        return f"{t.device.name}{self._how}: {blocks} of {launches} in {readable_time(last - first)}"
+        times, distinct = times_launched(t.blocks), len(np.unique(t.blocks["launch"]))
+        # Replays of a launch have one id, and so one colour.
+        whose = "its" if distinct == 1 else "their"
+        replayed = f" ({distinct:,} and {whose} replays)" if self.by == "launch" and times > distinct else ""
+        first, last = np.clip(t.span_ns, *self.window).tolist()  # blocks may stick out of a window
+        return (
+            f"{t.device.name}{self._how}: {_plural(len(t.blocks), 'block')} of {_plural(times, 'launch')}{replayed} "
+            f"in {readable_time(last - first)}"
+        )
 
     @property
     def _how(self) -> str:
@@ -136,7 +145,31 @@ def prepare(
     # More bins than nanoseconds would have no width.
     bins = max(1, min(bins, last - first))
     axis = axis or time_axis(first, last - first)
-    return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by == "model")
+    return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by)
+
+
+def prepare_all(
+    traces: Sequence[Trace],
+    by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
+    bins: int = BINS,
+    axis: TimeAxis | None = None,
+) -> list[Picture]:
+    """The same part of each trace, on one scale. Clocks differ: times may be given for each trace."""
+    starts, ends = (_for_each(ns, len(traces)) for ns in (start_ns, end_ns))
+    parts = zip(traces, starts, ends, strict=True)
+    pictures = [prepare(t, by, kernel, start, end, bins, axis) for t, start, end in parts]
+    return on_one_scale(pictures) if len(pictures) > 1 else pictures
+
+
+def _for_each(ns: Moment, n: int) -> Sequence[int | None]:
+    if not isinstance(ns, Sequence):
+        return [ns] * n
+    if len(ns) != n:
+        raise TraceError(f"start_ns and end_ns are one time, or one for each of {_plural(n, 'trace')}, not {len(ns)}")
+    return ns
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:
@@ -161,23 +194,9 @@ def group(trace: Trace, by: By = "kernel") -> Groups:
         if by == "model":
             break  # its kernels differ: no one occupancy is the model's
         at = int(place[g])
-        if at < len(kept) and (fraction := theoretical(trace, launch)) is not None:
-            best[at] = max(fraction, best[at] or 0.0)
+        if at < len(kept) and (allowed := allowed_by(trace, launch)) is not None:
+            best[at] = max(allowed.fraction, best[at] or 0.0)
     return Groups(tuple(shown), place[of_block], tuple(best))
-
-
-def theoretical(trace: Trace, launch: Any) -> float | None:
-    """Occupancy that a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
-    needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
-    return _theoretical(trace.device.compute_capability, *needs)
-
-
-@functools.cache
-def _theoretical(capability: tuple[int, int], warps: int, registers: int, shared_bytes: int) -> float | None:
-    try:
-        return occupancy(limits_for_capability(capability), warps * WARP, registers, shared_bytes).fraction
-    except PaellaError:
-        return None
 
 
 def _labels(trace: Trace, by: By) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
 from instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import BINS, By
@@ -26,14 +28,22 @@ def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Them
     # A kernel keeps its colour in windows where others do not run.
     colour: dict[str, str] = defaultdict(lambda: OTHERS, colours(whole.names))
     options: dict[str, Any] = {"by": by, "bins": bins, "theme": theme, "axis": axis, "colour": colour}
-    figure = go.FigureWidget(build([trace], all_views(trace), **options))
+    figure = go.FigureWidget(_without_nan(build([trace], all_views(trace), **options)))
 
     def redraw(_: Any, time_range: tuple[float, float]) -> None:
         start, end = (axis.origin_ns + round(t * axis.ns_per_unit) for t in time_range)
         drawn = build([trace], all_views(trace), start_ns=start, end_ns=max(end, start + 1), **options)
         with figure.batch_update():
             figure.data = ()
-            figure.add_traces(drawn.data)
+            figure.add_traces(_without_nan(drawn).data)
 
     figure.layout.on_change(redraw, "xaxis.range")
+    return figure
+
+
+def _without_nan(figure: Any) -> Any:
+    """Gaps as None: a widget's heat maps travel as JSON, which has no NaN. Pages hold them as bytes, which is less."""
+    for trace in figure.data:
+        if trace.type == "heatmap" and np.isnan(trace.z).any():
+            trace.z = np.where(np.isnan(trace.z), None, trace.z)
     return figure

@@ -8,7 +8,7 @@ from typing import Any
 from instrument.errors import TraceError
 from instrument.trace import Trace
 from paellapy.viz import data
-from paellapy.viz.data import BINS, By, Picture, TimeAxis
+from paellapy.viz.data import BINS, By, Moment, Picture, TimeAxis
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
 from paellapy.viz.requests import has_requests, requests_view
@@ -49,7 +49,10 @@ def plot_residency(trace: Trace, **options: Any) -> Any:
 
 
 def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options: Any) -> Any:
-    """Two traces side by side, on axes of one scale: two policies, or virtual against real."""
+    """Two traces side by side, on axes of one scale: two policies, or virtual against real.
+
+    Options as in `plot_heatmap`; clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
+    """
     return build([a, b], all_views(a, b), labels, **options)
 
 
@@ -78,8 +81,8 @@ def build(
     *,
     by: By | None = None,
     kernel: str | int | None = None,
-    start_ns: int | None = None,
-    end_ns: int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
     bins: int = BINS,
     theme: Theme = "light",
     height: int | None = None,
@@ -88,9 +91,7 @@ def build(
 ) -> Any:
     subplots = need("plotly.subplots", "plot()")
     style = look(theme)
-    pictures = [data.prepare(t, by, kernel, start_ns, end_ns, bins, axis) for t in traces]
-    if len(pictures) > 1:
-        pictures = data.on_one_scale(pictures)
+    pictures = data.prepare_all(traces, by, kernel, start_ns, end_ns, bins, axis)
     tall = any(p.trace.device.n_sm > _FEW_SMS for p in pictures) and gantt_view in views
     colour = colour or colours(name for p in pictures for name in p.names)
     figure = subplots.make_subplots(

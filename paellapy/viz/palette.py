@@ -12,6 +12,8 @@ Theme = Literal["light", "dark"]
 
 # Okabe and Ito's palette without its black, the strongest contrasts first.
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+# For what else has a colour in a picture that may have used up those: of Paul Tol's muted ones.
+MORE = ("#999933", "#882255", "#AA4499", "#332288", "#117733")
 OTHERS = "#999999"
 WARNING = "#D55E00"
 SCALE = "cividis"  # lightness grows evenly, so that it also reads in grey
@@ -46,6 +48,18 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     {'gemm': '#0072B2', 'add': '#E69F00'}
     """
     return {name: OKABE_ITO[i] if i < len(OKABE_ITO) else OTHERS for i, name in enumerate(dict.fromkeys(names))}
+
+
+def further_colours(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
+    """The same for a second kind of names: none of the colours that are taken.
+
+    >>> further_colours(["bert"], taken=["#0072B2", "#CC79A7"])
+    {'bert': '#56B4E9'}
+    """
+    used = set(taken)
+    # From the middle of the palette on: its first colours are the first kind's in every picture.
+    free = [each for each in (*OKABE_ITO[3:], *OKABE_ITO[:3], *MORE) if each not in used]
+    return {name: free[i] if i < len(free) else OTHERS for i, name in enumerate(dict.fromkeys(names))}
 
 
 def rgba(colour: str, alpha: float) -> str:

@@ -5,7 +5,7 @@ One lane for each request that is in flight at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import Picture, lanes
 from paellapy.viz.needs import need
-from paellapy.viz.palette import OKABE_ITO, OTHERS, WARNING, rgba
+from paellapy.viz.palette import OTHERS, WARNING, further_colours, rgba
 from paellapy.viz.views import Place
 from scheduler.engine_trace import EngineTrace
 from scheduler.state import OK, STATUS
@@ -52,6 +52,11 @@ class Requests:
         until = np.where(ran, self.jobs["start_ns"], self.jobs["end_ns"])
         launched: NDArray[np.int64] = np.maximum(until, self.jobs["arrival_ns"])
         return launched
+
+    @property
+    def asked(self) -> set[str]:
+        """Models that requests were for."""
+        return {self.models[m] for m in np.unique(self.jobs["model"])}
 
     @property
     def late(self) -> NDArray[np.bool_]:
@@ -151,12 +156,11 @@ def bars(seen: Requests) -> Iterator[Bars]:
     yield Bars(LATE, late, since, jobs["end_ns"][late])
 
 
-def colour_of_models(seen: Requests, colour: dict[str, str] | Any, by_model: bool) -> dict[str, str]:
-    """As the blocks', where those stand for models; else from the middle of the palette on, since its first colours
-    are kernels."""
+def colour_of_models(seen: Requests, colour: Mapping[str, str], by_model: bool) -> dict[str, str]:
+    """As the blocks', where those stand for models; else colours that no block has."""
     if by_model:
         return {name: colour.get(name, OTHERS) for name in seen.models}
-    return {name: OKABE_ITO[(i + 3) % len(OKABE_ITO)] for i, name in enumerate(seen.models)}
+    return further_colours(seen.models, colour.values())
 
 
 def axis_title(seen: Requests, new_line: str) -> str:

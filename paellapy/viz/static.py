@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.trace import Trace
-from paellapy.viz import data
+from paellapy.viz import data, fit
 from paellapy.viz import requests as rq
-from paellapy.viz.data import BINS, By, Picture
+from paellapy.viz.data import BINS, By, Moment, Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, paler
 
@@ -57,14 +57,20 @@ def save_comparison(
     *,
     labels: tuple[str, str] = ("a", "b"),
     by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
     bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     dpi: int = 160,
 ) -> Path:
-    """Draws two traces side by side, on axes of one scale: two policies, or virtual against real."""
+    """Draws two traces side by side, on axes of one scale: two policies, or virtual against real.
+
+    Clocks differ, so `start_ns` and `end_ns` may be pairs: one time for each trace.
+    """
     path = checked(path)
-    pictures = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
+    pictures = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
     return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
 
 
@@ -99,8 +105,9 @@ def draw(
     style = need("matplotlib.style", "save_figure()")
     figures = need("matplotlib.figure", "save_figure()")
     chosen = _chosen(pictures, view)
-    with style.context(look(theme).matplotlib):
-        size = size_inches or (8 if len(pictures) == 1 else 11, 2.9 * len(chosen))
+    size = size_inches or (8 if len(pictures) == 1 else 11, 2.9 * len(chosen))
+    font = fit.font_size(size, len(chosen))
+    with style.context([look(theme).matplotlib, {"font.size": font}]):
         figure = figures.Figure(figsize=size, layout="constrained")
         heights = [1 if name == "residency" else 2 for name in chosen]
         axes = figure.subplots(
@@ -117,11 +124,10 @@ def draw(
                 if not len(picture.trace.blocks) and name != "requests":
                     ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
             axes[-1, column].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))
-        _title(figure, axes, pictures, labels)
-        _legend(figure, pictures, chosen, colour, look(theme))
-        warning = "; ".join(p.warning for p in pictures if p.warning)
-        if warning:
-            figure.supxlabel(f"⚠ {warning}", fontsize=8, color=WARNING, x=0.01, ha="left")
+        _title(figure, axes, pictures, labels, font)
+        _legend(figure, pictures, _handles(pictures, chosen, colour, look(theme)), max(fit.SMALLEST, 0.8 * font))
+        if size_inches is not None:
+            fit.fit_labels(figure)
     return figure
 
 
@@ -137,14 +143,19 @@ def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) ->
     return wanted
 
 
-def _title(figure: Any, axes: Any, pictures: Sequence[Picture], labels: Sequence[str]) -> None:
+def _title(figure: Any, axes: Any, pictures: Sequence[Picture], labels: Sequence[str], font: float) -> None:
+    width = figure.get_figwidth() * fit.POINTS
     if len(pictures) == 1:
-        figure.suptitle(pictures[0].title, fontsize=10, x=0.01, ha="left")
+        title = fit.wrapped(pictures[0].title, font, 0.97 * width)
+        figure.suptitle(title, fontsize=font, x=0.01, ha="left")
         return
+    small = max(fit.SMALLEST, 0.8 * font)
     for ax, picture, label in zip(axes[0], pictures, labels, strict=True):
         device, _, rest = picture.title.rpartition(": ")
-        ax.set_title(f"{label}\n\n", fontsize=11, fontweight="bold", loc="left")
-        ax.text(0, 1.01, f"{device}\n{rest}", transform=ax.transAxes, fontsize=8, va="bottom", in_layout=False)
+        about = fit.wrapped(f"{device}\n{rest}", small, 0.4 * width)
+        below = "\n" * (about.count("\n") + 1)
+        ax.set_title(f"{label}{below}", fontsize=1.1 * font, fontweight="bold", loc="left")
+        ax.text(0, 1.01, about, transform=ax.transAxes, fontsize=small, va="bottom", in_layout=False)
 
 
 def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
@@ -155,7 +166,7 @@ def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look)
     if ax.get_subplotspec().is_last_col():
         ax.figure.colorbar(image, ax=ax, label="resident warps", format=_percent(), pad=0.01)
     ax.set_ylabel("SM")
-    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
+    _sm_ticks(ax)
 
 
 def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
@@ -172,7 +183,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
         # Where lanes are narrower than pixels they blend, instead of some of them vanishing.
         ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
     ax.set_ylabel("SM, one lane per block")
-    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator(integer=True))
+    _sm_ticks(ax)
     ax.set_ylim(picture.trace.device.n_sm - 0.5, -0.5)
 
 
@@ -242,22 +253,39 @@ def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Loo
     ax.yaxis.set_major_formatter(_percent())
 
 
-def _legend(
-    figure: Any, pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[str, str], style: Look
-) -> None:
-    """One for the figure, below it: what has a colour, and the signs in request lanes."""
+def _legend(figure: Any, pictures: Sequence[Picture], handles: Sequence[Any], font: float) -> None:
+    """One for the figure, below it; above its entries what was lost, in lines of its own."""
+    warning = "; ".join(p.warning for p in pictures if p.warning)
+    if not handles and not warning:
+        return
+    width, height = (inches * fit.POINTS for inches in figure.get_size_inches())
+    most = 0.97 * width - font
+    names, columns = fit.legend_names([h.get_label() for h in handles], font, most, height / 4)
+    legend = figure.legend(
+        handles, names, fontsize=font, frameon=False, loc="outside lower center", ncols=max(columns, 1),
+        handlelength=fit.HANDLE, handletextpad=fit.AFTER_HANDLE, columnspacing=fit.BETWEEN, alignment="left",
+        title=fit.wrapped(f"⚠ {warning}", font, most) if warning else None, title_fontsize=font,
+    )  # fmt: skip
+    legend.get_title().set_color(WARNING)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a kernel may have dollars in its name
+
+
+def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[str, str], style: Look) -> list[Any]:
+    """What has a colour, and the signs in request lanes."""
     patches, lines = need("matplotlib.patches", "a legend"), need("matplotlib.lines", "a legend")
     shown: dict[str, str] = {}
-    if set(chosen) != {"heatmap"}:
-        there = {name for p in pictures for name in p.names}
+    if set(chosen) - {"heatmap", "requests"}:
+        there = {name for p in pictures for name in p.groups.names}
         shown = {name: tone for name, tone in colour.items() if name in there}
     marks: list[Any] = []
     if "requests" in chosen:
+        found = []
         for p in pictures:
-            seen = rq.requests(p.whole, rq.MOST)
-            if seen is not None and not p.by_model:
-                shown |= rq.colour_of_models(seen, colour, False)
-        found = [each for p in pictures if (each := rq.requests(p.whole, rq.MOST)) is not None]
+            if (seen := rq.requests(p.whole, rq.MOST)) is not None:
+                found.append(seen)
+                of_model = rq.colour_of_models(seen, colour, p.by_model)
+                shown |= {name: tone for name, tone in of_model.items() if name in seen.asked}
         grey = "#808080"
         marks = [patches.Patch(color=paler(grey, style.ground, rq.STRENGTH[what]), label=label) for what, label in
                  ((rq.QUEUED, "queued"), (rq.LAUNCHED, "launched"), (rq.SEGMENTS, "on the GPU"))]  # fmt: skip
@@ -268,10 +296,7 @@ def _legend(
             marks.append(patches.Patch(color=WARNING, label="late"))
         if any(each.unanswered.any() for each in found):
             marks.append(lines.Line2D([], [], marker="x", color=WARNING, label="not answered", **dot))
-    handles = [*(patches.Patch(color=tone, label=data.short(name)) for name, tone in shown.items()), *marks]
-    if handles:
-        columns = min(len(handles), 8)
-        figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
+    return [*(patches.Patch(color=tone, label=name) for name, tone in shown.items()), *marks]
 
 
 def _most(values: NDArray[np.float64]) -> float:
@@ -283,7 +308,11 @@ def _extent(picture: Picture) -> tuple[float, float, float, float]:
 
 
 def _percent() -> Any:
-    return need("matplotlib.ticker", "a picture").PercentFormatter(1, decimals=0)
+    return need("matplotlib.ticker", "a picture").FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
+
+
+def _sm_ticks(ax: Any) -> None:
+    ax.yaxis.set_major_locator(need("matplotlib.ticker", "a picture").MaxNLocator("auto", integer=True))
 
 
 _VIEWS: dict[str, Callable[[Picture, Any, dict[str, str], Look], None]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from instrument.trace import Trace
 from paellapy.viz import data
-from paellapy.viz.data import BINS, By
+from paellapy.viz.data import BINS, By, Moment
 from paellapy.viz.palette import Theme
 from paellapy.viz.static import ViewName, checked, draw, write
 
@@ -64,10 +64,13 @@ def compare_picture(
     *,
     labels: tuple[str, str] = ("a", "b"),
     by: By | None = None,
+    kernel: str | int | None = None,
+    start_ns: Moment = None,
+    end_ns: Moment = None,
     bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
 ) -> Still:
-    """Two traces side by side, on axes of one scale, as a picture for a notebook."""
-    prepared = data.on_one_scale([data.prepare(t, by, bins=bins) for t in (a, b)])
+    """Two traces side by side, on axes of one scale, as a picture for a notebook. Options as in `save_comparison`."""
+    prepared = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
     return Still(draw(prepared, view, theme, size_inches, labels))

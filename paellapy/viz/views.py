@@ -171,7 +171,7 @@ def residency_view(picture: Picture, place: Place) -> None:
                     showlegend=False,
                 )
             )
-    place.axes(data.residency_title(picture, "<br>"), range=[0, 1.05], tickformat=".0%")
+    place.axes(data.residency_title(picture, "<br>"), range=[0, 1.05], tickformat=".2~%")
 
 
 def say_empty(place: Place) -> None:
