@@ -34,14 +34,15 @@ class Service:
         body_timeout_s: float | None,
         counters: Counters | None = None,
         call: Call | None = None,
+        since: float | None = None,
     ) -> None:
-        """`call` asks the engine's process, where that is another one."""
+        """`call` asks the engine's process, where that is another one; `since`: when the server began, if not now."""
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.draining = False
-        self.since = time.time()
+        self.since = time.time() if since is None else since
         if call is None:
             assert isinstance(registry, Registry)
             call = Calls(registry).call
