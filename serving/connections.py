@@ -28,7 +28,9 @@ _UNKNOWN_CODINGS = ("Can not decode content-encoding: zstandard", "Can not decod
 # What aiohttp's parser says, which may go on with the bytes that were sent, and what we do.
 _MISTAKES = {
     "Can not decode content-encoding": "the body is not what its Content-Encoding says, or is not all there",
-    **dict.fromkeys(_UNKNOWN_CODINGS, "this server does not know the body's Content-Encoding: send gzip, deflate or none"),
+    **dict.fromkeys(
+        _UNKNOWN_CODINGS, "this server does not know the body's Content-Encoding: send gzip, deflate or none"
+    ),
     "Too many headers": "the request has more headers than this server takes: send fewer",
     "Missing 'Host'": "the Host header is missing: HTTP/1.1 has it in every request",
     "Duplicate 'Host'": "there are two Host headers: send one",
