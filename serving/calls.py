@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
 from scheduler.monitor import Monitor
 from serving.logs import log
-from serving.metrics_device import sm_metrics, triton_metrics
+from serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
 from serving.registry import Registry
 
 LONGEST_TRACE_S = 60.0
@@ -43,6 +43,7 @@ class Calls:
         self._looked_at = 0.0
         self._device_metrics = CollectorRegistry(auto_describe=False)
         self._device_metrics.register(_DeviceCollector(self._engine))
+        ProcessCollector("paellapy_engine", registry=self._device_metrics)
         self.functions: dict[str, Callable[[Any], Any]] = {
             "load": self._load,
             "unload": self._unload,
@@ -94,8 +95,9 @@ class Calls:
 
 class _DeviceCollector(Collector):
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._cpu = engine, CpuMetrics()
 
     def collect(self) -> Any:
         yield from sm_metrics(self._engine)
         yield from triton_metrics(self._engine)
+        yield from self._cpu.collect()

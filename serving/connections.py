@@ -12,15 +12,33 @@ from typing import Any
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from multidict import CIMultiDict
 
 from serving.logs import log
-from serving.middleware import json_response
+from serving.middleware import SERVICE, json_response
 
 _BODY = b'{"error":"the header did not arrive in time"}'
 _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
 )
+
+
+_UNKNOWN_CODINGS = ("Can not decode content-encoding: zstandard", "Can not decode content-encoding: brotli")
+# What aiohttp's parser says, which may go on with the bytes that were sent, and what we do.
+_MISTAKES = {
+    "Can not decode content-encoding": "the body is not what its Content-Encoding says, or is not all there",
+    **dict.fromkeys(
+        _UNKNOWN_CODINGS, "this server does not know the body's Content-Encoding: send gzip, deflate or none"
+    ),
+    "Too many headers": "the request has more headers than this server takes: send fewer",
+    "Missing 'Host'": "the Host header is missing: HTTP/1.1 has it in every request",
+    "Duplicate 'Host'": "there are two Host headers: send one",
+    "Duplicate Content-Length": "there are two Content-Length headers: send one",
+    "Transfer-Encoding can't be present with": "there are Content-Length and Transfer-Encoding: send one of them",
+    "Content-Length can't be present with": "there are Content-Length and Transfer-Encoding: send one of them",
+    "Invalid character in Content-Length": "Content-Length is no number: send the body's length in bytes",
+}
 
 
 class Connection(web.RequestHandler):
@@ -79,6 +97,11 @@ class Connection(web.RequestHandler):
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         said = "this is not HTTP/1.1 as this server takes it"
+        for start, meant in _MISTAKES.items():
+            if (message or "").startswith(start):
+                said = meant
+        if (message or "").startswith(_UNKNOWN_CODINGS):
+            status = 415
         if isinstance(exc, LineTooLong):
             said = f"the first line, or a header, is longer than the {self.max_field_size:,} bytes this server takes"
         response = json_response({"error": said}, status)
@@ -119,9 +142,19 @@ class Runner(web.AppRunner):
 
     async def _make_server(self) -> Connections:
         made = await super()._make_server()
+        most_bytes = self.app[SERVICE].max_body_bytes
+
+        async def handle(request: Any) -> web.StreamResponse:
+            """Before anything else: aiohttp tells a client that waits for it to go on before its handler is asked."""
+            if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
+                kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
+                request.protocol._lingering_time = 0.0  # it has sent nothing, and will not
+                request = request.clone(headers=kept)
+            return await made.request_handler(request)
+
         return Connections(
             self._connection,
-            made.request_handler,
+            handle,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,

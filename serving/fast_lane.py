@@ -16,6 +16,7 @@ import zlib
 from typing import Any
 
 from instrument.errors import PaellaError
+from scheduler.errors import UnknownModelError
 from scheduler.model import Model
 from serving.connections import Connection
 from serving.errors import retry_after_s, status_of
@@ -26,6 +27,7 @@ from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_
 from serving.logs import log, request_id
 from serving.middleware import encode_json
 from serving.protocol import Request, decode
+from serving.service import met_unload
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
@@ -181,10 +183,12 @@ class FastConnection(Connection):
             work.ticket = service.admission.enter(model, row, request.priority, deadline_ms)
             try:
                 self._submit(work, model, request, deadline_ms)
-            except Exception:
+            except Exception as e:
                 if work.over:  # an earlier item has failed meanwhile, and that was the answer
                     return
                 work.cancel()
+                if isinstance(e, UnknownModelError):
+                    raise met_unload(model.name) from e
                 raise
         except Exception as e:
             self.failed(work, e)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler import state as st
-from scheduler.errors import DeadlineError
+from scheduler.errors import DeadlineError, UnknownModelError
 from scheduler.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
 from scheduler.frontend import Entry, FrontEnd, Pending
 from scheduler.model import Model
@@ -17,6 +17,7 @@ from serving.admission import Ticket
 from serving.fast_head import Head
 from serving.protocol import Request, encode
 from serving.registry import VERSION
+from serving.service import met_unload
 
 if TYPE_CHECKING:
     from serving.fast_lane import FastConnection
@@ -59,6 +60,8 @@ class Work:
         if self.over:
             return
         assert isinstance(result, Exception)
+        if isinstance(result, UnknownModelError):
+            result = met_unload(self.model.name)
         for each in self.pending:
             self.front.cancel(each)
         self._leave(answered=isinstance(result, DeadlineError))

@@ -56,9 +56,11 @@ async def infer(request: web.Request) -> web.StreamResponse:
 
 
 async def read(request: web.Request, service: Service) -> bytes:
-    """The body, decompressed; a client that sends it drop by drop is not waited for."""
+    """The body, decompressed. One that says it is too large is not read, nor waited for one that comes drop by drop."""
     if request.client_max_size != service.max_body_bytes:  # as a sub-application, where the outer one sets the limit
         request = request.clone(client_max_size=service.max_body_bytes)
+    if (request.content_length or 0) > service.max_body_bytes:
+        raise web.HTTPRequestEntityTooLarge(service.max_body_bytes, request.content_length or 0)
     if request.content.is_eof() or service.body_timeout_s is None:
         return await request.read()
     async with asyncio.timeout(service.body_timeout_s):

@@ -89,7 +89,7 @@ class ServiceCollector(Collector):
         if isinstance(engine, Engine):
             yield from sm_metrics(engine)
             yield from triton_metrics(engine)
-        yield from self._cpu.collect()
+            yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:
         refused = CounterMetricFamily("paellapy_refusals", "Requests refused, by reason", labels=(*_LABELS, "reason"))
@@ -147,6 +147,8 @@ class ServiceCollector(Collector):
                 pending.add_metric((name, VERSION), stats["models"][name]["live"])
         yield loaded
         yield pending
+        if not isinstance(service.engine, Engine):
+            return  # every worker has windows of its own, and any of them may be asked
         windows = GaugeMetricFamily(
             "paellapy_admission_window", "Requests of the model that may be in flight", labels=_LABELS
         )
@@ -160,11 +162,12 @@ def add_metrics(app: web.Application) -> None:
     registry = CollectorRegistry(auto_describe=False)
     service = app[SERVICE]
     registry.register(ServiceCollector(service))
-    ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
+    if isinstance(service.engine, Engine):  # of several processes, whichever is asked would tell of itself
+        ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
     async def metrics(request: web.Request) -> web.Response:
         body = generate_latest(registry)
-        if not isinstance(service.engine, Engine):  # the GPU is another process's
+        if not isinstance(service.engine, Engine):  # the GPU is another process's, and so is the rest
             with contextlib.suppress(EngineAwayError):
                 body += (await service.call("device_metrics")).encode()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})

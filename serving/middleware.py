@@ -23,6 +23,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVICE = web.AppKey("service", Service)
 CLIENT = web.RequestKey("client", str)  # whose the request is; "": nobody in particular
 
+LINGER_S = 1.0  # for a body that is not wanted: closed at once, its sender would lose the answer
+
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -114,15 +116,27 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
         if error.status < 400:
             raise error
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return json_response({"error": _http_error(error, request)}, error.status, kept)
+        response = json_response({"error": _http_error(error, request)}, error.status, kept)
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            _end(request, response, LINGER_S)
+        return response
     elif isinstance(error, TimeoutError):
-        return json_response({"error": "the body did not arrive in time"}, 408)
+        response = json_response({"error": "the body did not arrive in time"}, 408)
+        _end(request, response, 0.0)
+        return response
     elif isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
         response = json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
         response.force_close()  # where the next request would begin is not known
         return response
     log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": request.path}})
     return json_response({"error": f"internal error; the server's log has it under request {number}"}, 500)
+
+
+def _end(request: web.Request, response: web.Response, linger_s: float) -> None:
+    """The connection's last answer, where its body is not there yet; aiohttp would wait for the rest for 10 s."""
+    if not request.content.is_eof():
+        response.force_close()
+        request.protocol._lingering_time = min(request.protocol._lingering_time, linger_s)
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> str:

@@ -10,19 +10,27 @@ from numpy.typing import NDArray
 
 from instrument.errors import PaellaError
 from scheduler.engine import Engine
-from scheduler.errors import DeadlineError
+from scheduler.errors import DeadlineError, UnknownModelError
 from scheduler.model import Model
 from scheduler.monitor import Monitor
 from scheduler.remote import RemoteEngine
 from serving.admission import Admission, Mode
 from serving.calls import Calls, LoggedMonitor
 from serving.counters import Counters
-from serving.errors import status_of
+from serving.errors import RefusedError, status_of
 from serving.protocol import Request
 from serving.registry import READY, Catalogue, Registry
 from serving.remote_monitor import RemoteMonitor
 
 Call = Callable[..., Awaitable[Any]]
+
+
+def met_unload(name: str) -> RefusedError:
+    """The engine has no such model any more: it was there when the request was looked at."""
+    said = f"model {name!r} was unloaded before the request could run: ask again, it may be being loaded anew"
+    return RefusedError(said, "loading", retry_after_s=2.0)
+
+
 class Service:
     """`registry` says what may be served; `draining` is set once the server is about to stop."""
 
@@ -34,14 +42,15 @@ class Service:
         body_timeout_s: float | None,
         counters: Counters | None = None,
         call: Call | None = None,
+        since: float | None = None,
     ) -> None:
-        """`call` asks the engine's process, where that is another one."""
+        """`call` asks the engine's process, where that is another one; `since`: when the server began, if not now."""
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.draining = False
-        self.since = time.time()
+        self.since = time.time() if since is None else since
         if call is None:
             assert isinstance(registry, Registry)
             call = Calls(registry).call
@@ -84,6 +93,8 @@ class Service:
         except BaseException as e:
             if ticket is not None:
                 ticket.leave(answered=isinstance(e, DeadlineError))
+            if isinstance(e, UnknownModelError):
+                raise met_unload(model.name) from e
             raise
         if ticket is not None:
             ticket.leave(answered=True)

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,14 +68,14 @@ def serve_workers(
     warm_up(policies.configured)
     sockets = listen(options.host, options.port, options.workers)
     url = url_of(sockets[0].getsockname(), tls is not None)
-    table = counter_table(options.workers)
+    table, since = counter_table(options.workers), time.time()
     with tempfile.TemporaryDirectory(prefix="paellapy-") as folder:
         path = Path(folder) / SOCKET
         workers = [
             Process(
                 f"worker {k}",
                 f"work{k}",
-                _Worker(k, config, keys, tls, policies, path, table, each).main,
+                _Worker(k, config, keys, tls, policies, path, table, each, since).main,
                 (each.fileno(),),
             )
             for k, each in enumerate(sockets, 1)
@@ -147,6 +148,7 @@ class _Worker:
     path: Path
     table: Numbers
     listening: socket.socket
+    since: float  # when the server began
 
     def main(self, tell: Tell) -> int:
         options = self.config.server
@@ -173,7 +175,9 @@ class _WorkerServer(Server):
     def __init__(self, link: EngineLink, worker: _Worker) -> None:
         o = worker.config.server
         counters = Counters(link.registry, worker.table, worker.front - 1)
-        service = Service(link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call)
+        service = Service(
+            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since
+        )
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=worker.listening)
         self._link = link
 

@@ -14,7 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as some
 from serving_server import infer_body, running
 
-from scheduler.errors import QueueFullError
+from scheduler.errors import QueueFullError, UnknownModelError
 from serving import fast_lane
 
 
@@ -194,6 +194,14 @@ def test_a_body_that_does_not_come_is_a_408(server):
     server.wait_until(lambda: server.service.in_flight == 0)
 
 
+def test_it_is_a_408_on_aiohttps_way_too_and_the_end_of_the_connection(server):
+    with Client(server) as client:
+        client.send(post(1, 1, "traceparent: none")[:-10])
+        status, headers, _ = client.answer()
+        assert (status, headers["connection"]) == (408, "close")
+        assert client.closed
+
+
 def test_a_refused_request_is_answered_before_its_body_and_the_next_one_is_served(server):
     whole = post(1, 1).replace(b"/scale/", b"/nope1/")
     with Client(server) as client:
@@ -208,6 +216,40 @@ def test_a_body_that_is_too_large_is_a_413(server):
         head = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n"
         client.send(head + b" " * 100_001)
         assert client.answer()[0] == 413
+
+
+@pytest.mark.parametrize("path", ["/v2/models/scale/infer", "/v2/repository/index"])
+@pytest.mark.parametrize("more", ["", "Expect: 100-continue\r\n"])
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(server, path, more):
+    with Client(server) as client:
+        client.send(f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: 100001\r\n\r\n".encode())
+        status, headers, body = client.answer()
+        assert (status, headers["connection"]) == (413, "close")
+        assert "100,000 bytes" in json.loads(body)["error"]
+        assert client.closed
+    server.wait_until(lambda: server.service.in_flight == 0)
+
+
+@pytest.mark.parametrize("more", [(), ("traceparent: none",)])
+def test_a_request_that_an_unload_overtakes_is_to_be_sent_again(server, monkeypatch, more):
+    submit = server.engine._submit
+
+    def unloaded(*request):
+        request[-1].answer(UnknownModelError("unloaded"))
+        return submit(*request)
+
+    def not_there(*request):
+        raise UnknownModelError("not there")
+
+    for each in (unloaded, not_there):
+        monkeypatch.setattr(server.engine, "_submit", each)
+        with Client(server) as client:
+            client.send(post(1.0, 1, *more))
+            status, headers, body = client.answer()
+        assert (status, headers["retry-after"]) == (503, "2")
+        assert "unloaded before" in json.loads(body)["error"]
+    monkeypatch.undo()
+    server.wait_until(lambda: not server.engine._front.waiting)
 
 
 def is_refused(client, items):

@@ -153,6 +153,27 @@ def test_what_is_not_http_gets_a_json_answer(server):
         assert said in found["error"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ("Host: x\r\nContent-Encoding: zstd\r\nContent-Length: 2", 415, "Content-Encoding"),
+        ("Host: x\r\n" + "\r\n".join(f"X-{k}: 1" for k in range(300)), 400, "more headers"),
+        ("Accept: a", 400, "Host header is missing"),
+        ("Host: x\r\nHost: y", 400, "two Host headers"),
+        ("Host: x\r\nContent-Length: 2\r\nContent-Length: 2", 400, "two Content-Length"),
+        ("Host: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked", 400, "Content-Length and Transfer-Encoding"),
+        ("Host: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 2", 400, "Content-Length and Transfer-Encoding"),
+        ("Host: x\r\nContent-Length: two", 400, "Content-Length is no number"),
+    ],
+)
+def test_headers_that_are_wrong_are_named(server, headers, status, said):
+    with connect(server) as connection:
+        connection.sendall(f"POST /v2/models/scale/infer HTTP/1.1\r\n{headers}\r\n\r\n{{}}".encode())
+        answer, found = answer_of(connection)
+    assert answer == status
+    assert said in found["error"]
+
+
 # -- clients that are slow
 
 
