@@ -172,6 +172,26 @@ def test_results_print_and_plot(tmp_path: Path) -> None:
     matplotlib.pyplot.close(figure)
 
 
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+def test_occupancy_covers_the_whole_run_however_long_it_goes_on(fidelity: Fidelity) -> None:
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(300)))
+    result = simulate([net(blocks=2000)], load, "streams", fidelity=fidelity)
+    assert result.seconds > 100 * load.seconds
+    assert result.bin_ms * len(result.occupancy) == pytest.approx(result.seconds * 1e3, abs=result.bin_ms)
+    assert result.occupancy[:, :3].min() >= 0.0
+    assert result.occupancy[:, :3].max() < 1.0 + 1e-9
+    jobs = result.jobs
+    in_flight_ms = (jobs["finish_ns"] - jobs["started_ns"]).sum() / 1e6
+    assert result.occupancy[:, 3].sum() * result.bin_ms == pytest.approx(in_flight_ms, rel=0.05)
+
+
+def test_parts_of_the_gpu_stay_parts_where_demand_was_measured() -> None:
+    segments = [SegmentProfile(100e3, blocks=1, warps=64), SegmentProfile(100e3, blocks=2000, warps=4000)]
+    measured = ModelProfile("net", {1: segments}, lanes=8, demand={1: 1.0})
+    result = simulate([measured], ClosedLoop("net", clients=8, duration=0.05), "srpt")
+    assert result.occupancy[:, :3].max() < 1.0 + 1e-9
+
+
 def test_an_empty_run_has_figures_that_say_so() -> None:
     result = simulate([net()], Trace(()), "fifo")
     assert result.all.completed == 0
@@ -188,7 +208,15 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([net()], Poisson(1, "net"), seed=-1),
         lambda: simulate([net()], Poisson(1, "net"), active=0),
         lambda: simulate([net()], Poisson(1, "net"), active=-1),
+        lambda: simulate([net()], Poisson(1, "net"), active=1.5),  # type: ignore[arg-type]
         lambda: simulate([net()], Poisson(1, "net"), look_ahead=0),
+        lambda: simulate([net()], Poisson(1, "net"), demand=-1),
+        lambda: simulate([net()], Poisson(1, "net"), demand=float("nan")),
+        lambda: simulate([net()], Poisson(1, "net"), queues=0),
+        lambda: simulate([net()], Poisson(1, "net"), queues=2.5),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), "streams", queues=33, fidelity="blocks"),
+        lambda: simulate([net()], Poisson(1, "net"), host_launch_ns=-1),
+        lambda: simulate([net()], Poisson(1, "net"), seed=0.5),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_simulated_is_refused(make: object) -> None:
@@ -268,6 +296,18 @@ def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
     assert last_ns(1) == pytest.approx(3 * at_once, rel=0.05)  # two at a time
     assert last_ns(3) == at_once
     assert last_ns(1, "srpt") == last_ns(None, "srpt")  # the engine gives every job a queue
+
+
+def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, lanes=6)
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+
+    def seconds(queues: int | None, policy: str = "streams") -> float:
+        return simulate([net], load, policy, queues=queues, fidelity="blocks").seconds
+
+    assert seconds(1) > 1.5 * seconds(2) > 1.5 * seconds(6)
+    assert seconds(6) == seconds(None)
+    assert seconds(1, "srpt") == seconds(None, "srpt")  # the engine gives every job a queue
 
 
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
