@@ -1,8 +1,8 @@
 """`simulate`: a workload on a simulated GPU, under the same core and policies that run a real one. Timing only.
 
-from scheduler.simulate_mix import MIX, mix_profiles
-result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
-print(result); result.plot()
+    from scheduler.simulate_mix import MIX, mix_profiles
+    result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
+    print(result); result.plot()
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -73,9 +72,9 @@ def simulate(
     """
     if fidelity not in FIDELITIES:
         raise ArgumentError(f"fidelity is {' or '.join(FIDELITIES)}, not {fidelity!r}")
-    if not isinstance(seed, Integral) or seed < 0:
+    if not isinstance(seed, int | np.integer) or seed < 0:
         raise ArgumentError(f"the seed is {seed!r}: give a whole number of zero or more")
-    if queues is not None and not (isinstance(queues, Integral) and queues >= 1):
+    if queues is not None and not (isinstance(queues, int | np.integer) and queues >= 1):
         raise ArgumentError(f"queues is {queues!r}: give a whole number from 1 up, or leave it out")
     if demand is not None and not (demand > 0 and math.isfinite(demand)):
         raise ArgumentError(f"demand is {demand!r}: give GPUs to keep busy, more than 0, or leave it out")
@@ -178,7 +177,9 @@ def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
     )
 
 
-def resources(state: st.State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> fluid.Programs:
+def resources(
+    state: st.State, models: Sequence[ModelProfile], gpu: Part, timing: Timing
+) -> fluid.Programs:
     """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
     n, sizes, segments = state.segment.shape
     use = np.zeros((n, sizes, segments + 1, 3))

@@ -64,6 +64,7 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
         "t,model\nsoon,a\n",
         "t,model\nnan,a\n",
         "t,model\ninf,a\n",
+        "t,model\n-1,a\n",
         "model,t\na\n",
         "t,model,priority\n1,a,high\n",
         "t,model,deadline\n1,a,inf\n",
@@ -77,10 +78,50 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
         Trace.from_csv(path)
 
 
+def test_a_trace_that_is_not_there_is_named() -> None:
+    with pytest.raises(WorkloadError, match=r"missing\.csv cannot be read .* name a CSV file"):
+        Trace.from_csv("missing.csv")
+
+
+def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
+    rows = ((3e-3, "net", None, None, 2), (1e-3, "net", 5.0, None, 1), (2e-3, "net", None, 1, 0))
+    runs = [simulate([net()], Trace(each), "fifo").jobs for each in (rows, tuple(sorted(rows)))]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert runs[0]["arrival_ns"].tolist() == [1_000_000, 2_000_000, 3_000_000]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (-1.0, "m", None, None, 0),
+        (float("nan"), "m", None, None, 0),
+        ("soon", "m", None, None, 0),
+        (0.0, "m", float("nan"), None, 0),
+        (0.0, "m", -1.0, None, 0),
+        (0.0, 3, None, None, 0),
+        (0.0, "m", None, "high", 0),
+        (0.0, "m"),
+        0.0,
+    ],
+)
+def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
+    with pytest.raises(WorkloadError, match=r"row 1 of the trace is .* and rows are"):
+        Trace(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
+
+
+def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
+    names = ["a", "b"]
+    found, same = (Poisson(1000, mix).arrivals(names, 0) for mix in (names, dict.fromkeys(names, 1.0)))
+    np.testing.assert_array_equal(found, same)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Poisson(0, "m"),
+        lambda: Poisson(10, 3).arrivals(["m"], 0),  # type: ignore[arg-type]
+        lambda: Poisson(10, [("m", 1)]).arrivals(["m"], 0),  # type: ignore[list-item]
+        lambda: Poisson(10, {"m": "much"}).arrivals(["m"], 0),  # type: ignore[dict-item]
         lambda: Poisson(10, "m", duration=-1),
         lambda: Poisson(10, "m", deadline_ms=0),
         lambda: Lognormal(10, "m", sigma=-1),
@@ -158,6 +199,27 @@ def test_deadlines_expire_and_queues_overflow() -> None:
     assert result.all.within_target < 0.5
     late = simulate([net(lanes=1, target_ms=1)], Poisson(20_000, "net", duration=0.05, deadline_ms=2), "edf")
     assert late.statuses()["expired"] > 0
+
+
+def test_a_deadline_is_what_a_request_is_held_to_and_else_its_model_s_target() -> None:
+    def within(target_ms: float | None, deadline_ms: float | None) -> float:
+        load = Trace(tuple((k * 1e-3, "net", deadline_ms, None, 0) for k in range(10)))
+        return simulate([net(target_ms=target_ms)], load, "fifo").all.within_target
+
+    assert within(target_ms=100.0, deadline_ms=0.1) == 0.0  # 0.2 ms alone
+    assert within(target_ms=None, deadline_ms=0.1) == 0.0
+    assert within(target_ms=0.1, deadline_ms=100.0) == 1.0
+    assert within(target_ms=0.1, deadline_ms=None) == 0.0
+    assert within(target_ms=100.0, deadline_ms=None) == 1.0
+    assert np.isnan(within(target_ms=None, deadline_ms=None))
+    some = Trace(((0.0, "net", 100.0, None, 0), (0.1, "net", None, None, 0)))
+    assert simulate([net()], some, "fifo").all.within_target == 1.0  # of the one that has a deadline
+
+
+def test_figures_of_a_model_that_is_not_there_name_those_that_are() -> None:
+    result = simulate([net("a"), net("b")], Poisson(1000, "a", duration=0.01), "fifo")
+    with pytest.raises(PaellaError, match="no model 'c' in this run: there are a, b"):
+        result.model("c")
 
 
 def test_results_print_and_plot(tmp_path: Path) -> None:
