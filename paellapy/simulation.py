@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from scheduler.workload import Lognormal, Poisson, Trace, Workload
 
 
 def simulate(
-    models: Sequence[Model | ModelProfile],
+    models: Sequence[Model | ModelProfile] | Model | ModelProfile,
     workload: Workload,
     policy: str | Policy = "paella",
     device: str = "virtual:h200",
@@ -40,12 +40,26 @@ def simulate(
     >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
     True
     """
+    models = _listed(models)
     if trace:
         return _traced(models, workload, policy, device, **options)
     profiles = [m for m in models if isinstance(m, ModelProfile)]
     if len(profiles) != len(models):
         profiles = profiles_of(models, device)
     return simulate_profiles(profiles, workload, policy, device, **options)
+
+
+def _listed(models: Any) -> list[Model | ModelProfile]:
+    """Models or profiles as a list, of one where there is one."""
+    single = isinstance(models, Model | ModelProfile | str) or not isinstance(models, Iterable)
+    found = [models] if single else list(models)
+    for each in found:
+        if not isinstance(each, Model | ModelProfile):
+            raise ArgumentError(
+                f"simulate takes models and their profiles, not {each!r}: give those of paellapy.demo.load, "
+                "engine.model_profile or pp.load_profiles"
+            )
+    return found
 
 
 def _traced(

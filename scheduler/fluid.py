@@ -210,6 +210,29 @@ def share_measured(f: Fluid, s: State) -> None:
 
 
 @inlined
+def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
+    """Add an interval to the bins. Where it goes beyond the last, two become one: they cover the whole run."""
+    n = f.bins.shape[0]
+    end = since + ns
+    while end > n * f.t[BIN_NS]:
+        for b in range(n):
+            for c in range(4):
+                f.bins[b, c] = f.bins[2 * b, c] + f.bins[2 * b + 1, c] if 2 * b + 1 < n else 0.0
+        f.t[BIN_NS] *= 2.0
+    at = since
+    b = min(int(at / f.t[BIN_NS]), n - 1)
+    while at < end:
+        until = end if b == n - 1 else min(end, (b + 1) * f.t[BIN_NS])
+        part = max(until - at, 0.0)
+        f.bins[b, 0] += slots * part
+        f.bins[b, 1] += memory * part
+        f.bins[b, 2] += issue * part
+        f.bins[b, 3] += jobs * part
+        at = until
+        b += 1
+
+
+@inlined
 def note(f: Fluid, s: State, ns: float) -> None:
     """Add an interval to the occupancy over time."""
     use = (0.0, 0.0, 0.0)
@@ -220,19 +243,8 @@ def note(f: Fluid, s: State, ns: float) -> None:
         u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
         r = f.rate[lane]
         use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
-    at = f.t[NOW]
-    end = at + ns
-    while at < end:
-        b = min(int(at / f.t[BIN_NS]), f.bins.shape[0] - 1)
-        until = end if b == f.bins.shape[0] - 1 else min(end, (b + 1) * f.t[BIN_NS])
-        part = max(until - at, 0.0)
-        f.bins[b, 0] += use[0] * part
-        f.bins[b, 1] += use[1] * part
-        f.bins[b, 2] += use[2] * part
-        f.bins[b, 3] += f.g[RUN_N] * part
-        if until <= at:
-            break
-        at = until
+    # Where what a whole program keeps busy was measured, its segments' parts are estimates, and may add up to more.
+    occupy(f, f.t[NOW], ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), f.g[RUN_N])
 
 
 @inlined
@@ -432,7 +444,7 @@ def run_fluid(f: Fluid, s: State) -> int:
 def new_fluid(
     state: State, program: Programs, arrivals: Table, clients: Table, bins: int
 ) -> Fluid:
-    """An idle GPU and a load for it. Times and rows are the caller's to set."""
+    """An idle GPU and a load for it. Times and rows are the caller's to set; `bins` is an even number."""
     lanes, rows = len(state.lane), len(state.request)
     ints = np.int64
     return Fluid(

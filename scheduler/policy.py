@@ -19,10 +19,10 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Protocol, cast, overload
 
 import numba
+import numpy as np
 from numba import types
 from numba.core.errors import NumbaError
 
@@ -109,7 +109,7 @@ class Policy:
         for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
             if value is None:
                 continue
-            if not isinstance(value, Integral):
+            if not isinstance(value, int | np.integer):
                 raise PolicyError(f"policy {self.name}: {name} is a whole number, not {value!r}")
             if value < 1:
                 raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")

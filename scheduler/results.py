@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.errors import ArgumentError
 from scheduler.core_models import ModelProfile
 from scheduler.engine_trace import EngineTrace
 from scheduler.state import NEVER, OK, QUEUE_FULL, STATUS, Table
@@ -29,7 +30,7 @@ class ModelResult:
     mean_ms: float
     slowdown_p50: float  # latency ÷ time alone at batch 1
     slowdown_p99: float
-    within_target: float  # of all submitted: what was refused or late is not within; NaN without targets
+    within_target: float  # of those with a deadline, or else a target: refused or late is not within; NaN without
     mean_batch: float
 
 
@@ -58,15 +59,18 @@ class Results:
     def model(self, name: str | None = None) -> ModelResult:
         """Figures of one model; of all together without a name."""
         names = [each.name for each in self.models]
+        if name is not None and name not in names:
+            raise ArgumentError(f"no model {name!r} in this run: there are {', '.join(names)}")
         alone = np.array([each.alone_ns() for each in self.models])
         target = np.array([np.nan if each.target_ms is None else each.target_ms for each in self.models])
         jobs = self.jobs if name is None else self.jobs[self.jobs["model"] == names.index(name)]
         done = jobs[jobs["status"] == OK]
         ms = (done["finish_ns"] - done["arrival_ns"]) / 1e6
         slow = ms * 1e6 / alone[done["model"]]
-        wanted = target[jobs["model"]]
-        met = (ms <= target[done["model"]]).sum()
-        with_target = np.isfinite(wanted).sum()
+        limit = np.where(jobs["deadline_ns"] < NEVER, jobs["deadline_ns"] - jobs["arrival_ns"], np.inf) / 1e6
+        limit = np.where(np.isfinite(limit), limit, target[jobs["model"]])  # a request's own deadline goes first
+        met = (ms <= limit[jobs["status"] == OK]).sum()
+        with_target = np.isfinite(limit).sum()
 
         def at(values: NDArray[np.float64], q: float) -> float:
             return float(np.percentile(values, q)) if len(values) else float("nan")

@@ -35,11 +35,11 @@ FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
 HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
-BINS = 400
+BINS = 400  # at most, of the time that a run takes
 
 
 def simulate(
-    models: Sequence[ModelProfile],
+    models: Sequence[ModelProfile] | ModelProfile,
     workload: Workload,
     policy: str | Policy | Rank = "paella",
     device: str = "virtual:h200",
@@ -72,8 +72,15 @@ def simulate(
     """
     if fidelity not in FIDELITIES:
         raise ArgumentError(f"fidelity is {' or '.join(FIDELITIES)}, not {fidelity!r}")
-    if seed < 0:
-        raise ArgumentError(f"the seed is {seed}: give a whole number of zero or more")
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise ArgumentError(f"the seed is {seed!r}: give a whole number of zero or more")
+    if queues is not None and not (isinstance(queues, int | np.integer) and queues >= 1):
+        raise ArgumentError(f"queues is {queues!r}: give a whole number from 1 up, or leave it out")
+    if demand is not None and not (demand > 0 and math.isfinite(demand)):
+        raise ArgumentError(f"demand is {demand!r}: give GPUs to keep busy, more than 0, or leave it out")
+    if not (host_launch_ns >= 0 and math.isfinite(host_launch_ns)):
+        raise ArgumentError(f"host_launch_ns is {host_launch_ns!r}: give nanoseconds, 0 or more")
+    models = [models] if isinstance(models, ModelProfile) else models
     chosen = find_policy(policy)
     if active is not None:
         chosen = replace(chosen, active=active)
@@ -137,7 +144,7 @@ def simulate(
         models=tuple(models),
         jobs=jobs,
         seconds=end_ns / 1e9,
-        occupancy=f.bins / f.t[fluid.BIN_NS],
+        occupancy=f.bins[: math.ceil(end_ns / f.t[fluid.BIN_NS])] / f.t[fluid.BIN_NS],
         bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
         counters=counters,
         admission=admission,

@@ -52,7 +52,11 @@ class BlocksGpu:
     ) -> None:
         self.f = f
         self.s = state
-        self.sim = SmModel(part, seed, timing=timing, history=1 << 14)
+        # Where the core hands out streams, every job has a queue of its own; where the hardware decides, they share.
+        queues = int(f.g[fluid.QUEUES]) if state.g[st.WHOLE_ALWAYS] else 0
+        self.sim = SmModel(
+            part, seed, timing=timing, history=1 << 14, false_dependencies=queues > 0, connections=queues or None
+        )
         self._streams = [self.sim.stream() for _ in range(st.POOL_STREAMS)]
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
@@ -167,9 +171,7 @@ class BlocksGpu:
 
     def _note(self, since: float) -> None:
         """Add the time since then to the occupancy, with the warps that were resident when it began."""
-        f = self.f
-        ns = self.sim.now_ns - since
-        b = min(int(since / f.t[fluid.BIN_NS]), len(f.bins) - 1)
-        f.bins[b] += np.array([self.resident / self.capacity, 0.0, 0.0, len(self.words)]) * ns
+        part = self.resident / self.capacity
+        fluid.occupy.py_func(self.f, since, self.sim.now_ns - since, part, 0.0, 0.0, len(self.words))  # type: ignore[attr-defined]
         lines = self.sim.lines
         self.resident = float(((lines["started"] - lines["ended"]) >> np.uint64(WARP_SHIFT)).sum())

@@ -1,7 +1,7 @@
 """Workloads: when which model is asked for. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
 
-Poisson(4000, {"resnet18": 3, "resnet50": 1}, seconds=10)      # requests per second, mixed 3 : 1
-Lognormal(4000, mix, seconds=10, sigma=1.5) + ClosedLoop("batch_model", clients=16)
+Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: alike
+Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16)
 Trace.from_csv("trace.csv")                                     # columns t, model[, deadline, priority, client]
 """
 
@@ -21,7 +21,8 @@ from instrument.errors import PaellaError
 from scheduler.fluid import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 from scheduler.state import NEVER, Table
 
-Mix = str | Mapping[str, float]
+Mix = str | Mapping[str, float] | Sequence[str]
+Row = tuple[float, str, float | None, int | None, int]
 # Beyond, nearly all gaps are next to nothing, and the rate is not the one asked for: at 7, 4000 requests are 500,000.
 MOST_SIGMA = 5.0
 
@@ -60,9 +61,20 @@ def _priority(priority: int | None) -> int:
     return MODELS_PRIORITY if priority is None else priority
 
 
+def _weights(mix: Mix) -> dict[str, float]:
+    """By model; names alone have equal shares."""
+    if isinstance(mix, Mapping):
+        return dict(mix)
+    names = [mix] if isinstance(mix, str) else mix
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise WorkloadError(f"a mix of {mix!r}: give a model's name, a list of them, or a weight for each as a dict")
+    return {name: float(names.count(name)) for name in names}
+
+
 def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator) -> NDArray[np.int64]:
-    weights = {mix: 1.0} if isinstance(mix, str) else dict(mix)
-    if not weights or not all(math.isfinite(w) and w >= 0 for w in weights.values()) or not sum(weights.values()):
+    weights = _weights(mix)
+    numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
+    if not weights or not numbers_only or not sum(weights.values()):
         raise WorkloadError(f"a mix of {weights}: give weights of zero or more, not all zero")
     numbers = np.array([_index(models, name) for name in weights])
     p = np.array(list(weights.values()))
@@ -168,22 +180,46 @@ class ClosedLoop(Workload):
         return clients
 
 
-def _row(row: Mapping[str, str | None], where: str) -> tuple[float, str, float | None, int | None, int]:
+def _row(row: Mapping[str, str | None], where: str) -> Row:
     try:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
-        if not (math.isfinite(at) and math.isfinite(deadline or 0.0)):
-            raise ValueError("times are finite numbers")
+        _check_times(at, deadline)
         priority = int(row["priority"] or "") if row.get("priority") else None
         return at, row["model"] or "", deadline, priority, int(row.get("client") or 0)
     except ValueError as e:
         raise WorkloadError(f"{where}: {e}") from e
 
 
+def _check_times(at: float, deadline: float | None) -> None:
+    if not (math.isfinite(at) and at >= 0):
+        raise ValueError(f"a request at {at} s: times are finite numbers of zero or more")
+    if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+        raise ValueError(f"a deadline after {deadline} ms: give a finite number above zero, or none")
+
+
+def _checked(row: Row, where: str) -> Row:
+    try:
+        at, model, deadline, priority, client = row
+        _check_times(at, deadline)
+        if not isinstance(model, str):
+            raise ValueError(f"the model is {model!r}, not a name")
+        if not isinstance(client, int | np.integer) or not (priority is None or isinstance(priority, int | np.integer)):
+            raise ValueError("priority (or None) and client are whole numbers")
+    except (TypeError, ValueError) as e:
+        form = "(seconds, model, deadline in ms or None, priority or None, client)"
+        raise WorkloadError(f"{where} is {row!r}, and rows are {form}: {e}") from e
+    return row
+
+
 @dataclass(frozen=True, slots=True)
 class Trace(Workload):
-    """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each."""
+    """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each, in any order."""
 
-    rows: tuple[tuple[float, str, float | None, int | None, int], ...]
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        checked = [_checked(row, f"row {k} of the trace") for k, row in enumerate(self.rows)]
+        object.__setattr__(self, "rows", tuple(sorted(checked, key=lambda each: each[0])))
 
     @classmethod
     def from_csv(cls, path: str | Path) -> Trace:
@@ -197,9 +233,12 @@ class Trace(Workload):
                     raise WorkloadError(f"{path} has no column {missing}: its first line names them")
                 for number, row in enumerate(reader, 2):
                     rows.append(_row(row, f"{path}, line {number}"))
+        except OSError as e:
+            reason = e.strerror or e
+            raise WorkloadError(f"{path} cannot be read ({reason}): name a CSV file with columns t and model") from e
         except (UnicodeDecodeError, csv.Error) as e:
             raise WorkloadError(f"{path} is not a text of comma-separated values: {e}") from e
-        return cls(tuple(sorted(rows, key=lambda each: each[0])))
+        return cls(tuple(rows))
 
     @property
     def seconds(self) -> float:

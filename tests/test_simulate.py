@@ -64,6 +64,7 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
         "t,model\nsoon,a\n",
         "t,model\nnan,a\n",
         "t,model\ninf,a\n",
+        "t,model\n-1,a\n",
         "model,t\na\n",
         "t,model,priority\n1,a,high\n",
         "t,model,deadline\n1,a,inf\n",
@@ -77,10 +78,50 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
         Trace.from_csv(path)
 
 
+def test_a_trace_that_is_not_there_is_named() -> None:
+    with pytest.raises(WorkloadError, match=r"missing\.csv cannot be read .* name a CSV file"):
+        Trace.from_csv("missing.csv")
+
+
+def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
+    rows = ((3e-3, "net", None, None, 2), (1e-3, "net", 5.0, None, 1), (2e-3, "net", None, 1, 0))
+    runs = [simulate([net()], Trace(each), "fifo").jobs for each in (rows, tuple(sorted(rows)))]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert runs[0]["arrival_ns"].tolist() == [1_000_000, 2_000_000, 3_000_000]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (-1.0, "m", None, None, 0),
+        (float("nan"), "m", None, None, 0),
+        ("soon", "m", None, None, 0),
+        (0.0, "m", float("nan"), None, 0),
+        (0.0, "m", -1.0, None, 0),
+        (0.0, 3, None, None, 0),
+        (0.0, "m", None, "high", 0),
+        (0.0, "m"),
+        0.0,
+    ],
+)
+def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
+    with pytest.raises(WorkloadError, match=r"row 1 of the trace is .* and rows are"):
+        Trace(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
+
+
+def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
+    names = ["a", "b"]
+    found, same = (Poisson(1000, mix).arrivals(names, 0) for mix in (names, dict.fromkeys(names, 1.0)))
+    np.testing.assert_array_equal(found, same)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Poisson(0, "m"),
+        lambda: Poisson(10, 3).arrivals(["m"], 0),  # type: ignore[arg-type]
+        lambda: Poisson(10, [("m", 1)]).arrivals(["m"], 0),  # type: ignore[list-item]
+        lambda: Poisson(10, {"m": "much"}).arrivals(["m"], 0),  # type: ignore[dict-item]
         lambda: Poisson(10, "m", duration=-1),
         lambda: Poisson(10, "m", deadline_ms=0),
         lambda: Lognormal(10, "m", sigma=-1),
@@ -160,6 +201,27 @@ def test_deadlines_expire_and_queues_overflow() -> None:
     assert late.statuses()["expired"] > 0
 
 
+def test_a_deadline_is_what_a_request_is_held_to_and_else_its_model_s_target() -> None:
+    def within(target_ms: float | None, deadline_ms: float | None) -> float:
+        load = Trace(tuple((k * 1e-3, "net", deadline_ms, None, 0) for k in range(10)))
+        return simulate([net(target_ms=target_ms)], load, "fifo").all.within_target
+
+    assert within(target_ms=100.0, deadline_ms=0.1) == 0.0  # 0.2 ms alone
+    assert within(target_ms=None, deadline_ms=0.1) == 0.0
+    assert within(target_ms=0.1, deadline_ms=100.0) == 1.0
+    assert within(target_ms=0.1, deadline_ms=None) == 0.0
+    assert within(target_ms=100.0, deadline_ms=None) == 1.0
+    assert np.isnan(within(target_ms=None, deadline_ms=None))
+    some = Trace(((0.0, "net", 100.0, None, 0), (0.1, "net", None, None, 0)))
+    assert simulate([net()], some, "fifo").all.within_target == 1.0  # of the one that has a deadline
+
+
+def test_figures_of_a_model_that_is_not_there_name_those_that_are() -> None:
+    result = simulate([net("a"), net("b")], Poisson(1000, "a", duration=0.01), "fifo")
+    with pytest.raises(PaellaError, match="no model 'c' in this run: there are a, b"):
+        result.model("c")
+
+
 def test_results_print_and_plot(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -170,6 +232,26 @@ def test_results_print_and_plot(tmp_path: Path) -> None:
     figure = result.plot()
     figure.savefig(tmp_path / "plot.png")
     matplotlib.pyplot.close(figure)
+
+
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+def test_occupancy_covers_the_whole_run_however_long_it_goes_on(fidelity: Fidelity) -> None:
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(300)))
+    result = simulate([net(blocks=2000)], load, "streams", fidelity=fidelity)
+    assert result.seconds > 100 * load.seconds
+    assert result.bin_ms * len(result.occupancy) == pytest.approx(result.seconds * 1e3, abs=result.bin_ms)
+    assert result.occupancy[:, :3].min() >= 0.0
+    assert result.occupancy[:, :3].max() < 1.0 + 1e-9
+    jobs = result.jobs
+    in_flight_ms = (jobs["finish_ns"] - jobs["started_ns"]).sum() / 1e6
+    assert result.occupancy[:, 3].sum() * result.bin_ms == pytest.approx(in_flight_ms, rel=0.05)
+
+
+def test_parts_of_the_gpu_stay_parts_where_demand_was_measured() -> None:
+    segments = [SegmentProfile(100e3, blocks=1, warps=64), SegmentProfile(100e3, blocks=2000, warps=4000)]
+    measured = ModelProfile("net", {1: segments}, lanes=8, demand={1: 1.0})
+    result = simulate([measured], ClosedLoop("net", clients=8, duration=0.05), "srpt")
+    assert result.occupancy[:, :3].max() < 1.0 + 1e-9
 
 
 def test_an_empty_run_has_figures_that_say_so() -> None:
@@ -188,7 +270,15 @@ def test_an_empty_run_has_figures_that_say_so() -> None:
         lambda: simulate([net()], Poisson(1, "net"), seed=-1),
         lambda: simulate([net()], Poisson(1, "net"), active=0),
         lambda: simulate([net()], Poisson(1, "net"), active=-1),
+        lambda: simulate([net()], Poisson(1, "net"), active=1.5),  # type: ignore[arg-type]
         lambda: simulate([net()], Poisson(1, "net"), look_ahead=0),
+        lambda: simulate([net()], Poisson(1, "net"), demand=-1),
+        lambda: simulate([net()], Poisson(1, "net"), demand=float("nan")),
+        lambda: simulate([net()], Poisson(1, "net"), queues=0),
+        lambda: simulate([net()], Poisson(1, "net"), queues=2.5),  # type: ignore[arg-type]
+        lambda: simulate([net()], Poisson(1, "net"), "streams", queues=33, fidelity="blocks"),
+        lambda: simulate([net()], Poisson(1, "net"), host_launch_ns=-1),
+        lambda: simulate([net()], Poisson(1, "net"), seed=0.5),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_simulated_is_refused(make: object) -> None:
@@ -268,6 +358,18 @@ def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
     assert last_ns(1) == pytest.approx(3 * at_once, rel=0.05)  # two at a time
     assert last_ns(3) == at_once
     assert last_ns(1, "srpt") == last_ns(None, "srpt")  # the engine gives every job a queue
+
+
+def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, lanes=6)
+    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+
+    def seconds(queues: int | None, policy: str = "streams") -> float:
+        return simulate([net], load, policy, queues=queues, fidelity="blocks").seconds
+
+    assert seconds(1) > 1.5 * seconds(2) > 1.5 * seconds(6)
+    assert seconds(6) == seconds(None)
+    assert seconds(1, "srpt") == seconds(None, "srpt")  # the engine gives every job a queue
 
 
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:

@@ -33,6 +33,15 @@ def test_a_policy_of_a_few_lines_is_tried_like_any_other() -> None:
     assert result.model().completed > 0
 
 
+def test_a_single_profile_is_simulated_and_what_is_none_is_named() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(5e4)] * 4})
+    load = pp.Poisson(1000, "net", duration=0.02)
+    assert pp.simulate(net, load).all.completed == pp.simulate([net], load).all.completed > 0
+    for wrong in ("mix", 3, [net, "net"]):
+        with pytest.raises(pp.PaellaError, match="simulate takes models and their profiles, not"):
+            pp.simulate(wrong, load)  # type: ignore[arg-type]
+
+
 def test_profiles_keep_what_the_model_asks_for() -> None:
     model = demo.load("cnn", batch=(1, 2), target_ms=5.0)
     (profile,) = profiles_of([model])
