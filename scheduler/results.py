@@ -1,10 +1,10 @@
-"""What came of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; table and plot."""
+"""What came of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ class Results:
     counters: dict[str, int] = field(default_factory=dict)
     admission: bool = False  # whether what would be late was to be refused
     trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
+
+    plot: ClassVar[Callable[..., Any]]  # pictures live above this package: paellapy puts it here when it is imported
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:
@@ -140,27 +142,6 @@ class Results:
 
     def __rich__(self) -> Any:
         return self.table()
-
-    def plot(self, axes: Any = None) -> Any:
-        """Latency distributions per model, and occupancy over time; the matplotlib figure."""
-        import matplotlib.pyplot as plt
-
-        if axes is None:
-            _, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        left, right = axes
-        for number, each in enumerate(self.models):
-            jobs = self.jobs[(self.jobs["model"] == number) & (self.jobs["status"] == OK)]
-            if len(jobs):
-                ms = np.sort((jobs["finish_ns"] - jobs["arrival_ns"]) / 1e6)
-                left.plot(ms, np.arange(1, len(ms) + 1) / len(ms), label=each.name)
-        left.set(xscale="log", xlabel="latency, ms", ylabel="share of requests", title=f"{self.policy}, {self.device}")
-        left.legend(fontsize="small")
-        time_ms = (np.arange(len(self.occupancy)) + 0.5) * self.bin_ms
-        for column, label in enumerate(("block slots", "memory bandwidth", "kernel issue")):
-            right.plot(time_ms, self.occupancy[:, column], label=label)
-        right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.05), title="occupancy")
-        right.legend(fontsize="small")
-        return left.figure
 
 
 def _cell(value: float, form: str) -> str:

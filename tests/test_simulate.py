@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from instrument.errors import PaellaError
+from paellapy.viz.palette import OKABE_ITO
 from scheduler import state as st
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.simulate import Fidelity, busy_alone, simulate
@@ -231,6 +232,11 @@ def test_results_print_and_plot(tmp_path: Path) -> None:
     assert [each.name for each in result.per_model] == ["a", "b"]
     figure = result.plot()
     figure.savefig(tmp_path / "plot.png")
+    left, right = figure.axes
+    assert [line.get_color() for line in left.get_lines()] == list(OKABE_ITO[:2])
+    assert [line.get_color() for line in right.get_lines()] == list(OKABE_ITO[:3])
+    of_all = right.transData.transform((0, 1))[1]
+    assert right.get_legend().get_window_extent().y0 > of_all, "the legend is above all that curves can reach"
     matplotlib.pyplot.close(figure)
 
 

@@ -13,8 +13,10 @@ from paellapy.viz.live_widget import live
 from paellapy.viz.needs import MissingExtraError
 from paellapy.viz.perfetto_file import to_perfetto
 from paellapy.viz.report import to_html
+from paellapy.viz.run_figure import plot_run
 from paellapy.viz.static import save_comparison, save_figure
 from paellapy.viz.still import Still, compare_picture, picture
+from scheduler.results import Results
 
 __all__ = [
     "MissingExtraError",
@@ -41,3 +43,4 @@ Trace.plot, Trace.plot_heatmap, Trace.plot_gantt, Trace.plot_residency = plot, p
 Trace.plot_requests, Trace.explore = plot_requests, explore
 Trace.save_figure, Trace.picture, Trace.to_html = save_figure, picture, to_html
 Trace.to_perfetto, Trace.to_chrome = to_perfetto, to_chrome
+Results.plot = plot_run
