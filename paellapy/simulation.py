@@ -56,8 +56,8 @@ def _listed(models: Any) -> list[Model | ModelProfile]:
     for each in found:
         if not isinstance(each, Model | ModelProfile):
             raise ArgumentError(
-                f"simulate takes models and their profiles, not {each!r}: give those of paellapy.demo.load, "
-                "engine.model_profile or pp.load_profiles"
+                f"a {type(each).__name__} is no model: give simulate a pp.Model, or what engine.model_profile(name) or "
+                "pp.load_profiles returns"
             )
     return found
 

@@ -125,10 +125,7 @@ class Engine(Requester):
         with self._loading:
             self._check_open()
             if not isinstance(model, Model):
-                raise ModelError(
-                    f"a {type(model).__name__} is no model: give a pp.Model, or to a simulation also what "
-                    "engine.model_profile(name) returns"
-                )
+                raise ModelError(f"a {type(model).__name__} is no model: give a pp.Model")
             if model.name in self._models:
                 raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))

@@ -38,7 +38,7 @@ def test_a_single_profile_is_simulated_and_what_is_none_is_named() -> None:
     load = pp.Poisson(1000, "net", duration=0.02)
     assert pp.simulate(net, load).all.completed == pp.simulate([net], load).all.completed > 0
     for wrong in ("mix", 3, [net, "net"]):
-        with pytest.raises(pp.PaellaError, match="simulate takes models and their profiles, not"):
+        with pytest.raises(pp.PaellaError, match="is no model: give simulate a"):
             pp.simulate(wrong, load)  # type: ignore[arg-type]
 
 
