@@ -27,6 +27,7 @@ from scheduler.state import (
     SHORT_OFTEN,
     STANDING,
     WAITING,
+    WINDOW_N,
     State,
 )
 
@@ -34,6 +35,8 @@ CROWDED = 2.6  # the limit where the engine decides
 QUEUE_NS = 5e7  # how far back is looked
 LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
 MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
+MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those
+MORE_IN_WINDOWS = 1.25  # times the limit, where jobs disturb each other less
 STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
 SHORT_JOB = 16  # which are those of so many segments
 CROWD = 1.5  # times the limit is a crowd
@@ -54,10 +57,14 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
+    limit = s.t[DEMAND_LIMIT]
     growth = 0.0
     if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
         growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
-    return bool(s.t[DEMAND] + demand <= s.t[DEMAND_LIMIT] * (1.0 + growth))
+        if s.g[WINDOW_N] > 0:
+            limit *= MORE_IN_WINDOWS
+    most = max(MOST_DEMANDED, limit)
+    return bool(s.t[DEMAND] + demand <= min(most, limit * (1.0 + growth)))
 
 
 @inlined

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from instrument.device.cuda import CudaDevice
 from instrument.device.driver import check, driver
 from instrument.errors import LaunchError
@@ -32,12 +34,15 @@ class CudaWindows:
         most = device.sm_count // _GROUP_SMS
         if most < 2:
             raise LaunchError(f"a GPU of {device.sm_count} SMs is too small for windows of them: use sm_windows=0")
-        found, n, _ = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
+        found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
         groups = list(found)[: int(n)]
+        if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
+            groups.append(rest)
+        first_sm = np.cumsum([0, *(int(group.sm.smCount) for group in groups)])
         size = min(len(groups), math.ceil(share * device.sm_count / _GROUP_SMS))
         starts = [round(k * len(groups) / count) % len(groups) for k in range(count)]
         chosen = [[(first + k) % len(groups) for k in range(size)] for first in starts]
-        self.sms = [{_GROUP_SMS * group + k for group in each for k in range(_GROUP_SMS)} for each in chosen]
+        self.sms = [{int(sm) for g in each for sm in range(first_sm[g], first_sm[g + 1])} for each in chosen]
         self._allowed: set[tuple[int, int]] = set()  # kernels and the shared memory they may have
         self._green: list[Any] = []
         self._contexts: list[Any] = []
