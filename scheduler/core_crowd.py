@@ -57,12 +57,10 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
-    limit = s.t[DEMAND_LIMIT]
+    limit = s.t[DEMAND_LIMIT] * (MORE_IN_WINDOWS if s.g[WINDOW_N] > 0 else 1.0)
     growth = 0.0
     if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
         growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
-        if s.g[WINDOW_N] > 0:
-            limit *= MORE_IN_WINDOWS
     most = max(MOST_DEMANDED, limit)
     return bool(s.t[DEMAND] + demand <= min(most, limit * (1.0 + growth)))
 
