@@ -14,7 +14,7 @@ from paper_models import VARIANTS, Kind
 from scheduler import state as st
 from scheduler.core_crowd import CROWDED
 from scheduler.core_models import ModelProfile
-from scheduler.engine import Engine
+from scheduler.engine import WINDOWS_QUANTUM_US, Engine
 from scheduler.policy import Policy
 from scheduler.profile import model_profile
 from scheduler.state import Limits
@@ -39,9 +39,8 @@ DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwis
 BATCHED = Setup((1, 2, 4, 8, 16, 32), 5)
 BATCHER = Setup((1, 2, 4, 8, 16, 32), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
-# In a window every segment costs the GPU 8 to 13 µs, and not 4: fewer of them.
-WINDOWS = replace(PLAIN, windows=8, quantum_us=300.0)
-BATCHED_WINDOWS = replace(BATCHED, windows=8, quantum_us=300.0)
+WINDOWS = replace(PLAIN, windows=8, quantum_us=WINDOWS_QUANTUM_US)
+BATCHED_WINDOWS = replace(BATCHED, windows=8, quantum_us=WINDOWS_QUANTUM_US)
 
 SETUPS = {
     "plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS,

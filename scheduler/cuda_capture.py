@@ -180,7 +180,7 @@ def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and CUDA does not
-    allow that they are freed inside a capture. (Without this the driver crashed twice while such a graph was read.)
+    allow that they are freed inside a capture.
     """
     was = gc.isenabled()
     gc.disable()

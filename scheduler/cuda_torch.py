@@ -34,8 +34,14 @@ class TorchPool:
 
     @property
     def nbytes(self) -> int:
-        """What it holds of the GPU's memory."""
-        return sum(int(segment["total_size"]) for segment in self._pool.snapshot())
+        """What it holds of the GPU's memory.
+
+        Among all segments, and not by the pool's own `snapshot()`: that gives back references it does not own (to the
+        numbers in the pool's id, which Python keeps for ever up to 256), so that the process crashes some pools later.
+        """
+        torch: Any = sys.modules["torch"]
+        mine = tuple(self._pool.id)
+        return sum(int(s["total_size"]) for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == mine)
 
     @contextlib.contextmanager
     def on(self, stream: int | None) -> Iterator[None]:

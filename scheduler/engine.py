@@ -43,6 +43,9 @@ from scheduler.shared import SharedBlock
 from scheduler.state import Limits, new_state, state_bytes
 from scheduler.tap import Tap
 
+QUANTUM_US = 100.0
+WINDOWS_QUANTUM_US = 300.0  # to begin a segment costs the GPU more in a window of SMs
+
 
 class Engine(Requester):
     """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
@@ -52,7 +55,7 @@ class Engine(Requester):
         device: str | Device | None = None,
         policy: str | Policy = "paella",
         memory_bytes: int | None = None,
-        quantum_us: float = 100.0,
+        quantum_us: float | None = None,
         max_active: int | None = None,
         *,
         sm_windows: int = 0,
@@ -60,10 +63,10 @@ class Engine(Requester):
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
 
-        `quantum_us` is about how long a segment takes; `max_active`, how many batches may share the GPU at once.
+        `quantum_us` is about how long a segment takes; None: 100, and 300 with windows of SMs.
 
-        None: as many as would keep two to three GPUs busy, by what each was seen to take when it was loaded; more where
-        a queue stays and each leaves most of the GPU idle.
+        `max_active`, how many batches may share the GPU at once; None: as many as would keep two to three GPUs busy, by
+        what each was seen to take when it was loaded; more where a queue stays and each leaves most of the GPU idle.
 
         `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
         unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
@@ -71,6 +74,8 @@ class Engine(Requester):
 
         A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
         """
+        if quantum_us is None:
+            quantum_us = WINDOWS_QUANTUM_US if sm_windows else QUANTUM_US
         if not 1 <= quantum_us < math.inf:
             raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
         if max_active is not None and max_active < 1:

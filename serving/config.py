@@ -81,7 +81,7 @@ class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: Text = "auto"
     policy: Text = "paella"
-    quantum_us: Annotated[float, Meta(ge=1)] = 100.0
+    quantum_us: Annotated[float, Meta(ge=1)] | None = None  # as the engine has it
     max_active: Count | None = None  # by what the models demand
     sm_windows: Annotated[int, Meta(ge=0)] = 0  # of SMs, that launches keep to where many batches share the GPU
     memory_bytes: Count | None = None

@@ -305,17 +305,19 @@ class FakeCuda:
         return _OK, real.CUdevResource()
 
     def cuDevSmResourceSplitByCount(self, groups, resource, flags, least):
+        """As on an H200: a group less than there might be, and the SMs that are left beside them."""
         made = [real.CUdevResource() for _ in range(groups)]
-        for each in made[:-1]:
+        rest = real.CUdevResource()
+        for each, sms in (*((each, least) for each in made[:-1]), (rest, least + 4)):
             each.type = real.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        self._groups = {id(each): k for k, each in enumerate(made)}
-        self._keep_groups = made
-        return _OK, made, groups - 1, real.CUdevResource()  # the last has no SMs, as on an H200
+            each.sm.smCount = sms
+        self._groups = {id(each): k for k, each in enumerate((*made[:-1], rest))}
+        self._keep_groups = (made, rest)
+        return _OK, made, groups - 1, rest
 
     def cuDevResourceGenerateDesc(self, resources, count):
         numbers = [self._groups[id(each)] for each in resources]
         assert len(set(numbers)) == count == len(resources)
-        assert max(numbers) < len(self._groups) - 1
         self._described = numbers
         return _OK, real.CUdevResourceDesc(next(_ids))
 

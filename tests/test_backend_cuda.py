@@ -124,6 +124,9 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
             assert len(fake.windows) == 8
             assert {len(each) for each in fake.windows.values()} == {6}  # groups of eight SMs
             assert len({tuple(each) for each in fake.windows.values()}) == 8
+            windows = engine._backend._windows.sms
+            assert set().union(*windows) == set(range(132))
+            assert {len(each) for each in windows} == {48, 52}  # with the SMs that make up no group
             fake.confined.clear()
             assert (engine.infer_sync("six", ONES)["y"] == 64).all()
             assert set(fake.confined) == {0}  # alone, on all SMs

@@ -197,3 +197,12 @@ def test_there_are_windows_only_where_they_are_asked_for():
 def test_a_number_of_windows_that_cannot_be_is_refused(wrong):
     with pytest.raises(ModelError, match="sm_windows"):
         pp.Engine(DEVICE, sm_windows=wrong)
+
+
+def test_segments_are_longer_with_windows_unless_said_otherwise():
+    def segments(**how):
+        with Engine(DEVICE, **how) as engine:
+            engine.load(scale_model(steps=60, batch=(1,), n=1 << 20, lanes=1))
+            return len(engine.profile("scale")[0].segments)
+
+    assert segments(quantum_us=100) == segments() > segments(sm_windows=8) == segments(quantum_us=300)

@@ -1,0 +1,119 @@
+"""What it costs to begin a graph in a window of SMs: on the GPU, and for the host that launches it.
+
+    python benchmarks/window_starts.py [--nodes 28] [--out DIR]
+
+Two CNNs at batch 1, as one graph and cut into graphs of some nodes each, one behind the other: on all SMs, inside a
+window (a green context) from a stream that has all SMs, and from a stream of the window's own. What a graph more costs
+is the difference, over the cuts. Then how long the host's call takes, the first time a graph is launched on each
+of 32 streams in each of 8 windows, and the second time. CUDA only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import need_gpu, save
+from paper_models import FIG11
+from rich.console import Console
+from rich.table import Table
+from torch_graphs import capture, half_net
+
+from instrument.device.cuda_memory import CudaStream
+from instrument.device.driver import check, driver
+from scheduler.backend import WINDOW_SHARE
+from scheduler.cuda_graphs import CapturedGraph, instantiate, segment_graph
+from scheduler.cuda_windows import CudaWindows
+
+WINDOWS = 8
+STREAMS = 32
+ROUNDS, RUNS = 10, 10
+MODELS = (FIG11[0], FIG11[4])
+WAYS = ("all SMs", "in a window", "in a window, from its own stream")
+
+
+def make(graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: Any) -> list[list[int]]:
+    """Executable graphs of every part: on all SMs, and in each of some windows."""
+    found, places = windows
+    made: list[list[int]] = []
+    for first, end in bounds:
+        with segment_graph(graph, first, end, word) as (part, nodes):
+            made.append([instantiate(part, stream), *found.confined(part, nodes, places, stream)])
+    return [list(each) for each in zip(*made, strict=True)]
+
+
+def run_us(handles: list[int], stream: int) -> float:
+    """Time of graphs one behind the other, the shortest of some runs."""
+    cu, times = driver(), []
+    for _ in range(RUNS):
+        begin = time.perf_counter_ns()
+        for _ in range(ROUNDS):
+            for handle in handles:
+                check(cu.cuGraphLaunch(handle, stream), "launching")
+        check(cu.cuStreamSynchronize(stream), "waiting")
+        times.append((time.perf_counter_ns() - begin) / ROUNDS / 1e3)
+    return min(times[1:])
+
+
+def launch_us(handle: int, stream: int) -> float:
+    """How long the host's call takes, with nothing in flight."""
+    begin = time.perf_counter_ns()
+    check(driver().cuGraphLaunch(handle, stream), "launching")
+    took = (time.perf_counter_ns() - begin) / 1e3
+    check(driver().cuStreamSynchronize(stream), "waiting")
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=28, help="in each part")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    device = need_gpu("windows of SMs are green contexts")
+    cu = driver()
+    windows = CudaWindows(device, WINDOWS, WINDOW_SHARE)
+    pinned = device._allocate_pinned(64)
+    word = int(pinned.ctypes.data)
+    stream = CudaStream(device, 0)
+    flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    own = int(check(cu.cuGreenCtxStreamCreate(windows._green[0], flags, 0), "opening a stream of a window"))
+    results: dict[str, Any] = {"models": {}}
+    table = Table(title=f"graphs of {args.nodes} nodes", box=None)
+    for column in ("model", "where", "one graph, µs", "parts", "all of them, µs", "each more, µs"):
+        table.add_column(column, justify="left" if column in ("model", "where") else "right")
+    for kind in MODELS:
+        graph, keep = capture(half_net(kind), kind, 1)
+        n = len(graph.nodes)
+        bounds = [(first, min(n, first + args.nodes)) for first in range(0, n, args.nodes)]
+        wholes = make(graph, [(0, n)], word, stream.handle, (windows, [0]))
+        parts = make(graph, bounds, word, stream.handle, (windows, [0]))
+        found: dict[str, Any] = {"nodes": n, "parts": len(bounds)}
+        results["models"][kind.label] = found
+        for where, k, on in zip(WAYS, (0, 1, 1), (stream.handle, stream.handle, own), strict=True):
+            whole, all_us = run_us(wholes[k], on), run_us(parts[k], on)
+            more = (all_us - whole) / max(1, len(bounds) - 1)
+            found[where] = {"whole_us": whole, "parts_us": all_us, "start_us": more}
+            table.add_row(kind.label, where, f"{whole:.1f}", str(len(bounds)), f"{all_us:.1f}", f"{more:.1f}")
+        del keep
+    graph, _keep = capture(half_net(MODELS[0]), MODELS[0], 1)
+    streams = [CudaStream(device, 0) for _ in range(STREAMS)]
+    handles = make(graph, [(0, len(graph.nodes))], word, stream.handle, (windows, list(range(WINDOWS))))
+    rounds = [
+        [[launch_us(each[0], s.handle) for each in handles] for s in streams] for _ in range(3)
+    ]  # [round][stream][on all SMs, then each window]
+    for name, times in zip(("first", "second", "third"), rounds, strict=True):
+        wide, narrow = np.array(times)[:, 0], np.array(times)[:, 1:]
+        results[name] = {
+            where: {"median_us": float(np.median(each)), "most_us": float(each.max())}
+            for where, each in (("all SMs", wide), ("in a window", narrow))
+        }
+        print(f"{name} launch on a stream, µs:", results[name])
+    Console(width=120).print(table)
+    print(save("window_starts", results, device, args.out))
+
+
+if __name__ == "__main__":
+    main()

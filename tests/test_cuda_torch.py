@@ -1,0 +1,37 @@
+"""PyTorch's pools as lanes use them, where there is no GPU: what is asked of PyTorch, and what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from scheduler.cuda_torch import TorchPool
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """As much of PyTorch as a pool needs. A pool's own snapshot is not for use: it spoils the numbers in its id."""
+
+    class MemPool:
+        id = (0, 300)
+
+        def snapshot(self):
+            raise AssertionError("a pool's own snapshot gives back references it does not own")
+
+    segments = [
+        {"total_size": size, "segment_pool_id": pool}
+        for pool, size in (((0, 0), 1 << 30), ((0, 300), 2 << 20), ((0, 299), 5), ((0, 300), 20 << 20))
+    ]
+    cuda = SimpleNamespace(
+        MemPool=MemPool, device=lambda index: contextlib.nullcontext(), memory_snapshot=lambda: segments
+    )
+    fake = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+def test_a_pool_holds_its_own_segments_and_is_not_asked_for_them(torch):
+    assert TorchPool(0).nbytes == 22 << 20
