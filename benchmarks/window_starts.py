@@ -4,8 +4,9 @@
 
 Two CNNs at batch 1, as one graph and cut into graphs of some nodes each, one behind the other: on all SMs, inside a
 window (a green context) from a stream that has all SMs, and from a stream of the window's own. What a graph more costs
-is the difference, over the cuts. Then how long the host's call takes, the first time a graph is launched on each
-of 32 streams in each of 8 windows, and the second time. CUDA only.
+is the difference, over the cuts. Then how long a graph takes in each of 8 windows, which differ in their SMs; and how
+long the host's call takes, the first time a graph is launched on each of 32 streams in each window, and the second and
+third time. CUDA only.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def main() -> None:
     graph, _keep = capture(half_net(MODELS[0]), MODELS[0], 1)
     streams = [CudaStream(device, 0) for _ in range(STREAMS)]
     handles = make(graph, [(0, len(graph.nodes))], word, stream.handle, (windows, list(range(WINDOWS))))
+    results["windows"] = [
+        {"sms": len(sms), "alone_us": run_us(each, stream.handle)}
+        for sms, each in zip(windows.sms, handles[1:], strict=True)
+    ]
+    print("in each window:", ", ".join(f"{w['sms']} SMs {w['alone_us']:.1f} µs" for w in results["windows"]))
     rounds = [
         [[launch_us(each[0], s.handle) for each in handles] for s in streams] for _ in range(3)
     ]  # [round][stream][on all SMs, then each window]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st_
 from scheduler import core, core_rings
 from scheduler import state as st
 from scheduler.core_check import IntegrityError, check_integrity
+from scheduler.core_crowd import MOST_DEMANDED
 from scheduler.core_models import (
     ModelProfile,
     ProfileError,
@@ -27,6 +28,7 @@ from scheduler.core_models import (
     remove,
     save_profiles,
 )
+from scheduler.install import install_windows
 from scheduler.occupancy import occupancy
 from scheduler.policy import Policy, find_policy, policy_names
 
@@ -483,6 +485,16 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
     bench.run_dry()
 
 
+def test_more_jobs_share_the_gpu_where_each_keeps_to_a_window_of_it() -> None:
+    bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=1.0)
+    install_windows(bench.state, [set(range(44 * k, 44 * k + 44)) for k in range(3)])
+    for _ in range(4):
+        bench.submit()
+        bench.step()
+    assert len(bench.running) == 3  # where two would without windows
+    bench.run_dry()
+
+
 @pytest.mark.parametrize("hold", [False, True])
 def test_one_request_at_a_time_stays_on_one_lane(hold: bool) -> None:
     bench = Bench([profile(segments=2, lanes=3)], hold=hold)
@@ -655,6 +667,21 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
         running = bench.state.lane["model"][bench.running]
         if (running == 1).any():
             assert len(running) <= 2 or bench.state.t[st.WAITING] < 1
+    bench.run_dry()
+
+
+def test_no_queue_lets_in_more_jobs_than_hardware_queues_can_take() -> None:
+    limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
+    policy = replace(find_policy("fifo"), active=60)
+    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.4})], policy=policy, demand=6.0, limits=limits)
+    for _ in range(60):
+        bench.submit()
+    for _ in range(200):
+        bench.step(1_000_000)
+    for _ in range(10):
+        bench.finish_segment(bench.running[0])
+        bench.step()
+    assert len(bench.running) == int(MOST_DEMANDED / 0.4)
     bench.run_dry()
 
 
