@@ -135,8 +135,8 @@ class Loader:
             loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
             if k:
                 backend.discard(program)
-        if alone and not known.demand and len(loaded.lanes) > 1:
-            crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
+        crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
+        if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
             demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
             known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
             profiles.store(where, known)

@@ -58,6 +58,14 @@ def test_another_program_or_quantum_is_measured_anew():
     assert load(scale_model(steps=3, batch=(1,)))[1].measured == 0
 
 
+def test_what_a_model_demands_is_measured_again_with_more_lanes_and_not_with_fewer():
+    seen = [load(mlp_model(batch=(1,)), lanes=lanes)[0].profiles[0] for lanes in (1, 2, 8, 3)]
+    assert [each.together for each in seen] == [0, 2, 8, 8]
+    assert seen[0].demand == 0.0
+    assert seen[2].demand <= seen[1].demand
+    assert seen[3] == seen[2]
+
+
 def test_times_follow_the_quantum():
     coarse, _ = load(scale_model(steps=60, batch=(1,)), quantum_us=50)
     fine, _ = load(scale_model(steps=60, batch=(1,)), quantum_us=10)
