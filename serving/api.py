@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +24,23 @@ def serve(
         pp.serve("config.toml", server={"port": 9000})
 
     The options are those of the configuration file, which may also be given in place of the models: they come before
-    what it says. `workers` is the
-    number of HTTP processes in front of the engine, which then has a process of its own; 0: all in this one.
-    `announce` is called with the URL once every model is loaded.
+    what it says. `workers` is the number of HTTP processes in front of the engine, which then has a process of its own;
+    0: all in this one. `announce` is called with the URL once every model is loaded.
     """
-    from serving.config import load_config
+    from serving.config import Source, load_config
     from serving.options import file_with_options
 
+    server = options.get("server", {})
+    if not isinstance(server, Mapping):
+        kind = type(server).__name__
+        raise Source().error(("server",), f'give a dict, as in server={{"port": 9000}}; this is of type {kind}')
+    if workers is not None:
+        options["server"] = {**server, "workers": workers}
     if isinstance(models, str | Path):
-        if workers is not None:
-            options["server"] = {**options.get("server", {}), "workers": workers}
         config, source = file_with_options(models, options)
         serve_config(config, source, announce=announce)
         return
-    overrides = [] if workers is None else [f"server.workers={workers}"]
-    config, source = load_config(overrides=overrides, defaults=options)
+    config, source = load_config(defaults=options)
     serve_config(config, source, models=list(models), announce=announce)
 
 

@@ -76,3 +76,12 @@ def status_of(error: PaellaError) -> tuple[int, str | None]:
 def retry_after_s(error: PaellaError) -> int:
     """Whole seconds, as the header has them."""
     return max(1, math.ceil(min(getattr(error, "retry_after_s", 1.0), 3600.0)))
+
+
+def short(value: object) -> str:
+    """A client's own value, back to it in an error: never more than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers of thousands of digits
+        return "a number beyond all bounds"
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from scheduler.model import Model, TensorSpec
 from serving.datatypes import check_datatype, datatype
-from serving.errors import RequestError
+from serving.errors import RequestError, short
 from serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
 
 Parameters = dict[str, Any]
@@ -127,7 +127,7 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
         if spec is None or tensor.name in arrays:
             problem = "is no input of" if spec is None else "appears twice in a request to"
             takes = ", ".join(model.inputs)
-            raise RequestError(f"{_short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
+            raise RequestError(f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
         arrays[tensor.name] = _array(tensor, spec, binary, f"model {model.name!r}, input {tensor.name!r}")
     if missing := [key for key in model.inputs if key not in arrays]:
         raise RequestError(f"model {model.name!r} also needs the input {', '.join(missing)}")
@@ -205,7 +205,7 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     shape = tuple(tensor.shape)
     if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
         wanted = ", ".join(map(str, ("n", *spec.shape)))
-        raise RequestError(f"{where} has shape {_short(tensor.shape)}; it takes [{wanted}], n ≥ 1")
+        raise RequestError(f"{where} has shape {short(tensor.shape)}; it takes [{wanted}], n ≥ 1")
     count = math.prod(shape)
     size = tensor.parameters.get("binary_data_size")
     if size is None:
@@ -216,8 +216,8 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
         raise RequestError(f'{where} has both "data" and the parameter "binary_data_size"')
     if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
         raise RequestError(
-            f"{where}: binary_data_size is {_short(size)}; shape {_short(tensor.shape)} of {tensor.datatype} has "
-            f"{_short(count * spec.dtype.itemsize)} bytes"
+            f"{where}: binary_data_size is {short(size)}; shape {short(tensor.shape)} of {tensor.datatype} has "
+            f"{short(count * spec.dtype.itemsize)} bytes"
         )
     piece = binary.take(size, where)
     if spec.dtype.kind == "b":  # a byte other than 0 and 1 is no bool to NumPy's own operations
@@ -237,7 +237,7 @@ def _numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], count: int, where:
                 raise
             values = _LISTS[kind](_encode(_flatten(nested, where)))
         if len(values) != count:
-            raise RequestError(f"{where} has {len(values)} values; its shape wants {_short(count)}")
+            raise RequestError(f"{where} has {len(values)} values; its shape wants {short(count)}")
         if dtype.char in "efd":  # NumPy, and "@", would make a number beyond the range infinite without a word
             return np.frombuffer(struct.pack(f"={count}{dtype.char}", *values), dtype)
         if kind == "f":
@@ -273,7 +273,7 @@ def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
     items = counts.pop()
     if items is not None and items > model.max_batch:
         raise RequestError(
-            f"model {model.name!r} takes up to {model.max_batch} items in a request, not {_short(items)}: send several"
+            f"model {model.name!r} takes up to {model.max_batch} items in a request, not {short(items)}: send several"
         )
     return items or 1, items is not None
 
@@ -287,13 +287,13 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
         spec = model.outputs.get(each.name)
         if spec is None or each.name in found:
             problem = "is no output of" if spec is None else "is asked for twice of"
-            raise RequestError(f"{_short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
+            raise RequestError(f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
         for name in _UNSUPPORTED:
             if name in each.parameters:
                 raise RequestError(f"output {each.name!r}: {name} is not supported; it travels in the body")
         classes = each.parameters.get("classification", 0)
         if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
-            raise RequestError(f"output {each.name!r}: classification={_short(classes)} is not a number of classes")
+            raise RequestError(f"output {each.name!r}: classification={short(classes)} is not a number of classes")
         if classes and (len(spec.shape) != 1 or spec.dtype.kind not in "fiu"):
             raise RequestError(f"output {each.name!r} has no classes: it is no vector of FP32, FP64, FP16 or integers")
         found[each.name] = Output(each.name, _flag(each.parameters, "binary_data", everything), classes)
@@ -303,7 +303,7 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
 def _flag(parameters: Parameters, name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise RequestError(f"the parameter {name} is {_short(value)}; it is true or false")
+        raise RequestError(f"the parameter {name} is {short(value)}; it is true or false")
     return value
 
 
@@ -312,25 +312,16 @@ def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
         raise RequestError(
-            f"the parameter priority is {_short(level)}; it is a whole number: 1 goes first, then 2, 3, …; 0 is none"
+            f"the parameter priority is {short(level)}; it is a whole number: 1 goes first, then 2, 3, …; 0 is none"
         )
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
-        raise RequestError(f"the parameter timeout is {_short(timeout_us)}; it is in microseconds, from 0 (none) up")
+        raise RequestError(f"the parameter timeout is {short(timeout_us)}; it is in microseconds, from 0 (none) up")
     return level, timeout_us or None
 
 
 def engine_priority(model: Model, level: int | None) -> int | None:
     """The engine's priority of a request with the protocol's; None: the model's own."""
     return model.priority + DEFAULT_LEVEL - level if level else None
-
-
-def _short(value: object) -> str:
-    """A client's own value, back to it in an error: never more than a line."""
-    try:
-        text = repr(value)
-    except ValueError:  # whole numbers of thousands of digits
-        return "a number beyond all bounds"
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 # -- out

@@ -21,7 +21,7 @@ from scheduler.errors import ModelError, UnknownModelError
 from scheduler.model import Model
 from scheduler.remote import RemoteEngine
 from serving.datatypes import check_servable
-from serving.errors import RefusedError
+from serving.errors import RefusedError, short
 from serving.logs import log
 
 T = TypeVar("T")
@@ -73,9 +73,9 @@ class Catalogue(ABC):
         """The entry, loaded or not."""
         entry = self.entries.get(name)
         if entry is None:
-            raise UnknownModelError(f"no model named {name!r}; there are {', '.join(self.entries) or 'none'}")
+            raise UnknownModelError(f"no model named {short(name)}; there are {', '.join(self.entries) or 'none'}")
         if version is not None and version != VERSION:
-            raise UnknownModelError(f"model {name!r} has no version {version!r}; it has version {VERSION}")
+            raise UnknownModelError(f"model {name!r} has no version {short(version)}; it has version {VERSION}")
         return entry
 
     def ready(self, name: str, version: str | None = None) -> Model:

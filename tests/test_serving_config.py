@@ -207,6 +207,26 @@ def test_the_python_interface_checks_its_options():
         pp.serve([complex_model], device="virtual:t4", server={"port": 0, "grace_s": 0})
 
 
+def test_workers_are_one_of_the_options(write, monkeypatch):
+    served = []
+    monkeypatch.setattr("serving.api.serve_config", lambda config, *found, **more: served.append(config.server))
+    model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)})
+    for models in ([model], write(GOOD)):
+        given = {"port": 1, "workers": 3}
+        pp.serve(models, workers=2, server=given)
+        assert (served[-1].port, served[-1].workers) == (1, 2)
+        assert given == {"port": 1, "workers": 3}, "the caller's own dict stays as it is"
+        pp.serve(models, server=given)
+        assert served[-1].workers == 3
+        with pytest.raises(ConfigError, match=r"^among the settings: server\.workers: Expected int, got str$"):
+            pp.serve(models, workers="x")
+        for server, kind in (("127.0.0.1", "str"), (9000, "int"), (None, "NoneType")):
+            for workers in (None, 2):
+                with pytest.raises(ConfigError, match=rf"^among the settings: server: give a dict, .* of type {kind}$"):
+                    pp.serve(models, workers=workers, server=server)
+    assert len(served) == 4
+
+
 def test_options_come_before_what_a_file_says(write, monkeypatch):
     served = []
     monkeypatch.setattr("serving.api.serve_config", lambda *found, **more: served.append(found))

@@ -106,6 +106,21 @@ def test_every_error_is_json_with_its_status(server, method, path, body, status)
     check_serves(server)
 
 
+def test_long_names_come_back_short(server):
+    name = "n" * 4000
+    for method, path, body in (
+        ("POST", f"/v2/models/{name}/infer", RIGHT),
+        ("GET", f"/v2/models/{name}", None),
+        ("GET", f"/v2/models/{name}/ready", None),
+        ("POST", f"/v2/repository/models/{name}/load", b""),
+        ("POST", f"/v2/models/scale/versions/{name}/infer", RIGHT),
+    ):
+        status, _, content = ask(server, method, path, body)
+        assert status == 404
+        assert "nnn…; " in content["error"], "it goes on after the name"
+        assert content["error"].count("n") < 120
+
+
 def test_a_refusal_says_when_to_come_again(server):
     body = json.dumps(infer_body("x", ONES, parameters={"timeout": 1})).encode()
     status, headers, content = ask(server, "POST", INFER, body)

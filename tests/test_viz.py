@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,15 @@ def test_compare_puts_two_traces_on_one_scale() -> None:
     assert titles == ["<b>mixed</b>: toy<br>7 blocks of 2 launches in 8.00 µs",
                       "<b>alone</b>: toy<br>3 blocks of 1 launch in 5.00 µs"]  # fmt: skip
     assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>"]
+
+
+@pytest.mark.parametrize("labels", [("a",), ("a", "b", "c"), (), "ab", 2])
+def test_two_traces_have_two_labels(labels: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save = partial(pp.viz.save_comparison, path=tmp_path / "both.png")
+    for draw in (pp.compare, pp.viz.compare_picture, save):
+        with pytest.raises(TraceError, match=r'^two traces have two labels, as in labels=\("before", "after"\), not '):
+            draw(make(MIX), make(MIX[:3]), labels=labels)
 
 
 def test_parts_of_two_traces_may_be_compared_in_pictures_and_files(tmp_path: Path) -> None:

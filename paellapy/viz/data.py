@@ -172,6 +172,12 @@ def _for_each(ns: Moment, n: int) -> Sequence[int | None]:
     return ns
 
 
+def check_labels(labels: object) -> None:
+    """Of two traces: before anything is drawn."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence) or len(labels) != 2:
+        raise TraceError(f'two traces have two labels, as in labels=("before", "after"), not {labels!r}')
+
+
 def group(trace: Trace, by: By = "kernel") -> Groups:
     """Names for the launches of a trace, in the order they were launched; the smallest of many share one."""
     labels = _labels(trace, by)

@@ -53,6 +53,8 @@ def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options
 
     Options as in `plot_heatmap`; clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
     """
+    labels = ("a", "b") if labels is None else labels
+    data.check_labels(labels)
     return build([a, b], all_views(a, b), labels, **options)
 
 
@@ -77,7 +79,7 @@ def all_views(*traces: Trace) -> tuple[View, ...]:
 def build(
     traces: Sequence[Trace],
     views: Sequence[View],
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str] = (),
     *,
     by: By | None = None,
     kernel: str | int | None = None,
@@ -101,7 +103,7 @@ def build(
         row_heights=[_share(view, tall) for view in views],
         vertical_spacing=0.04,
         horizontal_spacing=0.05,
-        column_titles=[_wrapped(p, label) for p, label in zip(pictures, labels or ("a", "b"), strict=True)]
+        column_titles=[_wrapped(p, label) for p, label in zip(pictures, labels, strict=True)]
         if len(pictures) > 1
         else None,
     )

@@ -70,6 +70,7 @@ def save_comparison(
     Clocks differ, so `start_ns` and `end_ns` may be pairs: one time for each trace.
     """
     path = checked(path)
+    data.check_labels(labels)
     pictures = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
     return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
 

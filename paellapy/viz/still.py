@@ -72,5 +72,6 @@ def compare_picture(
     size_inches: tuple[float, float] | None = None,
 ) -> Still:
     """Two traces side by side, on axes of one scale, as a picture for a notebook. Options as in `save_comparison`."""
+    data.check_labels(labels)
     prepared = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
     return Still(draw(prepared, view, theme, size_inches, labels))
