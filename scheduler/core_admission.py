@@ -4,7 +4,7 @@ The arithmetic of admission, once: for a server (`serving.admission`), for simul
 generator. How many of a model's may be in flight follows their latencies: additive increase, multiplicative decrease,
 as TCP finds its window; it aims at half of the time there is. And both this and predictions may use up only part of
 that time: a margin that shrinks with every request that was let in and is late after all, and grows with those in time,
-so that about one in a hundred is late.
+so that about one in two hundred is late: then 99 % are in time also where it varies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LATE = 0.5  # of the way from the shortest latency ever to the limit: one above 
 DECREASE = 0.85
 LARGEST = 4096.0
 LESS_MARGIN = 0.1  # of the margin, with each one late;
-MORE_MARGIN = LESS_MARGIN / 99  # with each one in time
+MORE_MARGIN = LESS_MARGIN / 199  # with each one in time
+FIRST_MARGIN = 0.8  # while no prediction was compared with what came of it
 LEAST_MARGIN = 0.2
 STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
 MARGIN_BACK_NS = 60e9  # from nothing to all of it,
@@ -48,7 +49,7 @@ def new_windows(slots: Iterable[int]) -> Table:
     """For models with batches of up to so many requests."""
     found = np.zeros(len(sizes := list(slots)), WINDOW)
     found["size"] = 2.0 * np.array(sizes)
-    found["shortest_ns"], found["margin"] = np.inf, 1.0
+    found["shortest_ns"], found["margin"] = np.inf, FIRST_MARGIN
     return found
 
 

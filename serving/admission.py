@@ -38,7 +38,7 @@ class Window:
     def __init__(self, size: float, generation: int = 0) -> None:
         self.size, self.generation, self.in_flight = size, generation, 0
         self.since_ns, self.shortest_ns = 0, math.inf
-        self.margin, self.margin_ns, self.lowered_ns, self.floor = 1.0, 0, 0, 0.0
+        self.margin, self.margin_ns, self.lowered_ns, self.floor = core_admission.FIRST_MARGIN, 0, 0, 0.0
 
     def reach_ns(self, limit_ns: float, now_ns: int) -> float:
         """How long a request may be predicted to take."""

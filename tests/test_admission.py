@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import pytest
 from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
 
-from instrument.device.jit import compiled
 from scheduler import core
 from scheduler.core_admission import WINDOW, new_windows, note_latency, reach_ns
 from scheduler.core_models import ModelProfile, SegmentProfile
@@ -21,7 +21,7 @@ from serving.admission import Window
 MS = 1_000_000
 
 
-@compiled
+@numba.njit(error_model="numpy")  # not kept on disk, where edits of what it calls would not be seen
 def note(window, entered, now, limit, number):
     note_latency(window, 0, entered, now, limit, number)
     return reach_ns(window, 0, limit, now)

@@ -11,7 +11,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import DEVICE, infer_body, running
 
-from scheduler.core_admission import LEAST_MARGIN, MARGIN_BACK_NS, STALL
+from scheduler.core_admission import FIRST_MARGIN, LEAST_MARGIN, MARGIN_BACK_NS, STALL
 from scheduler.engine import Engine
 from serving.admission import Admission, Window
 from serving.errors import RefusedError, retry_after_s
@@ -113,7 +113,7 @@ def test_predictions_that_were_too_good_are_trusted_less():
             took = int(predicted * rng.uniform(0.5, 2.0))
             window.done(clock - took, clock, 100 * MS, 1)
             late.append(took > 100 * MS)
-    assert 0.005 < np.mean(late[2000:]) < 0.02  # 0.30 of all
+    assert 0.0025 < np.mean(late[2000:]) < 0.01  # 0.30 of all
 
 
 def margin(window, now):
@@ -126,14 +126,14 @@ def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():
     window.done(0, 10 * MS, 100 * MS, 1)
     for _ in range(60):
         window.done(SECOND, SECOND + 500 * MS, 100 * MS, 60)
-    assert margin(window, SECOND + 500 * MS) == pytest.approx(STALL)
+    assert margin(window, SECOND + 500 * MS) == pytest.approx(STALL * FIRST_MARGIN, rel=0.02)
     for k in range(10, 110):
         window.done(k * 200 * MS, (k + 1) * 200 * MS, 100 * MS, 1)
     assert margin(window, 22 * SECOND) == pytest.approx(LEAST_MARGIN, rel=0.1)
     assert margin(window, 22 * SECOND + int(MARGIN_BACK_NS)) == 1.0  # nobody need be let in for that
-    for k in range(2000):
+    for k in range(4000):
         window.done(22 * SECOND + k * MS, 22 * SECOND + (k + 10) * MS, 100 * MS, 1)
-    assert margin(window, 24 * SECOND + 10 * MS) > 0.9  # or many are, and are in time
+    assert margin(window, 26 * SECOND + 10 * MS) > 0.9  # or many are, and are in time
 
 
 def test_who_asks_for_less_than_is_possible_does_not_make_it_harder_for_others():
