@@ -3,9 +3,9 @@
     python benchmarks/paper.py run [--only fig11,light] [--seeds 5] [--seconds 1] [--budget 300] [--out DIR]
     python benchmarks/paper.py report [--out DIR]        # plots, and docs/results.md
 
-Points that are in DIR/paper.json already are not run again, each is kept as soon as it is measured, and `--budget`
-stops after so many seconds: so it can run in pieces. The same arrivals go to every system; every output is compared
-with that of the module in eager mode.
+Points that are in DIR/paper.json already are not run again, each is kept as soon as it is measured (with the commit),
+and `--budget` stops after so many seconds: so it can run in pieces. The same arrivals go to every system; every output
+is compared with that of the module in eager mode.
 `--tiny` takes models a CPU can compute: with `--device virtual:h200` it shows that everything runs.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
+from common import RESULTS, commit, save
 from engine_load import lognormal_gaps, poisson
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
 from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System
@@ -321,7 +321,7 @@ def run(args: argparse.Namespace) -> None:
     path = folder / "paper.json"
     done: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     chosen = args.only.split(",") if args.only else list(EXPERIMENTS)
-    began = time.monotonic()
+    began, measured = time.monotonic(), commit()
     points = [p for name in chosen for p in EXPERIMENTS[name](options) if p.key not in done.get("points", {})]
     queues = int(os.environ.get(QUEUES, "32"))
     others = {p.setup.queues for p in points} - {queues}
@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> None:
             done = json.loads(path.read_text())["results"]
     points = [p for p in points if p.setup.queues == queues and p.key not in done.get("points", {})]
     device = pp.Device(args.device)
-    results = {"points": {}, "checked": 0, "wrong": 0, "alone_us": {}, **done}
+    results = {"points": {}, "commits": {}, "checked": 0, "wrong": 0, "alone_us": {}, **done}
     # Loading costs more than running: everything that needs the same engine runs in a row.
     groups: dict[Any, list[Point]] = {}
     for point in points:
@@ -361,6 +361,7 @@ def run(args: argparse.Namespace) -> None:
                         break
                     checked, wrong = loaded.checked, loaded.wrong
                     results["points"][point.key] = run_undisturbed(point, loaded)
+                    results["commits"][point.key] = measured
                     results["checked"] += loaded.checked - checked
                     results["wrong"] += loaded.wrong - wrong
                     save("paper", results, device, folder)

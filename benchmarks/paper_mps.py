@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
+from common import RESULTS, commit, save
 from paper import MOST_PAUSE_US, QUEUES, RUN_AGAIN, fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import Loaded, Setup
@@ -96,7 +96,7 @@ def main() -> None:
         return child(args)
     folder = args.out or RESULTS
     stored = json.loads((folder / "paper.json").read_text())["results"] if (folder / "paper.json").exists() else {}
-    results: dict[str, Any] = {"points": {}, "checked": 0, "wrong": 0, "alone_us": {}, **stored}
+    results: dict[str, Any] = {"points": {}, "commits": {}, "checked": 0, "wrong": 0, "alone_us": {}, **stored}
     for percent in args.percent.split(","):
         with tempfile.TemporaryDirectory() as scratch, mps(Path(scratch), args.device.startswith("cuda")) as env:
             run_all(args, percent, env, results)
@@ -131,7 +131,9 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
                 results["wrong"] += sum(a["wrong"] for a in answers)
                 results["checked"] += len(at)
             slow = np.concatenate([np.array(a["latency_ns"]) / alone[m] for m, a in enumerate(answers)])
-            results["points"][f"fig11|MPS, {percent} % each|1.5|{rate}|{seed}"] = {
+            key = f"fig11|MPS, {percent} % each|1.5|{rate}|{seed}"
+            results["commits"][key] = commit()
+            results["points"][key] = {
                 "offered": len(at), "answered": len(slow), "seconds": args.seconds,
                 "throughput": len(slow) / max(a["took_ns"] for a in answers) * 1e9,
                 "p50_slowdown": float(np.quantile(slow, 0.5)), "p99_slowdown": float(np.quantile(slow, 0.99)),

@@ -57,6 +57,11 @@ def sustained(sweep: Series, system: str, sigma: str) -> list[float]:
     return found
 
 
+def commits(sweep: Series, *start: str) -> set[str]:
+    """With which the points were measured whose names begin so: only those of one run are compared."""
+    return {p["commit"] for key, runs in sweep.items() if key[: len(start)] == start for p in runs}
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
@@ -74,15 +79,22 @@ def fig11_text(points: dict[str, Any]) -> str:
         for sigma in sigmas:
             loads = sustained(sweep, system, sigma)
             times = [a / b for a, b in zip(loads, base[sigma], strict=False) if b]  # the same requests
-            row.append(f"{spread(loads, 0)}; {np.median(times):.2f}×" if times else "–")
+            if commits(sweep, system, sigma) != commits(sweep, "streams", sigma):
+                times = []
+            row.append(spread(loads, 0) + (f"; {np.median(times):.2f}×" if times else "") if loads else "–")
         at = sweep.get((system, SIGMA, "4000"))
         ours = sweep.get(("streams", SIGMA, "4000"))
         row.append(spread([p["p99_slowdown"] for p in at], 1) if at else "–")
-        ratios = [a["p99_slowdown"] / b["p99_slowdown"] for a, b in zip(at or [], ours or [], strict=False)]
+        ratios = [
+            a["p99_slowdown"] / b["p99_slowdown"]
+            for a, b in zip(at or [], ours or [], strict=False)
+            if a["commit"] == b["commit"]
+        ]
         row.append(spread(ratios) if ratios else "–")
         most = [p["throughput"] for p in full.get((system,), [])]
         row.append(f"{np.median(most):,.0f}/s" if most else "–")
-        row.append(spread([m / float(np.median(streams)) for m in most]) if most and streams else "–")
+        same = commits(full, system) == commits(full, "streams")
+        row.append(spread([m / float(np.median(streams)) for m in most]) if most and streams and same else "–")
         rows.append(row)
     loads_at = [f"requests/s with 99 % within 4× alone, σ = {sigma}; ÷ streams" for sigma in sigmas]
     return table(["system", *loads_at, "p99 slowdown at 4000/s", "÷ streams", "saturation", "÷ streams"], rows)
@@ -220,19 +232,27 @@ SECTIONS = (
 )
 
 
-def earlier_text(points: dict[str, Any]) -> str:
-    """Which points are of an earlier run, and say so."""
-    found: dict[str, set[str]] = defaultdict(set)
+def earlier_text(points: dict[str, Any], newest: str) -> str:
+    """Which points are of earlier runs."""
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for key, value in points.items():
-        if "commit" in value:
-            kind, *rest = key.split("|")
-            found[value["commit"]].add(f"{kind} with σ = {rest[1]}" if kind == "fig11" else kind)
-    return " ".join(f"Of an earlier run (commit {commit}): {', '.join(sorted(of))}." for commit, of in found.items())
+        kind, *rest = key.split("|")
+        if value.get("commit", newest) != newest:
+            where = f"the sweep with σ = {rest[1]}" if kind == "fig11" else kind.replace("_", " ")
+            found[value["commit"]][where].add(rest[0] if kind in ("fig11", "saturation") else "")
+    lines = []
+    for commit, kinds in found.items():
+        of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
+        lines.append(f"Of an earlier run (commit {commit}), and compared with nothing of this one: {', '.join(of)}.")
+    return " ".join(lines)
 
 
 def report(path: Path, docs: Path = DOCS) -> None:
     stored = json.loads(path.read_text())
-    points, on = stored["results"]["points"], stored["on"]
+    points, on = dict(stored["results"]["points"]), stored["on"]
+    for key, commit in stored["results"].get("commits", {}).items():
+        if key != "light":  # whose entries are models
+            points[key] = {**points[key], "commit": commit}
     text = [
         "# Results on real models",
         f"Made by `benchmarks/paper.py report` from `{path.name}`: {on['device']}, {on['date']}, "
@@ -243,7 +263,7 @@ def report(path: Path, docs: Path = DOCS) -> None:
         "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "
         "fewer.",
     ]
-    if earlier := earlier_text(points):
+    if earlier := earlier_text(points, on["commit"]):
         text.append(earlier)
     for kind, title, make in SECTIONS:
         if any(key.split("|")[0] == kind for key in points):

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from scheduler.core_models import load_profiles
-from scheduler.simulate import simulate
+from scheduler.core_models import ModelProfile, load_profiles
+from scheduler.simulate import busy_alone, simulate
 from scheduler.state import OK
 from scheduler.workload import Trace
 
@@ -43,7 +43,9 @@ def simulated(
     rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
     by = "demand" if isinstance(system.active, float) else "active"
     limit = {by: system.active} if system.active else {}
-    result = simulate(profiles, Trace(rows), system.policy, queues=system.setup.queues, **limit)
+    result = simulate(
+        profiles, Trace(rows), system.policy, queues=system.setup.queues, sm_windows=system.setup.windows > 0, **limit
+    )
     done = result.jobs[result.jobs["status"] == OK]
     alone = np.array([alone_ns[each.name] for each in profiles])  # by what slowdowns were measured too
     slow = (done["finish_ns"] - done["arrival_ns"] + copy[done["model"]]) / alone[done["model"]]
@@ -52,6 +54,17 @@ def simulated(
         "p99_slowdown": float(np.quantile(slow, 0.99)),
         "throughput": len(done) / (float(done["finish_ns"].max()) / 1e9),
     }
+
+
+def in_windows(seen: ModelProfile, without: ModelProfile) -> ModelProfile:
+    """A model with windows of SMs: it counts for the limit on jobs by what it was seen to demand in them, and takes of
+    the GPU what it was seen to take without.
+    """
+    together = {}
+    for batch, demand in seen.demand.items():
+        busy = busy_alone(without.demand[batch], without.together[batch])
+        together[batch] = min(range(1, 64), key=lambda n, d=demand, b=busy: abs(busy_alone(d, n) - b))  # type: ignore[misc]
+    return replace(seen, together=together)
 
 
 def main() -> None:
@@ -70,6 +83,9 @@ def main() -> None:
             replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
             for each in profiles["batcher"]
         ]
+    for name, plain in (("windows", "plain"), ("batched_windows", "batched")):
+        if name in profiles and plain in profiles:
+            profiles[name] = [in_windows(a, b) for a, b in zip(profiles[name], profiles[plain], strict=True)]
     alone_ns = {name: us * 1e3 for name, us in measured["alone_us"].items()}
     light = measured["points"].get("light", {})
     copy_ns = {name: max(0.0, each["graph_us"] - each["launch_us"]) * 1e3 for name, each in light.items()}

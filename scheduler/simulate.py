@@ -35,6 +35,7 @@ FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
 HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
+WINDOWS = 8  # of SMs, where there are any
 BINS = 400  # at most, of the time that a run takes
 
 
@@ -51,6 +52,7 @@ def simulate(
     demand: float | None = None,
     queues: int | None = None,
     admission: bool = False,
+    sm_windows: bool = False,
     host_launch_ns: float = HOST_LAUNCH_NS,
     kernels: OwnKernels | None = None,
 ) -> Results:
@@ -63,6 +65,8 @@ def simulate(
     demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
     8, paellapy sets 32); left out, every stream has its own. `admission`: as in a server, requests that would miss
     their deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
+    `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was seen to hold on an
+    H200; for segments of models whose demand was measured (without windows).
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson
@@ -101,7 +105,13 @@ def simulate(
             "admission is for loads that come whether or not they are answered, and for fidelity 'segments': "
             "leave it out, or choose those"
         )
+    if sm_windows and (fidelity != "segments" or not all(each.demand for each in models)):
+        raise ArgumentError(
+            "sm_windows is for fidelity 'segments' and models whose demand was measured, as an engine measures it that "
+            "loads them: leave it out, or choose those"
+        )
     state = _state(models, len(arrivals) + len(clients))
+    state.g[st.WINDOW_N] = WINDOWS if sm_windows else 0
     set_capacity(state, gpu)
     attach_policy(state, chosen)
     if demand is None and chosen.active is None and all(each.demand for each in models):

@@ -319,3 +319,32 @@ def test_the_scheduling_page_quotes_the_flood() -> None:
     assert f"p99 of {streams['short_p99_ms']:.1f} ms on streams and of {ours['short_p99_ms']:.1f} ms" in text
     assert f"at {ours['long_per_s'] / streams['long_per_s']:.2f} of the throughput" in text
     assert f"{eight['short_p99_ms']:.1f} ms at {eight['long_per_s'] / streams['long_per_s']:.2f}" in text
+
+
+def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
+    text = (ROOT / "docs" / "scheduling.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "sm_windows.json").read_text())["results"]
+    starts = ("| all SMs", "| 8 windows", "| 4 windows", "| 2 windows")
+    quoted = [line for line in text.splitlines() if line.startswith(starts)]
+    figures = {
+        f"| {np.mean(r['alone']):.2f} | {r['saturation']:,.0f}/s | {np.median(r['p99_4000']):.2f} | "
+        f"{np.median(r['p99_5000']):.2f} |"
+        for r in rows
+    }
+    assert len(quoted) == 8
+    for line in quoted:
+        assert any(line.endswith(each) for each in figures), line
+    points = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["results"]["points"]
+
+    def mean(name: str, which: str) -> float:
+        return float(np.mean([p[which] for key, p in points.items() if key.startswith(name)]))
+
+    gain = mean("saturation|slack, windows|", "throughput") / mean("saturation|slack|", "throughput")
+    p99 = [
+        mean(f"fig11|{system}|1.5|5000|", "p99_slowdown")
+        for system in ("slack, windows", "slack", "hrrn, batches, windows", "hrrn, batches")
+    ]
+    flat = text.replace("\n", " ")
+    assert f"{gain:.2f} times the throughput at saturation" in flat
+    assert f"a p99 slowdown of {p99[0]:.1f} instead of {p99[1]:.1f} at 5000" in flat
+    assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}" in flat

@@ -394,3 +394,24 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
     assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
+
+
+def test_windows_of_sms_let_a_crowd_do_more_and_change_nothing_for_few() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
+
+    def served(clients: int, windows: bool) -> int:
+        load = ClosedLoop("net", clients, duration=0.1)
+        return simulate(net, load, "fifo", active=32, sm_windows=windows).all.completed
+
+    few, many = ([served(clients, windows) for windows in (False, True)] for clients in (4, 24))
+    assert few[0] == few[1]
+    assert 1.15 < many[1] / many[0] < 1.25  # 1.19 on an H200
+
+
+@pytest.mark.parametrize(("fidelity", "demand"), [("blocks", {1: 0.3}), ("segments", {})])
+def test_windows_are_simulated_where_demand_was_measured_and_for_segments(
+    fidelity: Fidelity, demand: dict[int, float]
+) -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
+    with pytest.raises(PaellaError, match="demand was measured"):
+        simulate(net, Poisson(10, "net"), sm_windows=True, fidelity=fidelity)
