@@ -1,124 +1,44 @@
 """Simulated time at the grain of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
 
-Each lane's oldest launched segment progresses at a rate up to 1 (its time alone). Segments that run together share:
-
-* *slots* (blocks, warps, registers and shared memory: the fullest) and *memory bandwidth* in proportion to demand, as
-  block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once above 1;
-* *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
-
-Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
-kernels use a resource now and then, not a part of it all the time, and wait for each other whenever they want it at
-once. Programs that want it independently of each other, parts u of the time, keep it busy 1 - Π(1 - u) of the time
-together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0,
-5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
-
-Where jobs keep to windows of SMs they want less of what others have, the less the more they are: a rule with one
-number, chosen so that 24 of them do 1.19 times what they do without, as on the H200.
-
-Streams share the hardware's queues, if their number is given: where the hardware decides, a job waits for those that
-were launched before it into its queue. Not for the last of them: with two of a queue's jobs at a time the sweep of
-Paella's CNNs comes out as on the H200, with one or three it does not (side runs, not kept); why is not known.
-
-The host is modelled too: the core launches one graph after the other, and decides nothing while it does.
+Each lane's oldest launched segment progresses at a rate up to 1 (its time alone), which `fluid_rates` says. The host is
+modelled too: the core launches one graph after the other, and decides nothing while it does.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
-from instrument.device.heaps import Floats, Ints, heap_pop, heap_push
+from instrument.device.heaps import heap_pop, heap_push
 from instrument.device.jit import compiled, inlined
 from scheduler.atomics import store_at
 from scheduler.core import step
-from scheduler.core_admission import WINDOW, leaves, lets_in
+from scheduler.core_admission import leaves, lets_in
 from scheduler.core_rings import RING_FULL, post, take_done
-from scheduler.core_windows import ROOMY
+from scheduler.fluid_rates import share
+from scheduler.fluid_state import (
+    BIN_NS,
+    CORE_FREE,
+    EVENTS,
+    FREE_N,
+    HORIZON,
+    LAUNCH_NS,
+    LAUNCHED,
+    NEWS,
+    NEXT_ARRIVAL,
+    NOW,
+    RECORDS,
+    RESUME_NS,
+    RUN_N,
+    SEGMENT_GAP_NS,
+    TIMERS,
+    Fluid,
+)
 from scheduler.loop import notice_edits
-from scheduler.state import (
-    COMPLETION,
-    DUE_N,
-    NEVER,
-    NONE,
-    OUT_N,
-    QUEUE_FULL,
-    SUBMIT,
-    WHOLE,
-    WHOLE_ALWAYS,
-    WINDOW_N,
-    State,
-    Table,
-)
+from scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State
 
-# F.g
-# NEWS: something for the core to see; QUEUES: of the hardware, 0: as many as there are streams; LAUNCHED: so far
-RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS, QUEUES, LAUNCHED = range(9)
-# F.t
-NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
-SLOTS, MEMORY, ISSUE = range(3)
-MOST_BUSY = 0.995  # at 1 nothing else would ever run
-APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
-AT_ONCE = 2  # jobs of one hardware queue
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
-BATCH = 256
-MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
-
-RECORD = np.dtype(
-    [
-        ("model", "i4"),
-        ("client", "i4"),
-        ("priority", "i4"),
-        ("batch", "i4"),
-        ("status", "i4"),
-        ("source", "i4"),  # closed-loop client it came from, or NONE
-        ("arrival_ns", "i8"),
-        ("deadline_ns", "i8"),
-        ("started_ns", "i8"),
-        ("finish_ns", "i8"),
-    ],
-    align=True,
-)
-ARRIVAL = np.dtype(
-    [("time_ns", "i8"), ("deadline_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True
-)
-LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True)
-
-
-class Programs(NamedTuple):
-    """What the programs take of the GPU: see the same fields of `Fluid`."""
-
-    use: Floats
-    work: Floats
-    busy: Floats
-
-
-class Fluid(NamedTuple):
-    """The simulated GPU, its load, and what came of it. L lanes, M models, B sizes, S segments."""
-
-    g: Ints
-    t: Floats
-    use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
-    work: Floats  # [M, B, S + 1] time alone
-    busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
-    run: Ints  # [L] lanes with something launched
-    segment: Ints  # [L] what runs, or WHOLE
-    behind: Ints  # [L] launches queued behind it
-    left: Floats  # [L] work
-    delay: Floats  # [L] until the launch reaches the GPU
-    rate: Floats  # [L]
-    order: Ints  # [L] its launch was the so-manieth
-    waits: Ints  # [L] 1: it waits for others in its hardware queue
-    idle: Ints  # [L] 1: the lane has been started and has run dry
-    arrivals: Table  # ARRIVAL, by time
-    clients: Table  # LOOP_CLIENT: each has one request at a time
-    timer: Floats  # heap: when loop clients come back
-    timer_id: Ints
-    free: Ints  # request rows
-    records: Table  # RECORD
-    taken: Table  # COMPLETION, scratch
-    window: Table  # WINDOW[M]; without rows everything is let in
-    bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
 
 
 @inlined
@@ -128,106 +48,6 @@ def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
     k = f.work.shape[2] - 1 if segment == WHOLE else segment
     f.left[lane] = f.work[m, size, k]
     f.delay[lane] = delay
-
-
-@inlined
-def line_up(f: Fluid, s: State) -> None:
-    """Who waits in a hardware queue."""
-    if f.g[QUEUES] == 0 or not s.g[WHOLE_ALWAYS]:
-        return
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        before = 0
-        for other in f.run[: f.g[RUN_N]]:
-            same = (s.lane[other].stream_at - s.lane[lane].stream_at) % f.g[QUEUES] == 0
-            before += same and f.order[other] < f.order[lane]
-        f.waits[lane] = 1 if before >= AT_ONCE else 0
-
-
-@inlined
-def runs(f: Fluid, lane: int) -> bool:
-    return bool(f.delay[lane] <= 0.0 and f.waits[lane] == 0)
-
-
-@inlined
-def share(f: Fluid, s: State) -> None:
-    """Everybody's rate, from what all want."""
-    line_up(f, s)
-    slots = 0.0
-    memory = 0.0
-    issue = 0.0
-    last = f.work.shape[2] - 1
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        if runs(f, lane):
-            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-            slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
-            memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
-            issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
-    common = 1.0 / max(1.0, slots, memory)
-    level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        f.rate[lane] = 0.0
-        if runs(f, lane):
-            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
-            f.rate[lane] = common if want <= level else common * level / want
-    share_measured(f, s)
-
-
-@inlined
-def issue_level(f: Fluid, s: State, common: float) -> float:
-    """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
-    last = f.work.shape[2] - 1
-    level = 0.0
-    while True:  # upwards, from below every fair part: each round but the last settles at least one
-        below = 0.0
-        above = 0
-        for k in range(f.g[RUN_N]):
-            lane = f.run[k]
-            if runs(f, lane):
-                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-                want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
-                if want > level:
-                    above += 1
-                else:
-                    below += want
-        if above == 0:
-            return level
-        higher = (1.0 - below) / above
-        if higher <= level * (1.0 + 1e-9):
-            return level
-        level = higher
-
-
-@inlined
-def share_measured(f: Fluid, s: State) -> None:
-    """Rates of programs whose part of the GPU was measured: all together keep it busy as if they did not know of each
-    other, and each gets its part of that by what it wants.
-    """
-    idle = 1.0
-    wants = 0.0
-    last = f.work.shape[2] - 1
-    apart = 1.0
-    if s.g[WINDOW_N] > 0:
-        apart += APART * max(0, f.g[RUN_N] - ROOMY)
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        if runs(f, lane):
-            m, size = s.lane[lane].model, s.lane[lane].size
-            busy = f.busy[m, size] / apart
-            if busy == 0.0:
-                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-                use = f.use[m, size, seg]
-                busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
-            idle *= 1.0 - busy
-            wants -= np.log1p(-busy)
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
-        if runs(f, lane) and busy > 0.0:
-            f.rate[lane] = min(1.0, -np.log1p(-busy) / wants * (1.0 - idle) / busy)
 
 
 @inlined
@@ -461,38 +281,5 @@ def run_fluid(f: Fluid, s: State) -> int:
             return DONE
         progress(f, s, max(at, f.t[NOW]))
 
-
-def new_fluid(
-    state: State, program: Programs, arrivals: Table, clients: Table, bins: int
-) -> Fluid:
-    """An idle GPU and a load for it. Times and rows are the caller's to set; `bins` is an even number."""
-    lanes, rows = len(state.lane), len(state.request)
-    ints = np.int64
-    return Fluid(
-        g=np.array([0, 0, 0, 0, 0, 0, 1, 0, 0], ints),  # the models are yet to be opened: news
-        t=np.zeros(8),
-        use=program.use,
-        work=program.work,
-        busy=program.busy,
-        run=np.zeros(lanes, ints),
-        segment=np.zeros(lanes, ints),
-        behind=np.zeros(lanes, ints),
-        left=np.zeros(lanes),
-        delay=np.zeros(lanes),
-        rate=np.zeros(lanes),
-        order=np.zeros(lanes, ints),
-        waits=np.zeros(lanes, ints),
-        idle=np.ones(lanes, ints),
-        arrivals=arrivals,
-        clients=clients,
-        timer=np.zeros(len(clients) + 1),
-        timer_id=np.zeros(len(clients) + 1, ints),
-        free=np.arange(rows, dtype=ints),
-        records=np.zeros(max(1024, len(arrivals)), RECORD),
-        taken=np.zeros(BATCH, COMPLETION),
-        window=np.zeros(0, WINDOW),
-        bins=np.zeros((bins, 4)),
-    )
-
-
-notice_edits(run_fluid)
+_HERE = Path(__file__).parent
+notice_edits(run_fluid, also=[_HERE / "fluid_state.py", _HERE / "fluid_rates.py"])

@@ -18,12 +18,13 @@ from instrument.device.heaps import heap_push
 from instrument.device.parts import Part, part
 from instrument.device.timing import Timing
 from instrument.errors import ArgumentError, NoDeviceError
-from scheduler import fluid
+from scheduler import fluid_state as fluid
 from scheduler import state as st
 from scheduler.core import attach_policy
 from scheduler.core_admission import new_windows
 from scheduler.core_crowd import CROWDED
 from scheduler.core_models import TOGETHER, ModelProfile, ProfileError, install, open_model, set_capacity
+from scheduler.fluid import MORE_RECORDS, run_fluid
 from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
 from scheduler.simulate_blocks import BlocksGpu
@@ -135,7 +136,7 @@ def simulate(
     f.g[fluid.TIMERS] = len(clients)
     trace = None
     if fidelity == "segments":
-        while fluid.run_fluid(f, state) == fluid.MORE_RECORDS:
+        while run_fluid(f, state) == MORE_RECORDS:
             f = _more_records(f)
     elif kernels is None:
         f = BlocksGpu(gpu, timing, models, f, state, seed).run()

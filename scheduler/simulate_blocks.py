@@ -15,12 +15,13 @@ from instrument.device.sm_model import SmModel
 from instrument.device.sm_program import Kernel, Program
 from instrument.device.timing import Timing
 from instrument.records import WARP_SHIFT
-from scheduler import fluid
+from scheduler import fluid_state as fluid
 from scheduler import state as st
 from scheduler.atomics import store_at
 from scheduler.core import step
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.core_rings import post, take_done
+from scheduler.fluid import occupy
 
 
 @compiled
@@ -172,6 +173,6 @@ class BlocksGpu:
     def _note(self, since: float) -> None:
         """Add the time since then to the occupancy, with the warps that were resident when it began."""
         part = self.resident / self.capacity
-        fluid.occupy.py_func(self.f, since, self.sim.now_ns - since, part, 0.0, 0.0, len(self.words))  # type: ignore[attr-defined]
+        occupy.py_func(self.f, since, self.sim.now_ns - since, part, 0.0, 0.0, len(self.words))  # type: ignore[attr-defined]
         lines = self.sim.lines
         self.resident = float(((lines["started"] - lines["ended"]) >> np.uint64(WARP_SHIFT)).sum())

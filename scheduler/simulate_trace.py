@@ -15,7 +15,7 @@ from instrument.device.virtual import VirtualDevice
 from instrument.records import BLOCK, LAUNCH
 from instrument.trace import DeviceFacts
 from instrument.versions import versions
-from scheduler import fluid
+from scheduler import fluid_state as fluid
 from scheduler import state as st
 from scheduler.backend_virtual import VirtualBackend
 from scheduler.core_models import ModelProfile

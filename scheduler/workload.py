@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import PaellaError
-from scheduler.fluid import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
+from scheduler.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 from scheduler.state import NEVER, Table
 
 Mix = str | Mapping[str, float] | Sequence[str]

@@ -348,3 +348,18 @@ def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
     assert f"{gain:.2f} times the throughput at saturation" in flat
     assert f"a p99 slowdown of {p99[0]:.1f} instead of {p99[1]:.1f} at 5000" in flat
     assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}" in flat
+
+
+def test_readme_quotes_the_load_that_meets_its_targets() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
+    points = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["results"]["points"]
+    sweep = paper_report.series(points, "fig11")
+    ours, streams, batcher = (
+        paper_report.sustained(sweep, system, "1.5")
+        for system in ("hrrn, batches, windows", "streams", "dynamic batcher")
+    )
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    than_streams, than_batcher = (np.median(np.divide(ours, other)) for other in (streams, batcher))
+    assert f"at {than_streams:.1f} times the load that streams do, and {than_batcher:.1f} times that of a" in text

@@ -342,7 +342,7 @@ def test_what_a_program_keeps_busy_follows_from_its_demand(demand: float, togeth
 
 
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
-    """As Paella's CNNs do on an H200: see `scheduler.fluid`."""
+    """As Paella's CNNs do on an H200: see `scheduler.fluid_rates`."""
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)

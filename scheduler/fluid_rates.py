@@ -1,0 +1,131 @@
+"""How segments that run at once share the simulated GPU: the rate of each, up to 1, its time alone.
+
+* *slots* (blocks, warps, registers and shared memory: the fullest) and *memory bandwidth* in proportion to demand, as
+  block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once above 1;
+* *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
+
+Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
+kernels use a resource now and then, not a part of it all the time, and wait for each other whenever they want it at
+once. Programs that want it independently of each other, parts u of the time, keep it busy 1 - Π(1 - u) of the time
+together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0,
+5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
+
+Where jobs keep to windows of SMs they want less of what others have, the less the more they are: a rule with one
+number, chosen so that 24 of them do 1.19 times what they do without, as on the H200.
+
+Streams share the hardware's queues, if their number is given: where the hardware decides, a job waits for those that
+were launched before it into its queue. Not for the last of them: with two of a queue's jobs at a time the sweep of
+Paella's CNNs comes out as on the H200, with one or three it does not (side runs, not kept); why is not known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device.jit import inlined
+from scheduler.core_windows import ROOMY
+from scheduler.fluid_state import ISSUE, MEMORY, MOST_BUSY, QUEUES, RUN_N, SLOTS, Fluid
+from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
+
+APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
+AT_ONCE = 2  # jobs of one hardware queue
+
+
+@inlined
+def line_up(f: Fluid, s: State) -> None:
+    """Who waits in a hardware queue."""
+    if f.g[QUEUES] == 0 or not s.g[WHOLE_ALWAYS]:
+        return
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        before = 0
+        for other in f.run[: f.g[RUN_N]]:
+            same = (s.lane[other].stream_at - s.lane[lane].stream_at) % f.g[QUEUES] == 0
+            before += same and f.order[other] < f.order[lane]
+        f.waits[lane] = 1 if before >= AT_ONCE else 0
+
+
+@inlined
+def runs(f: Fluid, lane: int) -> bool:
+    return bool(f.delay[lane] <= 0.0 and f.waits[lane] == 0)
+
+
+@inlined
+def share(f: Fluid, s: State) -> None:
+    """Everybody's rate, from what all want."""
+    line_up(f, s)
+    slots = 0.0
+    memory = 0.0
+    issue = 0.0
+    last = f.work.shape[2] - 1
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if runs(f, lane):
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
+            memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
+            issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
+    common = 1.0 / max(1.0, slots, memory)
+    level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        f.rate[lane] = 0.0
+        if runs(f, lane):
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+            f.rate[lane] = common if want <= level else common * level / want
+    share_measured(f, s)
+
+
+@inlined
+def issue_level(f: Fluid, s: State, common: float) -> float:
+    """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
+    last = f.work.shape[2] - 1
+    level = 0.0
+    while True:  # upwards, from below every fair part: each round but the last settles at least one
+        below = 0.0
+        above = 0
+        for k in range(f.g[RUN_N]):
+            lane = f.run[k]
+            if runs(f, lane):
+                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+                if want > level:
+                    above += 1
+                else:
+                    below += want
+        if above == 0:
+            return level
+        higher = (1.0 - below) / above
+        if higher <= level * (1.0 + 1e-9):
+            return level
+        level = higher
+
+
+@inlined
+def share_measured(f: Fluid, s: State) -> None:
+    """Rates of programs whose part of the GPU was measured: all together keep it busy as if they did not know of each
+    other, and each gets its part of that by what it wants.
+    """
+    idle = 1.0
+    wants = 0.0
+    last = f.work.shape[2] - 1
+    apart = 1.0
+    if s.g[WINDOW_N] > 0:
+        apart += APART * max(0, f.g[RUN_N] - ROOMY)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if runs(f, lane):
+            m, size = s.lane[lane].model, s.lane[lane].size
+            busy = f.busy[m, size] / apart
+            if busy == 0.0:
+                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                use = f.use[m, size, seg]
+                busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
+            idle *= 1.0 - busy
+            wants -= np.log1p(-busy)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
+        if runs(f, lane) and busy > 0.0:
+            f.rate[lane] = min(1.0, -np.log1p(-busy) / wants * (1.0 - idle) / busy)
