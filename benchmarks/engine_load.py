@@ -182,7 +182,8 @@ class Run:
     outputs: NDArray[np.uint8]  # a row of bytes for each request: its first output
     took_ns: int
     generator_pause_ns: int  # the longest time in which the generator was not run, by whomever
-    core_pause_ns: int  # and the core, while there were requests
+    core_pause_ns: int  # and the core, while there were requests;
+    longest_launch_ns: int  # of which the driver may have taken so much
 
     @property
     def throughput(self) -> float:
@@ -262,6 +263,7 @@ class Generator:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
         window = new_windows(each.model.max_batch for each in self.loaded if admission)
         pauses = np.zeros(2, np.int64)
+        state.t[st.LONGEST_LAUNCH_NS] = 0.0
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
@@ -278,7 +280,7 @@ class Generator:
         cut = slice(0, sent)
         return Run(
             models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
-            int(self._scratch[7]), int(pauses[0]), int(pauses[1]),
+            int(self._scratch[7]), int(pauses[0]), int(pauses[1]), int(state.t[st.LONGEST_LAUNCH_NS]),
         )  # fmt: skip
 
     def alone_ns(

@@ -38,6 +38,7 @@ from scheduler.state import (
     FLIGHT_N,
     LAUNCH_NS,
     LAUNCHES,
+    LONGEST_LAUNCH_NS,
     LOOK_AHEAD,
     MAX_ACTIVE,
     NEVER,
@@ -177,7 +178,9 @@ def launch(s: State, lane: int, now: int) -> bool:
         return True
     began = read_clock(s, s.clock)
     error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
-    s.t[LAUNCH_NS] += read_clock(s, s.clock) - began
+    took = read_clock(s, s.clock) - began
+    s.t[LAUNCH_NS] += took
+    s.t[LONGEST_LAUNCH_NS] = max(s.t[LONGEST_LAUNCH_NS], float(took))
     if error != 0:
         s.g[ERROR] = error
     return bool(error == 0)

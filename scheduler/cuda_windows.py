@@ -36,25 +36,32 @@ class CudaWindows:
             raise LaunchError(f"a GPU of {device.sm_count} SMs is too small for windows of them: use sm_windows=0")
         found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
         groups = list(found)[: int(n)]
-        if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
-            groups.append(rest)
-        first_sm = np.cumsum([0, *(int(group.sm.smCount) for group in groups)])
-        size = min(len(groups), math.ceil(share * device.sm_count / _GROUP_SMS))
-        starts = [round(k * len(groups) / count) % len(groups) for k in range(count)]
-        chosen = [[(first + k) % len(groups) for k in range(size)] for first in starts]
-        self.sms = [{int(sm) for g in each for sm in range(first_sm[g], first_sm[g + 1])} for each in chosen]
         self._allowed: set[tuple[int, int]] = set()  # kernels and the shared memory they may have
         self._green: list[Any] = []
         self._contexts: list[Any] = []
-        made: dict[int, Any] = {}
+        self.sms: list[set[int]] = []
+        if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
+            try:
+                return self._open([*groups, rest], count, share)
+            except LaunchError:  # of a driver that does not put those beside groups
+                self.close()
         try:
-            for first, each in zip(starts, chosen, strict=True):
-                if first not in made:
-                    made[first] = self._create([groups[k] for k in each])
-                self._contexts.append(made[first])
+            self._open(groups, count, share)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, groups: list[Any], count: int, share: float) -> None:
+        first_sm = np.cumsum([0, *(int(group.sm.smCount) for group in groups)])
+        size = min(len(groups), math.ceil(share * self._device.sm_count / _GROUP_SMS))
+        starts = [round(k * len(groups) / count) % len(groups) for k in range(count)]
+        chosen = [[(first + k) % len(groups) for k in range(size)] for first in starts]
+        self.sms = [{int(sm) for g in each for sm in range(first_sm[g], first_sm[g + 1])} for each in chosen]
+        made: dict[int, Any] = {}
+        for first, each in zip(starts, chosen, strict=True):
+            if first not in made:
+                made[first] = self._create([groups[k] for k in each])
+            self._contexts.append(made[first])
 
     def _create(self, groups: list[Any]) -> Any:
         cu = driver()

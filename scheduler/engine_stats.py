@@ -40,7 +40,8 @@ def core_stats(state: State) -> dict[str, Any]:
         "queued": int(g[st.QUEUED_N]),
         "active": int(g[st.ACTIVE_N]),
         "launches": int(g[st.LAUNCHES]),
-        "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver
+        "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver,
+        "longest_launch_ms": float(state.t[st.LONGEST_LAUNCH_NS]) * 1e-6,  # and the most of it for one launch
         "whole_launches": int(g[st.WHOLE_LAUNCHES]),
         "confined_launches": int(g[st.CONFINED_LAUNCHES]),  # to a window of SMs
         "segments": int(g[st.SEGMENTS_DONE]),

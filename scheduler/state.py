@@ -73,11 +73,11 @@ G_SIZE = 43
 RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
-# goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, and how
-# often some were to stand back for a short one
+# goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, how often
+# some were to stand back for a short one, and the longest that the driver took over a launch
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN) = range(14)  # fmt: skip
-T_SIZE = 14
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, LONGEST_LAUNCH_NS) = range(15)  # fmt: skip
+T_SIZE = 15
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)

@@ -48,7 +48,7 @@ class FakeCuda:
 
     `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
     of the groups of SMs in each, and `confined` counts the kernels that ran in each context. After so many, `sends`, no
-    kernel can be sent to one.
+    kernel can be sent to one. `groups_only`: SMs that make up no group are not taken into a window.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FakeCuda:
         self.functions: dict[int, str] = {}
         self.events: dict[int, int] = {}
         self.streams: dict[int, Stream] = {}
-        self.fails, self.silent, self.by_kernel = 0, False, False
+        self.fails, self.silent, self.by_kernel, self.groups_only = 0, False, False, False
         self.sent, self.sends = 0, math.inf
         self.windows: dict[int, list[int]] = {}
         self.confined: Counter[int] = Counter()
@@ -318,6 +318,8 @@ class FakeCuda:
     def cuDevResourceGenerateDesc(self, resources, count):
         numbers = [self._groups[id(each)] for each in resources]
         assert len(set(numbers)) == count == len(resources)
+        if self.groups_only and len(self._groups) - 1 in numbers:
+            return real.CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, None
         self._described = numbers
         return _OK, real.CUdevResourceDesc(next(_ids))
 

@@ -142,6 +142,18 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
     """)
 
 
+def test_windows_are_of_groups_alone_where_the_driver_takes_nothing_beside_them(run):
+    run("""
+        fake.by_kernel = fake.groups_only = True
+        with Engine("cuda", sm_windows=8) as engine:
+            assert len(fake.windows) == 8
+            windows = engine._backend._windows.sms
+            assert set().union(*windows) == set(range(120))
+            assert {len(each) for each in windows} == {48}
+        assert not fake.windows
+    """)
+
+
 def test_what_was_made_goes_also_where_a_load_or_a_trace_fails(run):
     run("""
         fake.by_kernel = True
@@ -365,4 +377,5 @@ def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
             assert engine.state.copy_ring[0, 0] == engine.state.copy_ring[1, 0]
             check_at_rest(engine.state)
             assert engine.stats()["launch_ms"] > 0
+            assert 0 < engine.stats()["longest_launch_ms"] <= engine.stats()["launch_ms"]
     """)

@@ -1,0 +1,136 @@
+"""What most people run: PyTorch's modules called as they are, by threads with a stream each.
+
+    python benchmarks/paper_eager.py [--rates 250,500,1000] [--threads 1,8] [--seeds 2] [--out DIR]
+
+Figure 11's requests in one queue; a thread takes the next, copies its input to the GPU, calls the module, and waits for
+the output. No graphs and no batches. Points are added to paper.json beside the other systems'. Run paper.py before, on
+the same machine: slowdowns are by its times alone. `--device cpu --tiny` shows that it runs, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, commit, need_gpu, save
+from numpy.typing import NDArray
+from paper import fig11_requests
+from paper_models import FIG11, TINY, Kind
+from rich.progress import track
+
+GIVE_UP_S = 60.0
+
+
+class Eager:
+    """Modules, and threads that call them."""
+
+    def __init__(self, kinds: tuple[Kind, ...], device: str, threads: int) -> None:
+        self.kinds, self.device, self.threads = kinds, device, threads
+        self.gpu = device.startswith("cuda")
+        dtype = torch.float16 if self.gpu else torch.float32
+        self.nets = [kind.build(device).to(dtype).to(memory_format=torch.channels_last) for kind in kinds]  # type: ignore[call-overload]
+        self.inputs = [self._ready(kind.inputs(), dtype) for kind in kinds]
+        self.expected, self.rounding = zip(*(kind.expected(device) for kind in kinds), strict=True)
+
+    def _ready(self, inputs: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+        found = torch.from_numpy(inputs).to(dtype).contiguous(memory_format=torch.channels_last)
+        return found.pin_memory() if self.gpu else found
+
+    def answer(self, m: int, which: int, stream: Any) -> NDArray[Any]:
+        with torch.no_grad():
+            x = self.inputs[m][which : which + 1].to(self.device, non_blocking=True)
+            y = self.nets[m](x)[0].to("cpu", non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
+        found: NDArray[Any] = y.float().numpy()
+        return found
+
+    def run(self, at: Any, model: Any, which: Any) -> tuple[NDArray[np.int64], int, int]:
+        """Latencies from the intended arrivals, how long it took, and how many outputs were wrong."""
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        latency, wrong = np.zeros(len(at), np.int64), np.zeros(self.threads, np.int64)
+        begin = time.monotonic_ns() + 50_000_000
+
+        def serve(number: int) -> None:
+            stream = torch.cuda.Stream() if self.gpu else None
+            with torch.cuda.stream(stream) if self.gpu else contextlib.nullcontext():
+                while (i := waiting.get()) >= 0:
+                    m = int(model[i])
+                    found = self.answer(m, int(which[i]), stream)
+                    latency[i] = time.monotonic_ns() - begin - at[i]
+                    wanted = self.expected[m][which[i]]
+                    limit = max(0.02 * (float(np.abs(wanted).max()) + 1e-6), self.rounding[m])
+                    wrong[number] += not float(np.abs(found - wanted).max()) <= limit
+
+        servers = [threading.Thread(target=serve, args=(k,), daemon=True) for k in range(self.threads)]
+        for each in servers:
+            each.start()
+        for i, due in enumerate(at):
+            ahead = (begin + int(due) - time.monotonic_ns()) * 1e-9
+            if ahead > 0:
+                time.sleep(ahead)
+            waiting.put(i)
+        for _ in servers:
+            waiting.put(-1)
+        for each in servers:
+            each.join(GIVE_UP_S)
+            if each.is_alive():
+                raise SystemExit(f"requests were not answered within {GIVE_UP_S:g} s")
+        return latency, time.monotonic_ns() - begin, int(wrong.sum())
+
+    def warm(self) -> None:
+        for m in range(len(self.kinds)):
+            for _ in range(3):
+                self.answer(m, 0, torch.cuda.current_stream() if self.gpu else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="or cpu, with --tiny")
+    parser.add_argument("--rates", default="250,500,1000")
+    parser.add_argument("--threads", default="1,8")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    kinds = TINY if args.tiny else FIG11
+    device = need_gpu("eager modules run on a GPU") if args.device.startswith("cuda") else None
+    folder = args.out or RESULTS
+    path = folder / "paper.json"
+    if not path.exists():
+        raise SystemExit(f"there is no {path}: run paper.py first, whose times alone slowdowns are measured by")
+    results = {"commits": {}, **json.loads(path.read_text())["results"]}
+    alone = np.array([results["alone_us"][kind.label] * 1e3 for kind in kinds])
+    share = np.array([kind.share for kind in kinds])
+    for threads in (int(each) for each in args.threads.split(",")):
+        eager = Eager(kinds, args.device, threads)
+        eager.warm()
+        todo = [(float(rate), seed) for seed in range(args.seeds) for rate in args.rates.split(",")]
+        for rate, seed in track(todo, description=f"eager, {threads} threads"):
+            at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
+            latency, took, wrong = eager.run(at, model, which)
+            slow = latency / alone[model]
+            key = f"fig11|eager, {threads} {'thread' if threads == 1 else 'threads'}|1.5|{rate:g}|{seed}"
+            results["commits"][key] = commit()
+            results["points"][key] = {
+                "offered": len(at), "answered": len(at), "seconds": args.seconds, "throughput": len(at) / took * 1e9,
+                "p50_slowdown": float(np.quantile(slow, 0.5)), "p99_slowdown": float(np.quantile(slow, 0.99)),
+                "within_4x": float((slow <= 4).mean()),
+            }  # fmt: skip
+            results["checked"] += len(at)
+            results["wrong"] += wrong
+            save("paper", results, device, folder)
+    print(f"{results['checked']:,} outputs checked, {results['wrong']} wrong; {save('paper', results, device, folder)}")
+
+
+if __name__ == "__main__":
+    main()
