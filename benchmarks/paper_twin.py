@@ -24,7 +24,8 @@ from rich.progress import track
 from rich.table import Table
 
 from scheduler.core_models import ModelProfile, load_profiles
-from scheduler.simulate import busy_alone, simulate
+from scheduler.demand import busy_alone
+from scheduler.simulate import simulate
 from scheduler.state import OK
 from scheduler.workload import Trace
 

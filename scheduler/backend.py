@@ -42,11 +42,6 @@ class Launches:
     notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
     confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
 
-    @property
-    def crowded(self) -> int:
-        """The whole program as it is launched where many share the GPU."""
-        return self.confined[0][1] if self.confined else self.whole
-
 
 class Backend(ABC):
     """A device behind the engine. One engine owns one backend."""
@@ -99,7 +94,7 @@ class Backend(ABC):
 
     @abstractmethod
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        """Time per run when every lane launches its whole program again and again, all at once, as in a crowd."""
+        """Time per run when every lane launches its whole program again and again, all at once, each on all SMs."""
 
     @abstractmethod
     def release(self, launches: Launches) -> None: ...

@@ -253,7 +253,7 @@ class CudaBackend(Backend):
             began = time.perf_counter_ns()
             for _ in range(rounds):
                 for each, stream in zip(lanes, streams, strict=False):
-                    check(cu.cuGraphLaunch(each.crowded, stream), "timing a graph")
+                    check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
             for stream in streams:
                 check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
             times.append(time.perf_counter_ns() - began)

@@ -207,11 +207,10 @@ class VirtualBackend(Backend):
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
         model = self._new_model()
         program = lanes[0].program
-        windows = [self._windows[k % self.windows] if each.confined else 0 for k, each in enumerate(lanes)]
-        pieces = [Piece(program.body, self._steps(program, 0, len(program.nodes), window)) for window in windows]
+        piece = Piece(program.body, self._steps(program, 0, len(program.nodes), 0))
         streams = [model.stream() for _ in lanes]
         for _ in range(rounds):
-            for stream, piece in zip(streams, pieces, strict=True):
+            for stream in streams:
                 piece.place(model, stream, 0.0)
         model.run()
         return float(model.now_ns) / (rounds * len(lanes))

@@ -14,6 +14,7 @@ from instrument.device.parts import Part
 from instrument.device.timing import Timing
 from instrument.errors import PaellaError
 from scheduler.core_rings import RING_FULL, post
+from scheduler.demand import TOGETHER, usual_demand
 from scheduler.state import ABSENT, NEVER, NONE, OPEN_MODEL, WINDOW_N, State
 
 
@@ -84,9 +85,6 @@ class ModelProfile:
         if not fitting:
             raise ProfileError(f"{self.name} has no batch size for {batch} requests: the largest is {max(self.sizes)}")
         return math.fsum(segment.time_ns for segment in self.sizes[fitting[0]])
-
-
-TOGETHER = 8  # runs at once to measure a demand, where there are as many lanes
 
 
 def save_profiles(path: str | Path, profiles: Iterable[ModelProfile]) -> None:
@@ -160,7 +158,9 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     state.outcome[m] = 0
     for k, (batch, program) in enumerate(profile.sizes.items()):
         times = np.array([each.time_ns for each in program])
-        state.size[m, k] = (batch, len(program), times.sum(), profile.demand.get(batch) or estimate(state, program))
+        seen = profile.demand.get(batch)
+        demand = usual_demand(seen, profile.together.get(batch, TOGETHER)) if seen else estimate(state, program)
+        state.size[m, k] = (batch, len(program), times.sum(), demand)
         tails = times[::-1].cumsum()[::-1]
         for i, each in enumerate(program):
             state.segment[m, k, i] = (each.time_ns, tails[i], each.blocks, each.warps, each.registers,

@@ -24,7 +24,8 @@ import numpy as np
 
 from instrument.device.jit import inlined
 from scheduler.core_windows import ROOMY
-from scheduler.fluid_state import ISSUE, MEMORY, MOST_BUSY, QUEUES, RUN_N, SLOTS, Fluid
+from scheduler.demand import MOST_BUSY
+from scheduler.fluid_state import ISSUE, MEMORY, QUEUES, RUN_N, SLOTS, Fluid
 from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY

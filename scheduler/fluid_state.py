@@ -16,7 +16,6 @@ RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS, QUEUES, LAUNCHED = r
 # F.t
 NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
 SLOTS, MEMORY, ISSUE = range(3)
-MOST_BUSY = 0.995  # at 1 nothing else would ever run
 BATCH = 256
 MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from instrument.device.base import Device
 from scheduler import profile as profiles
 from scheduler.backend import Backend, Launches
-from scheduler.core_models import TOGETHER
+from scheduler.demand import TOGETHER
 from scheduler.errors import ModelError
 from scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
 from scheduler.model import Arrays, Model

@@ -23,7 +23,8 @@ from scheduler import state as st
 from scheduler.core import attach_policy
 from scheduler.core_admission import new_windows
 from scheduler.core_crowd import CROWDED
-from scheduler.core_models import TOGETHER, ModelProfile, ProfileError, install, open_model, set_capacity
+from scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
+from scheduler.demand import TOGETHER, busy_alone
 from scheduler.fluid import MORE_RECORDS, run_fluid
 from scheduler.policy import Policy, Rank, find_policy
 from scheduler.results import Results
@@ -217,27 +218,6 @@ def resources(
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total
     return fluid.Programs(use, work, busy)
-
-
-def busy_alone(demand: float, together: int) -> float:
-    """The part of its time that a program wants the GPU, if `together` of them at once take `demand` of its time each.
-
-    A demand near 1 / together says only that hardly anybody waited. Then half of it is taken: so many that nobody could
-    have seen them wait are not free of cost.
-
-    >>> [round(busy_alone(*each), 3) for each in ((0.25, 8), (0.12, 8), (0.9, 1), (1.0, 8))]
-    [0.213, 0.06, 0.9, 0.995]
-    """
-    if together <= 1:
-        return min(demand, fluid.MOST_BUSY)
-    low, high = demand / 2, fluid.MOST_BUSY
-    for _ in range(50):
-        busy = (low + high) / 2
-        if busy / (1 - (1 - busy) ** together) < demand:
-            low = busy
-        else:
-            high = busy
-    return high
 
 
 def _more_records(f: fluid.Fluid) -> fluid.Fluid:

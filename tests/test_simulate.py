@@ -14,7 +14,8 @@ from instrument.errors import PaellaError
 from paellapy.viz.palette import OKABE_ITO
 from scheduler import state as st
 from scheduler.core_models import ModelProfile, SegmentProfile
-from scheduler.simulate import Fidelity, busy_alone, simulate
+from scheduler.demand import TOGETHER, busy_alone, usual_demand
+from scheduler.simulate import Fidelity, simulate
 from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
 from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
 
@@ -325,6 +326,15 @@ def test_a_short_model_stays_short_beside_a_flood_of_long_ones(fidelity: Fidelit
         for baseline in ("streams", "fifo"):
             assert p99[policy] <= 0.3 * p99[baseline], (policy, baseline, p99)
             assert rate[policy] >= 0.97 * rate[baseline], (policy, baseline, rate)
+
+
+@given(st_.floats(0.15, 0.99), st_.integers(2, 16))
+def test_demands_are_the_same_however_many_ran_to_measure_them(busy: float, together: int) -> None:
+    def seen(n: int) -> float:
+        return float(busy / (1 - (1 - busy) ** n))
+
+    if seen(together) / 2 < busy:  # else hardly anybody had to wait, and it says little
+        assert usual_demand(seen(together), together) == pytest.approx(seen(TOGETHER), rel=1e-3)
 
 
 @pytest.mark.parametrize("demand", [0.2, 0.5, 1.0])
