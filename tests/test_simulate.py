@@ -338,6 +338,11 @@ def test_demands_are_the_same_however_many_ran_to_measure_them(busy: float, toge
         assert usual_demand(seen(together), together) == pytest.approx(seen(TOGETHER), rel=1e-3)
 
 
+@given(st_.floats(0.01, 1.0), st_.integers(0, 8))
+def test_what_eight_demand_is_never_more_than_what_fewer_do(demand: float, together: int) -> None:
+    assert 0.0 < usual_demand(demand, together) <= demand
+
+
 @pytest.mark.parametrize("demand", [0.2, 0.5, 1.0])
 def test_a_measured_demand_comes_out_where_as_many_run_at_once(demand: float) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(100e3, warps=64, kernels=10)] * 5}, lanes=8, demand={1: demand})
