@@ -159,14 +159,15 @@ def best_effort_text(points: dict[str, Any]) -> str:
     found = series(points, "best_effort")
     rows = []
     for (beside, system), runs in found.items():
-        pairs = list(zip(runs, found[beside, "alone"], strict=False))  # the same arrivals
+        pairs = zip(runs, found[beside, "alone"], strict=False)  # the same arrivals
+        times = [p["hp_p99_us"] / alone["hp_p99_us"] for p, alone in pairs if p["commit"] == alone["commit"]]
         shares = ("–", "–")
         if system != "alone":
             shares = tuple(spread([p[f"be_share_{jobs}"] for p in runs]) for jobs in (1, 2))
         rows.append(
             [
                 beside, system, spread([p["hp_p99_us"] for p in runs], 0),
-                spread([p["hp_p99_us"] / alone["hp_p99_us"] for p, alone in pairs]), *shares,
+                spread(times) if times else "–", *shares,
             ]
         )  # fmt: skip
     head = ["best effort", "system", "high priority's p99, µs", "÷ alone", "best effort ÷ one job alone", "÷ two alone"]
@@ -232,14 +233,14 @@ SECTIONS = (
 )
 
 
-def earlier_text(points: dict[str, Any], newest: str) -> str:
-    """Which points are of earlier runs."""
+def earlier_text(measured: dict[str, str], newest: str) -> str:
+    """Which points are of earlier runs, from the commit of each."""
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for key, value in points.items():
+    for key, commit in measured.items():
         kind, *rest = key.split("|")
-        if value.get("commit", newest) != newest:
+        if commit != newest:
             where = f"the sweep with σ = {rest[1]}" if kind == "fig11" else kind.replace("_", " ")
-            found[value["commit"]][where].add(rest[0] if kind in ("fig11", "saturation") else "")
+            found[commit][where].add(rest[0] if kind in ("fig11", "saturation") else "")
     lines = []
     for commit, kinds in found.items():
         of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
@@ -250,7 +251,10 @@ def earlier_text(points: dict[str, Any], newest: str) -> str:
 def report(path: Path, docs: Path = DOCS) -> None:
     stored = json.loads(path.read_text())
     points, on = dict(stored["results"]["points"]), stored["on"]
-    for key, commit in stored["results"].get("commits", {}).items():
+    known = stored["results"].get("commits", {})
+    unknown = "unknown" if known else on["commit"]  # where points had none yet, all were of one run
+    measured = {key: known.get(key, value.get("commit", unknown)) for key, value in points.items()}
+    for key, commit in measured.items():
         if key != "light":  # whose entries are models
             points[key] = {**points[key], "commit": commit}
     text = [
@@ -263,7 +267,7 @@ def report(path: Path, docs: Path = DOCS) -> None:
         "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "
         "fewer.",
     ]
-    if earlier := earlier_text(points, on["commit"]):
+    if earlier := earlier_text(measured, on["commit"]):
         text.append(earlier)
     for kind, title, make in SECTIONS:
         if any(key.split("|")[0] == kind for key in points):

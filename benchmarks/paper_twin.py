@@ -24,7 +24,6 @@ from rich.progress import track
 from rich.table import Table
 
 from scheduler.core_models import ModelProfile, load_profiles
-from scheduler.demand import busy_alone
 from scheduler.simulate import simulate
 from scheduler.state import OK
 from scheduler.workload import Trace
@@ -58,14 +57,10 @@ def simulated(
 
 
 def in_windows(seen: ModelProfile, without: ModelProfile) -> ModelProfile:
-    """A model with windows of SMs: it counts for the limit on jobs by what it was seen to demand in them, and takes of
-    the GPU what it was seen to take without.
+    """A model with windows of SMs takes of the GPU, and counts for the limit on jobs, what it was seen to take without:
+    profiles of earlier runs have what it was seen to take in them.
     """
-    together = {}
-    for batch, demand in seen.demand.items():
-        busy = busy_alone(without.demand[batch], without.together[batch])
-        together[batch] = min(range(1, 64), key=lambda n, d=demand, b=busy: abs(busy_alone(d, n) - b))  # type: ignore[misc]
-    return replace(seen, together=together)
+    return replace(seen, demand=without.demand, together=without.together)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ WINDOW = np.dtype(  # [model]
         ("shortest_ns", "f8"),  # latency of those in time yet
         ("since_ns", "i8"),  # when it was last made smaller
         ("margin", "f8"),  # part of the time that may be used,
-        ("margin_ns", "i8"),  # as of when,
+        ("margin_ns", "i8"),  # as of when (0: nothing was seen yet, whatever the clock says),
         ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it,
         ("floor", "f8"),  # and what the others of the row leave of it
     ],
@@ -61,7 +61,8 @@ def reach_ns(window: Any, m: int, limit: float, now: int) -> float:
     """How long a request may be predicted to take."""
     w = window[m]
     shortest = min(w.shortest_ns, limit)
-    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
+    since = w.margin_ns if w.margin_ns > 0 else now
+    margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
     return float(shortest + margin * (limit - shortest))
 
 
@@ -75,7 +76,8 @@ def note_latency(window: Any, m: int, entered: int, now: int, limit: float, numb
     known = w.shortest_ns < np.inf
     if known and limit < w.shortest_ns:  # it asked for what nobody had yet, and says nothing
         return
-    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
+    since = w.margin_ns if w.margin_ns > 0 else now
+    margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
     if not known or limit >= ROOM * w.shortest_ns:
         if took <= limit:
             margin = min(1.0, margin * (1.0 + MORE_MARGIN))

@@ -40,12 +40,12 @@ class CudaWindows:
         self._green: list[Any] = []
         self._contexts: list[Any] = []
         self.sms: list[set[int]] = []
-        if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
-            try:
-                return self._open([*groups, rest], count, share)
-            except LaunchError:  # of a driver that does not put those beside groups
-                self.close()
         try:
+            if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
+                try:
+                    return self._open([*groups, rest], count, share)
+                except LaunchError:  # of a driver that does not put those beside groups
+                    self.close()
             self._open(groups, count, share)
         except BaseException:
             self.close()

@@ -35,10 +35,13 @@ def busy_alone(demand: float, together: int) -> float:
 def usual_demand(demand: float, together: int) -> float:
     """What a demand that so many were seen to have would be for TOGETHER at once.
 
-    >>> [round(usual_demand(*each), 3) for each in ((0.25, 8), (0.29, 5), (1.0, 2))]
-    [0.25, 0.231, 0.995]
+    Never more than fewer were seen to have: nor of programs so short that even those hardly waited.
+
+    >>> [round(usual_demand(*each), 3) for each in ((0.25, 8), (0.29, 5), (1.0, 2), (0.08, 5))]
+    [0.25, 0.231, 0.995, 0.08]
     """
     if together == TOGETHER:
         return demand
     busy = busy_alone(demand, together)
-    return float(busy / (1 - (1 - busy) ** TOGETHER))
+    usual = float(busy / (1 - (1 - busy) ** TOGETHER))
+    return min(usual, demand) if together < TOGETHER else usual

@@ -84,6 +84,7 @@ class Engine(Requester):
             raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
         if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
             raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
+        policy = find_policy(policy)  # what is wrong is said before anything is made
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.limits = limits or Limits()
         self.max_active = max_active

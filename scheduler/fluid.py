@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from instrument.device import heaps
 from instrument.device.heaps import heap_pop, heap_push
 from instrument.device.jit import compiled, inlined
 from scheduler.atomics import store_at
@@ -281,5 +282,7 @@ def run_fluid(f: Fluid, s: State) -> int:
             return DONE
         progress(f, s, max(at, f.t[NOW]))
 
+
 _HERE = Path(__file__).parent
-notice_edits(run_fluid, also=[_HERE / "fluid_state.py", _HERE / "fluid_rates.py"])
+_PARTS = [_HERE / "fluid_state.py", _HERE / "fluid_rates.py", _HERE / "demand.py", Path(heaps.__file__)]
+notice_edits(run_fluid, also=_PARTS)

@@ -112,7 +112,7 @@ def share_measured(f: Fluid, s: State) -> None:
     wants = 0.0
     last = f.work.shape[2] - 1
     apart = 1.0
-    if s.g[WINDOW_N] > 0:
+    if s.g[WINDOW_N] > 0 and not s.g[WHOLE_ALWAYS]:  # where the hardware decides, nobody keeps to one
         apart += APART * max(0, f.g[RUN_N] - ROOMY)
     for k in range(f.g[RUN_N]):
         lane = f.run[k]

@@ -21,6 +21,7 @@ HEAD = """
     from scheduler.engine import Engine
     from scheduler.errors import *
     from scheduler.model import Model, TensorSpec
+    from scheduler.policy import PolicyError
     from engine_models import random_inputs, scale, scale_model
     ONES = {"x": np.ones(64, np.float32)}
 
@@ -151,6 +152,27 @@ def test_windows_are_of_groups_alone_where_the_driver_takes_nothing_beside_them(
             assert set().union(*windows) == set(range(120))
             assert {len(each) for each in windows} == {48}
         assert not fake.windows
+    """)
+
+
+def test_no_window_is_left_where_an_engine_does_not_come_about(run):
+    run("""
+        create = fake.cuGreenCtxCreate
+
+        def interrupted(*given):
+            if len(fake.windows) == 3:
+                raise KeyboardInterrupt
+            return create(*given)
+
+        for wrong, how in ((PolicyError, {"policy": "srtp"}), (KeyboardInterrupt, {})):
+            fake.cuGreenCtxCreate = create if how else interrupted
+            try:
+                Engine("cuda", sm_windows=8, **how)
+            except wrong:
+                pass
+            else:
+                raise AssertionError(wrong)
+            assert not fake.windows
     """)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -51,3 +52,29 @@ def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) ->
     found = json.loads((tmp_path / "paper.json").read_text())["results"]
     assert found["points"].keys() == found["commits"].keys()
     assert found["points"]["fig11|eager, 2 threads|1.5|50|0"]["answered"] == 20
+
+
+def test_a_module_that_fails_when_it_is_called_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from paper_eager import Eager
+    from paper_models import TINY
+
+    eager = Eager(TINY, "cpu", threads=2)
+    at, model, which = np.arange(8) * 1_000_000, np.zeros(8, np.int64), np.arange(8) % 4
+    latency, _, wrong = eager.run(at, model, which)
+    assert (latency > 0).all()
+    assert wrong == 0
+    answer = eager.answer
+
+    def fail_once_it_runs(m: int, which: int, stream: object) -> object:
+        if which == 3:
+            raise MemoryError("none is left")
+        return answer(m, which, stream)
+
+    monkeypatch.setattr(eager, "answer", fail_once_it_runs)
+    with pytest.raises(MemoryError, match="none is left"):
+        eager.run(at, model, which)
+    monkeypatch.setattr(eager, "answer", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        eager.run(at, model, which)

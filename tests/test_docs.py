@@ -263,6 +263,27 @@ def test_the_results_page_is_what_the_results_say(tmp_path: Path) -> None:
     assert (ROOT / "docs" / "results.md").read_text() == (tmp_path / "results.md").read_text()
 
 
+def test_points_of_other_runs_are_named_and_compared_with_nothing(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
+    stored = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())
+    path, measured = tmp_path / "paper.json", stored["results"]["commits"]
+    measured["light"] = "0123456"
+    for key in [key for key in measured if key.startswith("fig11|slack|")]:
+        del measured[key]
+    for known in (True, False):
+        if not known:  # as they were written before each point named its commit
+            del stored["results"]["commits"]
+        path.write_text(json.dumps(stored))
+        paper_report.report(path, tmp_path)
+        text = (tmp_path / "results.md").read_text()
+        row = next(line for line in text.splitlines() if line.startswith("| slack |"))
+        assert ("(commit 0123456), and compared with nothing of this one: light." in text) == known
+        assert ("(commit unknown)" in text) == known
+        assert ("×" in row) == (not known)
+
+
 def test_the_scheduling_page_quotes_the_engine_on_the_gpu() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "engine_h200.json").read_text())["results"]
     text = (ROOT / "docs" / "scheduling.md").read_text()
@@ -322,6 +343,9 @@ def test_the_scheduling_page_quotes_the_flood() -> None:
 
 
 def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
     text = (ROOT / "docs" / "scheduling.md").read_text()
     rows = json.loads((ROOT / "benchmarks" / "results" / "sm_windows.json").read_text())["results"]
     starts = ("| all SMs", "| 8 windows", "| 4 windows", "| 2 windows")
@@ -347,7 +371,11 @@ def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
     flat = text.replace("\n", " ")
     assert f"{gain:.2f} times the throughput at saturation" in flat
     assert f"a p99 slowdown of {p99[0]:.1f} instead of {p99[1]:.1f} at 5000" in flat
-    assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}" in flat
+    sweep = paper_report.series(points, "fig11")
+    load, without = (
+        np.mean(paper_report.sustained(sweep, system, "1.5")) for system in ("hrrn, batches, windows", "hrrn, batches")
+    )
+    assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}, and {load / without:.2f} times the load" in flat
 
 
 def test_readme_quotes_the_load_that_meets_its_targets() -> None:

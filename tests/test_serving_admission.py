@@ -11,7 +11,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import DEVICE, infer_body, running
 
-from scheduler.core_admission import FIRST_MARGIN, LEAST_MARGIN, MARGIN_BACK_NS, STALL
+from scheduler.core_admission import FIRST_MARGIN, LEAST_MARGIN, MARGIN_BACK_NS, STALL, new_windows, note_latency
 from scheduler.engine import Engine
 from serving.admission import Admission, Window
 from serving.errors import RefusedError, retry_after_s
@@ -119,6 +119,16 @@ def test_predictions_that_were_too_good_are_trusted_less():
 def margin(window, now):
     """The part of the time beyond the shortest latency that may be used."""
     return (window.reach_ns(100 * MS, now) - window.shortest_ns) / (100 * MS - window.shortest_ns)
+
+
+@pytest.mark.parametrize("up_s", [0, 12, 3600])
+def test_the_first_margin_holds_however_long_the_machine_has_been_up(up_s):
+    now = up_s * SECOND + 10 * MS
+    window, table = Window(64.0), new_windows([32])
+    window.done(now - 10 * MS, now, 100 * MS, 1)
+    note_latency.py_func(table.view(np.recarray), 0, now - 10 * MS, now, 100 * MS, 1)
+    assert margin(window, now) == pytest.approx(FIRST_MARGIN, rel=0.01)
+    assert table["margin"][0] == window.margin
 
 
 def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():

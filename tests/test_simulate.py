@@ -15,6 +15,7 @@ from paellapy.viz.palette import OKABE_ITO
 from scheduler import state as st
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.demand import TOGETHER, busy_alone, usual_demand
+from scheduler.fluid import run_fluid
 from scheduler.simulate import Fidelity, simulate
 from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
 from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
@@ -337,6 +338,11 @@ def test_demands_are_the_same_however_many_ran_to_measure_them(busy: float, toge
         assert usual_demand(seen(together), together) == pytest.approx(seen(TOGETHER), rel=1e-3)
 
 
+@given(st_.floats(0.01, 1.0), st_.integers(0, 8))
+def test_what_eight_demand_is_never_more_than_what_fewer_do(demand: float, together: int) -> None:
+    assert 0.0 < usual_demand(demand, together) <= demand
+
+
 @pytest.mark.parametrize("demand", [0.2, 0.5, 1.0])
 def test_a_measured_demand_comes_out_where_as_many_run_at_once(demand: float) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(100e3, warps=64, kernels=10)] * 5}, lanes=8, demand={1: demand})
@@ -416,6 +422,19 @@ def test_windows_of_sms_let_a_crowd_do_more_and_change_nothing_for_few() -> None
     few, many = ([served(clients, windows) for windows in (False, True)] for clients in (4, 24))
     assert few[0] == few[1]
     assert 1.15 < many[1] / many[0] < 1.25  # 1.19 on an H200
+
+
+def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
+    load = ClosedLoop("net", 24, duration=0.1)
+    without, asked = (simulate(net, load, "streams", sm_windows=windows) for windows in (False, True))
+    assert np.array_equal(without.jobs, asked.jobs)
+
+
+def test_simulations_are_compiled_anew_after_an_edit_of_any_part() -> None:
+    seen = {name for name, *_ in run_fluid._cache._cache_file._source_stamp}  # type: ignore[attr-defined]
+    parts = ("fluid", "fluid_rates", "fluid_state", "demand", "heaps", "core_dispatch", "core_windows", "state")
+    assert {f"{each}.py" for each in parts} <= seen
 
 
 @pytest.mark.parametrize(("fidelity", "demand"), [("blocks", {1: 0.3}), ("segments", {})])
