@@ -371,7 +371,7 @@ def run(args: argparse.Namespace) -> None:
                 progress.console.print(f"{setup} of {', '.join(k.label for k in kinds)}: {type(e).__name__}: {e}")
     left = sum(p.key not in results["points"] for p in points)
     print(f"{len(points) - left} points in {time.monotonic() - began:.0f} s, {left} left; ", end="")
-    print(f"{results['checked']:,} outputs checked, {results['wrong']} wrong; {save('paper', results, device, folder)}")
+    print(f"{results['checked']:,} outputs checked, {results['wrong']} wrong; {path}")
 
 
 def main() -> None:

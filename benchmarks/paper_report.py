@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -233,19 +233,20 @@ SECTIONS = (
 )
 
 
-def earlier_text(measured: dict[str, str], newest: str) -> str:
-    """Which points are of earlier runs, from the commit of each."""
+def runs_text(measured: dict[str, str]) -> str:
+    """Which points are of other runs than most, from the commit of each."""
+    most = Counter(measured.values()).most_common(1)[0][0]
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for key, commit in measured.items():
         kind, *rest = key.split("|")
-        if commit != newest:
+        if commit != most:
             where = f"the sweep with σ = {rest[1]}" if kind == "fig11" else kind.replace("_", " ")
             found[commit][where].add(rest[0] if kind in ("fig11", "saturation") else "")
     lines = []
     for commit, kinds in found.items():
         of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
-        lines.append(f"Of an earlier run (commit {commit}), and compared with nothing of this one: {', '.join(of)}.")
-    return " ".join(lines)
+        lines.append(f"Of another run (commit {commit}), and compared with nothing of that one: {', '.join(of)}.")
+    return " ".join([f"Most points are of one run (commit {most}).", *lines]) if lines else ""
 
 
 def report(path: Path, docs: Path = DOCS) -> None:
@@ -267,8 +268,8 @@ def report(path: Path, docs: Path = DOCS) -> None:
         "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "
         "fewer.",
     ]
-    if earlier := earlier_text(measured, on["commit"]):
-        text.append(earlier)
+    if runs := runs_text(measured):
+        text.append(runs)
     for kind, title, make in SECTIONS:
         if any(key.split("|")[0] == kind for key in points):
             text += [f"## {title}", make(points)]
