@@ -279,7 +279,7 @@ def test_points_of_other_runs_are_named_and_compared_with_nothing(tmp_path: Path
         paper_report.report(path, tmp_path)
         text = (tmp_path / "results.md").read_text()
         row = next(line for line in text.splitlines() if line.startswith("| slack |"))
-        assert ("(commit 0123456), and compared with nothing of this one: light." in text) == known
+        assert ("(commit 0123456), and compared with nothing of that one: light." in text) == known
         assert ("(commit unknown)" in text) == known
         assert ("×" in row) == (not known)
 
