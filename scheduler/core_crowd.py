@@ -15,6 +15,7 @@ the others all the time would only cost throughput.
 from __future__ import annotations
 
 from instrument.device.jit import inlined
+from scheduler.core_windows import can_be_confined
 from scheduler.state import (
     ACTIVE_N,
     DEMAND,
@@ -27,7 +28,6 @@ from scheduler.state import (
     SHORT_OFTEN,
     STANDING,
     WAITING,
-    WINDOW_N,
     State,
 )
 
@@ -57,7 +57,7 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
-    limit = s.t[DEMAND_LIMIT] * (MORE_IN_WINDOWS if s.g[WINDOW_N] > 0 else 1.0)
+    limit = s.t[DEMAND_LIMIT] * (MORE_IN_WINDOWS if can_be_confined(s, lane) else 1.0)
     growth = 0.0
     if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
         growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)

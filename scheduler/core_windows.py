@@ -36,6 +36,11 @@ def leave_window(s: State, lane: int) -> None:
 
 
 @inlined
+def can_be_confined(s: State, lane: int) -> bool:
+    return bool(s.g[WINDOW_N] > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
+
+
+@inlined
 def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
 

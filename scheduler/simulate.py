@@ -122,6 +122,8 @@ def simulate(
         state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), demand
     for each in models:
         open_model(state, install(state, each)[0])
+    if sm_windows:
+        state.confined[:, :, -1, 0] = 1  # any program can be confined
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if admission:

@@ -488,11 +488,13 @@ def test_jobs_share_the_gpu_until_their_demand_fills_it(limit: float, together: 
 def test_more_jobs_share_the_gpu_where_each_keeps_to_a_window_of_it() -> None:
     bench = Bench([profile(segments=4, lanes=4, demand={1: 0.4})], policy="fifo", demand=1.0)
     install_windows(bench.state, [set(range(44 * k, 44 * k + 44)) for k in range(3)])
-    for _ in range(4):
-        bench.submit()
-        bench.step()
-    assert len(bench.running) == 3  # where two would without windows
-    bench.run_dry()
+    for handle, together in ((0, 2), (1, 3)):  # what cannot be confined shares the GPU as without windows
+        bench.state.confined[:, :, -1, 0] = handle
+        for _ in range(4):
+            bench.submit()
+            bench.step()
+        assert len(bench.running) == together
+        bench.run_dry()
 
 
 @pytest.mark.parametrize("hold", [False, True])
