@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from scheduler.core_models import ModelProfile, load_profiles
+from scheduler.core_models import load_profiles
 from scheduler.simulate import simulate
 from scheduler.state import OK
 from scheduler.workload import Trace
@@ -56,13 +56,6 @@ def simulated(
     }
 
 
-def in_windows(seen: ModelProfile, without: ModelProfile) -> ModelProfile:
-    """A model with windows of SMs takes of the GPU, and counts for the limit on jobs, what it was seen to take without:
-    profiles of earlier runs have what it was seen to take in them.
-    """
-    return replace(seen, demand=without.demand, together=without.together)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
@@ -73,15 +66,14 @@ def main() -> None:
         for name in SETUPS
         if (folder / f"paper_profiles_{name}.json").exists()
     }
-    if "batcher" in profiles and "batched" in profiles:  # one lane each: too few to see what fills the GPU
-        seen = {each.name: each for each in profiles["batched"]}
-        profiles["batcher"] = [
-            replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
-            for each in profiles["batcher"]
-        ]
-    for name, plain in (("windows", "plain"), ("batched_windows", "batched")):
-        if name in profiles and plain in profiles:
-            profiles[name] = [in_windows(a, b) for a, b in zip(profiles[name], profiles[plain], strict=True)]
+    # What fills the GPU is not seen with one lane each, and profiles of earlier runs have it as seen in windows of SMs.
+    for name, other in (("batcher", "batched"), ("windows", "plain"), ("batched_windows", "batched")):
+        if name in profiles and other in profiles:
+            seen = {each.name: each for each in profiles[other]}
+            profiles[name] = [
+                replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
+                for each in profiles[name]
+            ]
     alone_ns = {name: us * 1e3 for name, us in measured["alone_us"].items()}
     light = measured["points"].get("light", {})
     copy_ns = {name: max(0.0, each["graph_us"] - each["launch_us"]) * 1e3 for name, each in light.items()}

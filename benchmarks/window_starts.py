@@ -36,13 +36,14 @@ MODELS = (FIG11[0], FIG11[4])
 WAYS = ("all SMs", "in a window", "in a window, from its own stream")
 
 
-def make(graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: Any) -> list[list[int]]:
-    """Executable graphs of every part: on all SMs, and in each of some windows."""
-    found, places = windows
+def make(
+    graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: CudaWindows, n: int
+) -> list[list[int]]:
+    """Executable graphs of every part: on all SMs, and in each of the first n windows."""
     made: list[list[int]] = []
     for first, end in bounds:
         with segment_graph(graph, first, end, word) as (part, nodes):
-            made.append([instantiate(part, stream), *found.confined(part, nodes, places, stream)])
+            made.append([instantiate(part, stream), *windows.confined(part, nodes, range(n), stream)])
     return [list(each) for each in zip(*made, strict=True)]
 
 
@@ -89,8 +90,8 @@ def main() -> None:
         graph, keep = capture(half_net(kind), kind, 1)
         n = len(graph.nodes)
         bounds = [(first, min(n, first + args.nodes)) for first in range(0, n, args.nodes)]
-        wholes = make(graph, [(0, n)], word, stream.handle, (windows, [0]))
-        parts = make(graph, bounds, word, stream.handle, (windows, [0]))
+        wholes = make(graph, [(0, n)], word, stream.handle, windows, 1)
+        parts = make(graph, bounds, word, stream.handle, windows, 1)
         found: dict[str, Any] = {"nodes": n, "parts": len(bounds)}
         results["models"][kind.label] = found
         for where, k, on in zip(WAYS, (0, 1, 1), (stream.handle, stream.handle, own), strict=True):
@@ -101,7 +102,7 @@ def main() -> None:
         del keep
     graph, _keep = capture(half_net(MODELS[0]), MODELS[0], 1)
     streams = [CudaStream(device, 0) for _ in range(STREAMS)]
-    handles = make(graph, [(0, len(graph.nodes))], word, stream.handle, (windows, list(range(WINDOWS))))
+    handles = make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS)
     results["windows"] = [
         {"sms": len(sms), "alone_us": run_us(each, stream.handle)}
         for sms, each in zip(windows.sms, handles[1:], strict=True)

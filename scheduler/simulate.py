@@ -67,8 +67,8 @@ def simulate(
     demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
     8, paellapy sets 32); left out, every stream has its own. `admission`: as in a server, requests that would miss
     their deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
-    `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was seen to hold on an
-    H200; for segments of models whose demand was measured (without windows).
+    `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep on
+    an H200; for segments of models whose demand was measured (without windows).
 
     >>> from scheduler.core_models import ModelProfile, SegmentProfile
     >>> from scheduler.workload import Poisson

@@ -123,7 +123,9 @@ def test_an_engine_loads_models_whatever_the_number_of_pools_before(engine):
         np.testing.assert_allclose(found, reference(net, x)[0], rtol=1e-2, atol=1e-4)
 
 
-def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same():
+def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same(monkeypatch):
+    # Beside other processes a window may be measured to be far too slow, and would not be used.
+    monkeypatch.setattr("scheduler.profile._MOST_STRETCH", 1000.0)
     net, x = Net(6), images(300)
     expected = reference(net, x)
     with pp.Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
@@ -131,15 +133,14 @@ def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same():
             pp.Model.from_torch(net, torch.zeros(1, 3, 64, 64), name="crowd", channels_last=True, batch=(1,), lanes=12)
         )
         profile = engine.profile("crowd")[0]
-        assert profile.window_ns > 0  # it can be confined
+        assert profile.confined, (profile.window_ns, profile.whole_ns)
 
         async def main():
             return await asyncio.gather(*(engine.infer("crowd", {"input": each}) for each in x))
 
         for found, wanted in zip(asyncio.run(main()), expected, strict=True):
             np.testing.assert_allclose(found["output"], wanted, rtol=1e-2, atol=1e-4)
-        # Beside other processes a window may be measured to be too slow: then it is never used.
-        assert (0 < engine.stats()["confined_launches"] < engine.stats()["launches"]) == profile.confined
+        assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]
         check_at_rest(engine.state)
 
 
