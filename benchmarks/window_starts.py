@@ -4,9 +4,9 @@
 
 Two CNNs at batch 1, as one graph and cut into graphs of some nodes each, one behind the other: on all SMs, inside a
 window (a green context) from a stream that has all SMs, and from a stream of the window's own. What a graph more costs
-is the difference, over the cuts. Then how long a graph takes in each of 8 windows, which differ in their SMs; and how
-long the host's call takes, the first time a graph is launched on each of 32 streams in each window, and the second and
-third time. CUDA only.
+is the difference, over the cuts. Then how long a graph takes in each of 8 windows, which differ in their SMs; how many
+graphs a second some streams do at once, one behind the other on each; and how long the host's call takes, the first
+time a graph is launched on each of 32 streams in each window, and the second and third time. CUDA only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ STREAMS = 32
 ROUNDS, RUNS = 10, 10
 MODELS = (FIG11[0], FIG11[4])
 WAYS = ("all SMs", "in a window", "in a window, from its own stream")
+AT_ONCE = (1, 2, 4, 8, 16, 32)
+TOGETHER = (*WAYS[:1], "in windows", "in windows, from their own streams", "in one", "in one, from its own streams")
 
 
 def make(
@@ -42,8 +44,8 @@ def make(
     """Executable graphs of every part: on all SMs, and in each of the first n windows."""
     made: list[list[int]] = []
     for first, end in bounds:
-        with segment_graph(graph, first, end, word) as (part, nodes):
-            made.append([instantiate(part, stream), *windows.confined(part, nodes, range(n), stream)])
+        with segment_graph(graph, first, end, word) as part:
+            made.append([instantiate(part.handle, stream), *windows.confined(part, range(n), stream)])
     return [list(each) for each in zip(*made, strict=True)]
 
 
@@ -58,6 +60,20 @@ def run_us(handles: list[int], stream: int) -> float:
         check(cu.cuStreamSynchronize(stream), "waiting")
         times.append((time.perf_counter_ns() - begin) / ROUNDS / 1e3)
     return min(times[1:])
+
+
+def graphs_per_s(jobs: list[tuple[int, int]]) -> float:
+    """Graphs that run at once, each again and again on a stream of its own: the most of some runs."""
+    cu, best = driver(), 0.0
+    for _ in range(RUNS // 2):
+        begin = time.perf_counter_ns()
+        for _ in range(ROUNDS):
+            for handle, stream in jobs:
+                check(cu.cuGraphLaunch(handle, stream), "launching")
+        for _, stream in jobs:
+            check(cu.cuStreamSynchronize(stream), "waiting")
+        best = max(best, ROUNDS * len(jobs) / (time.perf_counter_ns() - begin) * 1e9)
+    return best
 
 
 def launch_us(handle: int, stream: int) -> float:
@@ -75,13 +91,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("windows of SMs are green contexts")
-    cu = driver()
     windows = CudaWindows(device, WINDOWS, WINDOW_SHARE)
     pinned = device._allocate_pinned(64)
     word = int(pinned.ctypes.data)
     stream = CudaStream(device, 0)
-    flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    own = int(check(cu.cuGreenCtxStreamCreate(windows._green[0], flags, 0), "opening a stream of a window"))
+    own = windows.stream(0, 0)
     results: dict[str, Any] = {"models": {}}
     table = Table(title=f"graphs of {args.nodes} nodes", box=None)
     for column in ("model", "where", "one graph, µs", "parts", "all of them, µs", "each more, µs"):
@@ -94,7 +108,7 @@ def main() -> None:
         parts = make(graph, bounds, word, stream.handle, windows, 1)
         found: dict[str, Any] = {"nodes": n, "parts": len(bounds)}
         results["models"][kind.label] = found
-        for where, k, on in zip(WAYS, (0, 1, 1), (stream.handle, stream.handle, own), strict=True):
+        for where, k, on in zip(WAYS, (0, 1, 1), (stream.handle, stream.handle, own.handle), strict=True):
             whole, all_us = run_us(wholes[k], on), run_us(parts[k], on)
             more = (all_us - whole) / max(1, len(bounds) - 1)
             found[where] = {"whole_us": whole, "parts_us": all_us, "start_us": more}
@@ -108,6 +122,25 @@ def main() -> None:
         for sms, each in zip(windows.sms, handles[1:], strict=True)
     ]
     print("in each window:", ", ".join(f"{w['sms']} SMs {w['alone_us']:.1f} µs" for w in results["windows"]))
+    # Every job has graphs of its own: one that runs waits for itself. Their memory is the same, and nobody reads it.
+    most = range(max(AT_ONCE))
+    lanes = [make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS) for _ in most]
+    spread, single = [windows.stream(j % WINDOWS, 0) for j in most], [windows.stream(0, 0) for _ in most]
+    ways = [
+        [(lanes[j][0][0], streams[j].handle) for j in most],
+        [(lanes[j][1 + j % WINDOWS][0], streams[j].handle) for j in most],
+        [(lanes[j][1 + j % WINDOWS][0], spread[j].handle) for j in most],
+        [(lanes[j][1][0], streams[j].handle) for j in most],
+        [(lanes[j][1][0], single[j].handle) for j in most],
+    ]
+    together = Table(title=f"{MODELS[0].label} at once, graphs a second", box=None)
+    for column in ("where", *map(str, AT_ONCE)):
+        together.add_column(column, justify="left" if column == "where" else "right")
+    results["together"] = {}
+    for where, jobs in zip(TOGETHER, ways, strict=True):
+        rates = results["together"][where] = {str(n): graphs_per_s(jobs[:n]) for n in AT_ONCE}
+        together.add_row(where, *(f"{each:,.0f}" for each in rates.values()))
+    Console(width=120).print(together)
     rounds = [
         [[launch_us(each[0], s.handle) for each in handles] for s in streams] for _ in range(3)
     ]  # [round][stream][on all SMs, then each window]

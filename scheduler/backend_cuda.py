@@ -199,7 +199,7 @@ class CudaBackend(Backend):
             self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
         except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
             raise LaunchError(
-                f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.4 "
+                f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.5 "
                 "does; or use sm_windows=0"
             ) from e
         return self._windows.sms
@@ -213,11 +213,11 @@ class CudaBackend(Backend):
         try:
             for k, (first, end) in enumerate([*bounds, (0, len(program.nodes))]):
                 word = words + 8 * (k if k < len(bounds) else lane.plan.n_words - 1)
-                with segment_graph(program.body, first, end, word) as (graph, nodes):
-                    made.append([instantiate(graph, stream)])
+                with segment_graph(program.body, first, end, word) as graph:
+                    made.append([instantiate(graph.handle, stream)])
                     if windows:
                         assert self._windows is not None
-                        made[-1] += self._windows.confined(graph, nodes, windows, stream)
+                        made[-1] += self._windows.confined(graph, windows, stream)
         except BaseException:
             _destroy(handle for each in made for handle in each)
             raise
@@ -278,8 +278,11 @@ class CudaBackend(Backend):
         """Made and used one after the other: CUDA deals them out to the hardware queues in turn."""
         level = CudaStream.level(priority)
         if level not in self._pools:
-            streams = self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.POOL_STREAMS)]
-            for each in streams[: st.QUEUES]:
+            streams = self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.OF_WINDOWS)]
+            if self._windows is not None:
+                order = (k for k in range(self.windows) for _ in range(st.WINDOW_STREAMS))
+                streams += [self._windows.stream(k, priority) for k in order]
+            for each in (*streams[: st.QUEUES], *streams[st.OF_WINDOWS :]):
                 check(driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, each.handle), "opening a stream")
                 each.synchronize()
         return self._pools[level]
@@ -288,7 +291,7 @@ class CudaBackend(Backend):
         self.device.activate()
         streams = self._streams(priority)
         row = list(self._pools).index(CudaStream.level(priority))
-        state.stream[row] = [each.handle for each in streams]
+        state.stream[row, : len(streams)] = [each.handle for each in streams]
         return row
 
     # -- the loop

@@ -43,6 +43,7 @@ from scheduler.state import (
     MAX_ACTIVE,
     NEVER,
     NONE,
+    OF_WINDOWS,
     OUT_N,
     OWN_STREAMS,
     PREEMPTIONS,
@@ -59,6 +60,7 @@ from scheduler.state import (
     WHOLE_ALWAYS,
     WHOLE_IDLE,
     WHOLE_LAUNCHES,
+    WINDOW_STREAMS,
     State,
 )
 
@@ -111,14 +113,18 @@ def measure(s: State) -> None:
 
 @inlined
 def take_stream(s: State, lane: int) -> None:
-    """One that no other job in flight has, if there is one: on a stream, and so in its hardware queue, jobs wait for
-    each other. What is in flight of one job stays on one stream; with nothing in flight it may change. Where the
-    hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
+    """One that no other job in flight has, if there is one, of the window it goes to or of those for all SMs: on a
+    stream, and so in its hardware queue, jobs wait for each other. What is in flight of one job stays on one stream;
+    with nothing in flight it may change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in
+    programs without a scheduler.
     """
     at = QUEUES + lane % OWN_STREAMS
     if not s.g[WHOLE_ALWAYS]:
-        at = 0
-        for k in range(QUEUES):
+        first, number = 0, QUEUES
+        if s.lane[lane].window >= 0:
+            first, number = OF_WINDOWS + s.lane[lane].window * WINDOW_STREAMS, WINDOW_STREAMS
+        at = first
+        for k in range(first, first + number):
             if s.stream_jobs[k] < s.stream_jobs[at]:
                 at = k
             if s.stream_jobs[at] == 0:
@@ -155,7 +161,6 @@ def launch(s: State, lane: int, now: int) -> bool:
         s.flight[s.g[FLIGHT_N]] = lane
         a.flight_at = s.g[FLIGHT_N]
         s.g[FLIGHT_N] += 1
-        take_stream(s, lane)
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
@@ -170,6 +175,8 @@ def launch(s: State, lane: int, now: int) -> bool:
     s.g[WHOLE_LAUNCHES] += a.whole
     what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
     handle = choose_handle(s, lane, k, what.handle)
+    if a.stream_at < 0:
+        take_stream(s, lane)
     if s.g[BACKEND] == VIRTUAL:
         out = s.out[s.g[OUT_N]]
         out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k

@@ -4,6 +4,9 @@ Kernels of small batches leave most of the GPU idle, and still slow each other, 
 Confined to windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to
 the emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
 While few share the GPU, each has all of it.
+
+A window has streams of its own, and a launch begins sooner on one of those. What is in flight of one job stays on one
+stream, so with something in flight it goes elsewhere only where that is much emptier.
 """
 
 from __future__ import annotations
@@ -13,9 +16,20 @@ from typing import Any
 import numpy as np
 
 from instrument.device.jit import inlined
-from scheduler.state import CHOICES, CONFINED_LAUNCHES, FLIGHT_N, NONE, WHOLE_ALWAYS, WINDOW_N, State
+from scheduler.state import (
+    CHOICES,
+    CONFINED_LAUNCHES,
+    FLIGHT_N,
+    NONE,
+    OF_WINDOWS,
+    WHOLE_ALWAYS,
+    WINDOW_N,
+    WINDOW_STREAMS,
+    State,
+)
 
 ROOMY = 4  # so many jobs in flight have all SMs
+STAYING = 0.5  # jobs fewer in another window do not make up for a launch that begins later
 
 _ZERO = np.uint64(0)
 
@@ -52,10 +66,15 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
-    for k in range(1, CHOICES):
+    least = np.inf
+    for k in range(CHOICES):
         window = s.lane_window[lane, k]
-        if window >= 0 and s.window_load[window] < s.window_load[s.lane_window[lane, best]]:
-            best = k
+        if window >= 0:
+            load = float(s.window_load[window])
+            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // WINDOW_STREAMS == window:
+                load -= STAYING * s.overlap[window, window]
+            if load < least:
+                best, least = k, load
     handle = s.confined[lane, a.size, at, best]
     if handle == _ZERO:
         return wide

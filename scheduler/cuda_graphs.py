@@ -112,13 +112,29 @@ def instantiate(graph: Any, stream: int) -> int:
 
 def segment(graph: CapturedGraph, first: int, end: int, word: int, stream: int) -> int:
     """An executable graph of some nodes that ends by writing 1 to the word at an address."""
-    with segment_graph(graph, first, end, word) as (made, _):
-        return instantiate(made, stream)
+    with segment_graph(graph, first, end, word) as made:
+        return instantiate(made.handle, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGraph:
+    """A graph of some nodes of another, and the node at its end that writes 1 to a word."""
+
+    handle: Any
+    nodes: list[Any]
+    end: Any
+    word: int
+
+    def end_in(self, context: Any) -> None:
+        """Has the word written by a context: of kernels in another, the end would be heard of later."""
+        cu = driver()
+        params = _write_word(cu, self.word, context)
+        check(cu.cuGraphBatchMemOpNodeSetParams(self.end, params), "moving a completion word")
 
 
 @contextmanager
-def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[tuple[Any, list[Any]]]:
-    """The graph of a segment, and the captured nodes in it: for as long as it takes to instantiate it."""
+def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
+    """The graph of a segment: for as long as it takes to instantiate it."""
     cu = driver()
     clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
     try:
@@ -131,21 +147,21 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
                 check(cu.cuGraphDestroyNode(copy), "removing a node")
         followed = {a for a, b in graph.edges if a in kept and b in kept}
         last = [node for i, node in kept.items() if i not in followed]
-        params = _write_word(cu, word)
-        check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
-        yield clone, list(kept.values())
+        params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
+        added = check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
+        yield SegmentGraph(clone, list(kept.values()), added, word)
     finally:
         check(cu.cuGraphDestroy(clone), "freeing a graph")
 
 
-def _write_word(cu: Any, address: int) -> Any:
+def _write_word(cu: Any, address: int, context: Any) -> Any:
     operation = cu.CUstreamBatchMemOpParams()
     operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
     operation.writeValue.address = address
     operation.writeValue.value64 = 1
     operation.writeValue.flags = 0  # default: a fence before the write
     params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-    params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
+    params.ctx = context
     params.count = 1
     params.paramArray = [operation]
     params.flags = 0

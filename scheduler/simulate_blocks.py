@@ -58,7 +58,7 @@ class BlocksGpu:
         self.sim = SmModel(
             part, seed, timing=timing, history=1 << 14, false_dependencies=queues > 0, connections=queues or None
         )
-        self._streams = [self.sim.stream() for _ in range(st.POOL_STREAMS)]
+        self._streams = [self.sim.stream() for _ in range(st.OF_WINDOWS)]
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
             for k, program in enumerate(model.sizes.values()):

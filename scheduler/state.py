@@ -83,13 +83,15 @@ T_SIZE = 15
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
 FN_SIZE = 8
 
-# State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
-# handed out, and stand for the GPU's hardware queues; the others belong to lanes, each to its own.
-POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
-POOL_STREAMS = QUEUES + OWN_STREAMS
-
 # Windows of SMs: at most so many; and so many of them for a lane to choose from
 WINDOWS, CHOICES = 64, 4
+
+# State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
+# handed out, and stand for the GPU's hardware queues; the next belong to lanes, each to its own; then come those of
+# each window of SMs.
+POOLS, QUEUES, OWN_STREAMS, WINDOW_STREAMS = 8, 32, 128, 8
+OF_WINDOWS = QUEUES + OWN_STREAMS
+POOL_STREAMS = OF_WINDOWS + WINDOWS * WINDOW_STREAMS
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)

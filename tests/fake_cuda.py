@@ -47,8 +47,10 @@ class FakeCuda:
     """`driver()` and `library()` in one. `fails` is what launches of graphs return; `silent` ones never complete.
 
     `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
-    of the groups of SMs in each, and `confined` counts the kernels that ran in each context. After so many, `sends`, no
-    kernel can be sent to one. `groups_only`: SMs that make up no group are not taken into a window.
+    of the groups of SMs in each, `confined` counts the kernels that ran in each context, and `window_streams` has the
+    context of each of their streams. `at_home` counts graphs that ended in the window whose stream they were launched
+    on. After so many, `sends`, no kernel can be sent to a window. `groups_only`: SMs that make up no group are not taken
+    into one.
     """
 
     def __init__(self) -> None:
@@ -61,6 +63,8 @@ class FakeCuda:
         self.sent, self.sends = 0, math.inf
         self.windows: dict[int, list[int]] = {}
         self.confined: Counter[int] = Counter()
+        self.window_streams: dict[int, int] = {}
+        self.at_home = 0
         self._memory: list[Any] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
         self.library_graph_launch = prototype(self._graph_launch)
@@ -98,6 +102,8 @@ class FakeCuda:
 
     def _graph_launch(self, executable: int, stream: int) -> int:
         if not self.fails and not self.silent:
+            ends = [node.facts.get("context", 0) for node in self.executables[executable] if node.kind == "word"]
+            self.at_home += ends == [self.window_streams.get(stream)]
             for node in self.executables[executable]:
                 self._run(node)
         return self.fails
@@ -214,6 +220,7 @@ class FakeCuda:
         return _OK, real.CUstream(next(_ids))
 
     def cuStreamDestroy(self, stream):
+        self.window_streams.pop(int(stream), None)
         return (_OK,)
 
     def cuStreamSynchronize(self, stream):
@@ -332,8 +339,14 @@ class FakeCuda:
         return _OK, real.CUcontext(int(context))
 
     def cuGreenCtxDestroy(self, context):
+        assert int(context) not in self.window_streams.values(), "streams go first"
         del self.windows[int(context)]
         return (_OK,)
+
+    def cuGreenCtxStreamCreate(self, context, flags, priority):
+        made = self.cuStreamCreateWithPriority(flags, priority)
+        self.window_streams[int(made[1])] = int(context)
+        return made
 
     def cuGraphMemcpyNodeGetParams(self, node):
         facts, copy = self._find(node)[0].facts, real.CUDA_MEMCPY3D()
@@ -373,6 +386,12 @@ class FakeCuda:
     def cuGraphAddBatchMemOpNode(self, graph, dependencies, count, params):
         (operation,) = params.paramArray
         return self._add(graph, dependencies, count, Node("word", address=int(operation.writeValue.address)))
+
+    def cuGraphBatchMemOpNodeSetParams(self, handle, params):
+        node, (operation,) = self._find(handle)[0], params.paramArray
+        assert node.facts["address"] == int(operation.writeValue.address)
+        node.facts["context"] = int(params.ctx)
+        return (_OK,)
 
     def cuGraphAddEventRecordNode(self, graph, dependencies, count, event):
         return self._add(graph, dependencies, count, Node("event", event=int(event)))

@@ -135,11 +135,12 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
                 assert (answer["y"] == 64).all()
             assert engine.stats()["confined_launches"] > 0
             assert len(fake.confined) > 4
+            assert fake.at_home > engine.stats()["confined_launches"] / 2  # on streams of their windows
             with engine.trace() as t:
                 for answer in many(engine, ["six"], 20):
                     assert (answer["y"] == 64).all()
             assert len(t.jobs) == 20
-        assert not fake.graphs and not fake.executables and not fake.windows
+        assert not fake.graphs and not fake.executables and not fake.windows and not fake.window_streams
     """)
 
 

@@ -301,7 +301,8 @@ def check_same(found, sent):
         if key == "bool":
             b = b.view(np.uint8).astype(bool)
         elif key in ("fp16", "bf16"):  # the virtual GPU computes in 32 bits
-            a, b = a.astype(np.float32), b.astype(np.float32)
+            with np.errstate(invalid="ignore"):  # some CPUs report NaNs that signal
+                a, b = a.astype(np.float32), b.astype(np.float32)
             assert np.array_equal(a, b, equal_nan=True)
             continue
         assert a.tobytes() == b.tobytes(), key

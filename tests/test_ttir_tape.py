@@ -160,7 +160,8 @@ def test_narrow_floats_round_as_their_types_do(name: str, size: int) -> None:
 def test_every_float16_survives_the_way_through_float32() -> None:
     element, every = ELEMENTS["f16"], np.arange(65536, dtype=np.uint16).view(np.float16)
     wide = decode(every, element)
-    assert np.array_equal(wide, every.astype(np.float32), equal_nan=True)
+    with np.errstate(invalid="ignore"):  # some CPUs report NaNs that signal
+        assert np.array_equal(wide, every.astype(np.float32), equal_nan=True)
     assert np.array_equal(encode(wide, element), every, equal_nan=True)
     halfway = (wide[:0x7BFF] + wide[1:0x7C00]) / 2  # ties go to even
     with np.errstate(all="ignore"):

@@ -15,9 +15,9 @@ from hypothesis import strategies as some
 import paellapy as pp
 from scheduler import state as st
 from scheduler.backend import WINDOW_SHARE
-from scheduler.core_check import check_at_rest, check_integrity
+from scheduler.core_check import IntegrityError, check_at_rest, check_integrity
 from scheduler.core_models import install, remove
-from scheduler.core_windows import ROOMY, fill_window
+from scheduler.core_windows import ROOMY, STAYING, fill_window
 from scheduler.engine import Engine
 from scheduler.errors import ModelError
 from scheduler.install import install_windows
@@ -64,6 +64,35 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
     assert bench.state.g[st.CONFINED_LAUNCHES] >= WINDOWS
     bench.run_dry()
     assert not bench.state.window_load.any()
+
+
+def window_of_stream(bench: Bench, lane: int) -> int:
+    at = bench.state.lane["stream_at"][lane]
+    return int(at - st.OF_WINDOWS) // st.WINDOW_STREAMS if at >= st.OF_WINDOWS else st.NONE
+
+
+@pytest.mark.parametrize(("fuller", "moves"), [(0, False), (int(48 * STAYING) - 1, False), (48, True)])
+def test_a_job_stays_with_its_stream_and_its_window_unless_another_is_much_emptier(fuller: int, moves: bool) -> None:
+    bench = bench_with_windows()
+    s = bench.state
+    for k in range(ROOMY + 2):
+        bench.submit(k % 3)
+    bench.step()
+    flight = s.flight[: s.g[st.FLIGHT_N]].tolist()
+    for lane in flight:
+        assert window_of_stream(bench, lane) == s.lane["window"][lane]
+    assert len(set(s.lane["stream_at"][flight])) == len(flight)
+    lane = next(each for each in flight if s.lane["window"][each] >= 0 and s.lane["issued"][each] > 1)
+    here, stream = int(s.lane["window"][lane]), int(s.lane["stream_at"][lane])
+    there = next(int(w) for w in s.lane_window[lane, :2] if w != here)
+    s.window_load[:WINDOWS] = 100 + s.overlap[here, :WINDOWS]  # as if as many were everywhere, and the lane here
+    s.window_load[here] += fuller
+    bench.finish_segment(lane)
+    with pytest.raises(IntegrityError, match="how full the windows are"):  # that load is made up
+        bench.step()
+    assert s.lane["flight_at"][lane] >= 0
+    assert s.lane["stream_at"][lane] == stream
+    assert s.lane["window"][lane] == (there if moves else here)
 
 
 def test_windows_that_share_sms_fill_each_other() -> None:

@@ -66,12 +66,17 @@ class CudaArray:
 
 
 class CudaStream(Stream):
-    def __init__(self, device: CudaDevice, priority: int) -> None:
+    def __init__(self, device: CudaDevice, priority: int, green: Any = None) -> None:
+        """`green`: a green context whose SMs it has; without one, all of them."""
         cu = driver()
         device.activate()
         level = self.level(priority)
         non_blocking = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self.handle = int(check(cu.cuStreamCreateWithPriority(non_blocking, level), "creating a stream"))
+        if green is None:
+            made = cu.cuStreamCreateWithPriority(non_blocking, level)
+        else:
+            made = cu.cuGreenCtxStreamCreate(green, non_blocking, level)
+        self.handle = int(check(made, "creating a stream"))
         self.device = device
         weakref.finalize(self, cu.cuStreamDestroy, self.handle)
 
