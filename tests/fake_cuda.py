@@ -49,8 +49,8 @@ class FakeCuda:
     `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
     of the groups of SMs in each, `confined` counts the kernels that ran in each context, and `window_streams` has the
     context of each of their streams. `at_home` counts graphs that ended in the window whose stream they were launched
-    on. After so many, `sends`, no kernel can be sent to a window. `groups_only`: SMs that make up no group are not taken
-    into one.
+    on. After so many, `sends`, no kernel can be sent to a window. `groups_only`: SMs that make up no group are not
+    taken into one.
     """
 
     def __init__(self) -> None:
