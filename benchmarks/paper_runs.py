@@ -31,12 +31,20 @@ class Setup:
     segments: int = 256
     queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
     windows: int = 0  # of SMs
+    by_share: bool = False  # as many lanes in all, more for models that are asked for more often
+
+    def lanes_of(self, share: NDArray[np.float64]) -> list[int]:
+        if not self.by_share:
+            return [self.lanes] * len(share)
+        spare = (self.lanes - LEAST_LANES) * len(share)
+        return [LEAST_LANES + round(spare * each) for each in share.tolist()]
 
 
+LEAST_LANES = 2
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
 PLAIN = Setup((1,), 12)
 DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwise
-BATCHED = Setup((1, 2, 4, 8, 16, 32), 5)
+BATCHED = Setup((1, 2, 4, 8, 16, 32), 5, by_share=True)
 BATCHER = Setup((1, 2, 4, 8, 16, 32), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
 WINDOWS = replace(PLAIN, windows=8, quantum_us=WINDOWS_QUANTUM_US)
@@ -100,16 +108,16 @@ class Loaded:
         )
         self.priorities = list(priorities or [0] * len(kinds))
         where = "cuda" if device.startswith("cuda") else "cpu"
-        for kind, priority in zip(kinds, self.priorities, strict=True):
-            self.engine.load(kind.model(setup.batch, setup.lanes, priority, where))
+        share = np.array([kind.share for kind in kinds])
+        self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
+        for kind, priority, lanes in zip(kinds, self.priorities, setup.lanes_of(self.share), strict=True):
+            self.engine.load(kind.model(setup.batch, lanes, priority, where))
         names = [kind.label for kind in kinds]
         self.alone_ns = np.array([self.engine.profile(name)[0].whole_ns for name in names])
         self.inputs = [kind.inputs() for kind in kinds]
         self.generator = Generator(self.engine, names, self.inputs)
         found = [references[kind.label] if references is not None else kind.expected(where) for kind in kinds]
         self.expected, self.rounding = [each for each, _ in found], [rounding for _, rounding in found]
-        share = np.array([kind.share for kind in kinds])
-        self.share = share / share.sum() if share.sum() else np.full(len(kinds), 1 / len(kinds))
         self.checked = self.wrong = 0
         self.launches = self.confined = 0  # of the last run, in all and to windows of SMs
 

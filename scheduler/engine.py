@@ -44,7 +44,7 @@ from scheduler.state import Limits, new_state, state_bytes
 from scheduler.tap import Tap
 
 QUANTUM_US = 100.0
-WINDOWS_QUANTUM_US = 300.0  # to begin a segment costs the GPU more in a window of SMs
+WINDOWS_QUANTUM_US = 150.0  # to begin a segment costs the GPU more where it moves to another window of SMs
 
 
 class Engine(Requester):
@@ -63,7 +63,7 @@ class Engine(Requester):
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
 
-        `quantum_us` is about how long a segment takes; None: 100, and 300 with windows of SMs.
+        `quantum_us` is about how long a segment takes; None: 100, and 150 with windows of SMs.
 
         `max_active`, how many batches may share the GPU at once; None: as many as would keep two to three GPUs busy, by
         what each was seen to take when it was loaded; more where a queue stays and each leaves most of the GPU idle.
