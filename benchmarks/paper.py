@@ -153,7 +153,7 @@ def beyond(o: Options) -> Iterator[Point]:
 def light(o: Options) -> Iterator[Point]:
     """One request at a time, against a copy of its inputs and one launch of the same graph."""
     kinds = TINY if o.tiny else FIG11
-    n, rounds = (20, 1) if o.tiny else (80, 5)
+    n, rounds = (20, 1) if o.tiny else (80, 7)
 
     def once(loaded: Loaded, m: int) -> dict[str, float]:
         which = np.arange(n, dtype=np.int64) % VARIANTS
