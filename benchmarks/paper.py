@@ -64,6 +64,7 @@ class Options:
     tiny: bool
     sigmas: tuple[float, ...] = (1.5, 2.0)
     systems: tuple[str, ...] = tuple(SYSTEMS)
+    rates: tuple[int, ...] = ()  # of fig11, where they are not to be all
 
 
 def fig11(o: Options) -> Iterator[Point]:
@@ -75,7 +76,7 @@ def fig11(o: Options) -> Iterator[Point]:
         system = SYSTEMS[name]
         if system.setup != KERNELS or seed == 0:
             for rate in rates if system.setup.batch == (1,) else batched:
-                if name == "one stream" and rate > 2000:
+                if (name == "one stream" and rate > 2000) or (o.rates and rate not in o.rates):
                     continue
                 run = fig11_run(system, sigma, rate, seed, o.seconds)
                 yield Point(f"fig11|{name}|{sigma}|{rate}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
@@ -315,7 +316,8 @@ def run(args: argparse.Namespace) -> None:
     systems = tuple(SYSTEMS) if args.systems is None else tuple(args.systems.split(";"))
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise SystemExit(f"no system {unknown[0]!r}; there are {'; '.join(SYSTEMS)}")
-    options = Options(args.seeds, args.seconds, args.tiny, sigmas, systems)
+    rates = tuple(int(each) for each in args.rates.split(",")) if args.rates else ()
+    options = Options(args.seeds, args.seconds, args.tiny, sigmas, systems, rates)
     folder = args.out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "paper.json"
@@ -384,6 +386,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3600.0, help="stop after so many seconds")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--sigma", default="1.5,2.0", help="of fig11's gaps")
+    parser.add_argument("--rates", default="", help="of fig11, not all of them but these")
     parser.add_argument("--systems", help=f"of fig11 and saturation, with ; between them: {'; '.join(SYSTEMS)}")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

@@ -280,7 +280,7 @@ class CudaBackend(Backend):
         if level not in self._pools:
             streams = self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.OF_WINDOWS)]
             if self._windows is not None:
-                order = (k for k in range(self.windows) for _ in range(st.WINDOW_STREAMS))
+                order = (k for k in range(self.windows) for _ in range(st.QUEUES))
                 streams += [self._windows.stream(k, priority) for k in order]
             for each in (*streams[: st.QUEUES], *streams[st.OF_WINDOWS :]):
                 check(driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, each.handle), "opening a stream")

@@ -224,7 +224,7 @@ class VirtualBackend(Backend):
     def pool(self, state: State, priority: int) -> int:
         if not state.stream.any():
             with self._sm_model():
-                n = st.OF_WINDOWS + st.WINDOW_STREAMS * int(state.g[st.WINDOW_N])
+                n = st.OF_WINDOWS + st.QUEUES * int(state.g[st.WINDOW_N])
                 state.stream[0, :n] = [self.sm.stream() for _ in range(n)]
         return 0
 

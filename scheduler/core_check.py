@@ -29,9 +29,11 @@ from scheduler.state import (
     MODE,
     NEVER,
     NONE,
+    OF_WINDOWS,
     QUEUED,
     QUEUED_JOBS,
     QUEUED_N,
+    QUEUES,
     READY_N,
     READY_WAIT,
     RESERVED_MASK,
@@ -163,9 +165,9 @@ def _bits(masks: Table) -> int:
 
 
 def _check_streams(s: State) -> None:
-    found = np.zeros_like(s.stream_jobs)
-    for lane in s.flight[: s.g[FLIGHT_N]]:
-        found[s.lane["stream_at"][lane]] += 1
+    held = s.lane["stream_at"][s.flight[: s.g[FLIGHT_N]]]
+    queues = np.where(held >= OF_WINDOWS, (held - OF_WINDOWS) % QUEUES, held)
+    found = np.bincount(queues, minlength=len(s.stream_jobs))
     _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
     _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
     confined = np.flatnonzero(s.lane["window"] >= 0)

@@ -60,7 +60,6 @@ from scheduler.state import (
     WHOLE_ALWAYS,
     WHOLE_IDLE,
     WHOLE_LAUNCHES,
-    WINDOW_STREAMS,
     State,
 )
 
@@ -113,29 +112,33 @@ def measure(s: State) -> None:
 
 @inlined
 def take_stream(s: State, lane: int) -> None:
-    """One that no other job in flight has, if there is one, of the window it goes to or of those for all SMs: on a
-    stream, and so in its hardware queue, jobs wait for each other. What is in flight of one job stays on one stream;
-    with nothing in flight it may change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in
-    programs without a scheduler.
+    """One in whose hardware queue no other job in flight is, if there is one: in a queue jobs wait for each other. It
+    is of the window that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing
+    in flight it may change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a
+    scheduler.
     """
     at = QUEUES + lane % OWN_STREAMS
     if not s.g[WHOLE_ALWAYS]:
-        first, number = 0, QUEUES
-        if s.lane[lane].window >= 0:
-            first, number = OF_WINDOWS + s.lane[lane].window * WINDOW_STREAMS, WINDOW_STREAMS
-        at = first
-        for k in range(first, first + number):
+        at = 0
+        for k in range(QUEUES):
             if s.stream_jobs[k] < s.stream_jobs[at]:
                 at = k
             if s.stream_jobs[at] == 0:
                 break
     s.stream_jobs[at] += 1
-    s.lane[lane].stream_at = at
+    window = s.lane[lane].window
+    s.lane[lane].stream_at = at if window < 0 else OF_WINDOWS + window * QUEUES + at
+
+
+@inlined
+def queue_of(stream: int) -> int:
+    """Where the jobs on a stream are counted."""
+    return (stream - OF_WINDOWS) % QUEUES if stream >= OF_WINDOWS else stream
 
 
 @inlined
 def leave_stream(s: State, lane: int) -> None:
-    s.stream_jobs[s.lane[lane].stream_at] -= 1
+    s.stream_jobs[queue_of(s.lane[lane].stream_at)] -= 1
     s.lane[lane].stream_at = NONE
     leave_window(s, lane)
 

@@ -22,9 +22,9 @@ from scheduler.state import (
     FLIGHT_N,
     NONE,
     OF_WINDOWS,
+    QUEUES,
     WHOLE_ALWAYS,
     WINDOW_N,
-    WINDOW_STREAMS,
     State,
 )
 
@@ -71,7 +71,7 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
         window = s.lane_window[lane, k]
         if window >= 0:
             load = float(s.window_load[window])
-            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // WINDOW_STREAMS == window:
+            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // QUEUES == window:
                 load -= STAYING * s.overlap[window, window]
             if load < least:
                 best, least = k, load

@@ -87,11 +87,11 @@ FN_SIZE = 8
 WINDOWS, CHOICES = 64, 4
 
 # State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
-# handed out, and stand for the GPU's hardware queues; the next belong to lanes, each to its own; then come those of
-# each window of SMs.
-POOLS, QUEUES, OWN_STREAMS, WINDOW_STREAMS = 8, 32, 128, 8
+# handed out, and stand for the GPU's hardware queues; the next belong to lanes, each to its own; then each window of
+# SMs has one for every queue.
+POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 OF_WINDOWS = QUEUES + OWN_STREAMS
-POOL_STREAMS = OF_WINDOWS + WINDOWS * WINDOW_STREAMS
+POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
@@ -371,7 +371,7 @@ class State(NamedTuple):
     launch: Table  # LAUNCH[L, B, S], by the installer
     whole: Table  # LAUNCH[L, B], by the installer
     stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
-    stream_jobs: NDArray[np.int64]  # [POOL_STREAMS] lanes in flight on each, in whichever pool: the queues are the same
+    stream_jobs: NDArray[np.int64]  # [OF_WINDOWS] lanes in flight on each, in whichever pool and window: by queue
     confined: Words  # [L, B, S + 1, CHOICES] handles of the same in each of the lane's windows, the whole last; 0: none
     lane_window: NDArray[np.int64]  # [L, CHOICES] which windows these are, by the installer; NONE: no more
     overlap: NDArray[np.int64]  # [WINDOWS, WINDOWS] SMs that two of them share, by the installer
@@ -450,7 +450,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "launch": ((n.lanes, n.sizes, n.segments), LAUNCH),
         "whole": ((n.lanes, n.sizes), LAUNCH),
         "stream": ((POOLS, POOL_STREAMS), words),
-        "stream_jobs": ((POOL_STREAMS,), ints),
+        "stream_jobs": ((OF_WINDOWS,), ints),
         "confined": ((n.lanes, n.sizes, n.segments + 1, CHOICES), words),
         "lane_window": ((n.lanes, CHOICES), ints),
         "overlap": ((WINDOWS, WINDOWS), ints),
