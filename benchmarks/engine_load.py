@@ -286,10 +286,16 @@ class Generator:
     def alone_ns(
         self, model: int, size: int, repeats: int, copied: bool, lanes: int = 1, think_ns: int = 0
     ) -> NDArray[np.int64]:
-        """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each."""
+        """Times of single whole launches, without the engine; `copied`: with the copy of the inputs before each.
+
+        Of the lane that the engine would take next: on another, elsewhere in memory, the same takes a bit more or less.
+        """
         times = np.zeros(repeats, np.int64)
         source = self._source[model, : len(self.inputs[model]) if copied else 0]
-        rows = np.array(self.loaded[model].lane_rows[:lanes], np.int64)
+        rows = list(self.loaded[model].lane_rows)
+        opened = int(self.engine.state.model["filling"][self._rows[model]])
+        first = rows.index(opened) if opened in rows else 0
+        rows = np.array((rows[first:] + rows[:first])[:lanes], np.int64)
         launch_alone(self.engine.state, rows, size, source, think_ns, times, self._scratch)
         return times
 

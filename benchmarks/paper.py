@@ -25,13 +25,14 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, commit, save
-from engine_load import lognormal_gaps, poisson
+from engine_load import Run, lognormal_gaps, poisson
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
 from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System
 from rich.progress import Progress
 
 import paellapy as pp
 from instrument.errors import PaellaError
+from scheduler import state as st
 from scheduler.core_models import save_profiles
 from scheduler.policies.paella import with_threshold
 from scheduler.policy import Policy, find_policy
@@ -146,9 +147,23 @@ def beyond(o: Options) -> Iterator[Point]:
                 done = loaded.offer(
                     which.policy, at, model, input_number, which.active, deadline_ns=due, may_fail=True, admission=True
                 )
-                return loaded.summary(done)
+                return {**loaded.summary(done), **who_was_late(done, np.array(due))}
 
             yield Point(f"beyond|{name}|{rate}|{seed}", kinds, setup, (0,) * len(kinds), run)
+
+
+def who_was_late(done: Run, due_ns: Any) -> dict[str, Any]:
+    """Of those that were let in; what expired was not answered, and is late too. When they came (at first nothing is
+    known of how predictions do), of which model they were, and in batches of how many: [late, all] each.
+    """
+    let_in = done.status != st.QUEUE_FULL
+    late = let_in & ((done.status != st.OK) | (done.latency_ns > due_ns[done.model]))
+    since = done.arrival_ns - done.arrival_ns.min()
+    found: dict[str, Any] = {"let_in": int(let_in.sum()), "late": int(late.sum())}
+    for name, by in (("tenth", since * 10 // (since.max() + 1)), ("model", done.model), ("batch", done.batch)):
+        kinds = np.unique(by[let_in])
+        found[f"late_by_{name}"] = {int(k): [int((each & (by == k)).sum()) for each in (late, let_in)] for k in kinds}
+    return found
 
 
 def light(o: Options) -> Iterator[Point]:

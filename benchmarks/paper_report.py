@@ -136,10 +136,13 @@ def beyond_text(points: dict[str, Any]) -> str:
         [system, f"{int(rate):,}/s", spread([100 * p["answered"] / p["offered"] for p in runs], 1),
          spread([p["p99_slowdown"] for p in runs]),
          spread([100 * p["within_4x"] * p["offered"] / max(1, p["answered"]) for p in runs], 1),
+         spread([100 * (1 - p["late"] / max(1, p["let_in"])) for p in runs], 1) if "late" in runs[0] else "–",
          spread([p["throughput"] for p in runs], 0)]
         for (system, rate), runs in series(points, "beyond").items()
     ]  # fmt: skip
-    return table(["system", "offered", "% answered", "their p99 slowdown", "% of them within 4×", "answered/s"], rows)
+    head = ["system", "offered", "% answered", "their p99 slowdown", "% of them within 4×", "with those that expired",
+            "answered/s"]  # fmt: skip
+    return table(head, rows)
 
 
 def light_text(points: dict[str, Any]) -> str:

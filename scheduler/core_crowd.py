@@ -35,7 +35,8 @@ CROWDED = 2.6  # the limit where the engine decides
 QUEUE_NS = 5e7  # how far back is looked
 LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
 MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
-MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those
+MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those;
+MOST_CONFINED = 5.3  # in windows some 24 of the eight CNNs' jobs at once did more than all SMs can do, 34 did less
 MORE_IN_WINDOWS = 1.25  # times the limit, where jobs disturb each other less
 STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
 SHORT_JOB = 16  # which are those of so many segments
@@ -57,12 +58,13 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
-    limit = s.t[DEMAND_LIMIT] * (MORE_IN_WINDOWS if can_be_confined(s, lane) else 1.0)
+    limit, most = s.t[DEMAND_LIMIT], MOST_DEMANDED
+    if can_be_confined(s, lane):
+        limit, most = limit * MORE_IN_WINDOWS, MOST_CONFINED
     growth = 0.0
     if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
         growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
-    most = max(MOST_DEMANDED, limit)
-    return bool(s.t[DEMAND] + demand <= min(most, limit * (1.0 + growth)))
+    return bool(s.t[DEMAND] + demand <= min(max(most, limit), limit * (1.0 + growth)))
 
 
 @inlined

@@ -17,7 +17,7 @@ from hypothesis import strategies as st_
 from scheduler import core, core_rings
 from scheduler import state as st
 from scheduler.core_check import IntegrityError, check_integrity
-from scheduler.core_crowd import MOST_DEMANDED
+from scheduler.core_crowd import MOST_CONFINED, MOST_DEMANDED
 from scheduler.core_models import (
     ModelProfile,
     ProfileError,
@@ -672,10 +672,13 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
     bench.run_dry()
 
 
-def test_no_queue_lets_in_more_jobs_than_hardware_queues_can_take() -> None:
+@pytest.mark.parametrize(("windows", "most"), [(0, MOST_DEMANDED), (8, MOST_CONFINED)])
+def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_windows_can_take(windows: int, most: float) -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
     policy = replace(find_policy("fifo"), active=60)
-    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.4})], policy=policy, demand=6.0, limits=limits)
+    bench = Bench([profile(segments=2, lanes=60, demand={1: 0.4})], policy=policy, demand=4.0, limits=limits)
+    bench.state.g[st.WINDOW_N] = windows
+    bench.state.confined[...] = 1
     for _ in range(60):
         bench.submit()
     for _ in range(200):
@@ -683,7 +686,7 @@ def test_no_queue_lets_in_more_jobs_than_hardware_queues_can_take() -> None:
     for _ in range(10):
         bench.finish_segment(bench.running[0])
         bench.step()
-    assert len(bench.running) == int(MOST_DEMANDED / 0.4)
+    assert len(bench.running) == int(most / 0.4)
     bench.run_dry()
 
 
