@@ -66,14 +66,12 @@ def main() -> None:
         for name in SETUPS
         if (folder / f"paper_profiles_{name}.json").exists()
     }
-    # What fills the GPU is not seen with one lane each, and profiles of earlier runs have it as seen in windows of SMs.
-    for name, other in (("batcher", "batched"), ("windows", "plain"), ("batched_windows", "batched")):
-        if name in profiles and other in profiles:
-            seen = {each.name: each for each in profiles[other]}
-            profiles[name] = [
-                replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
-                for each in profiles[name]
-            ]
+    if "batcher" in profiles and "batched" in profiles:  # what fills the GPU is not seen with one lane each
+        seen = {each.name: each for each in profiles["batched"]}
+        profiles["batcher"] = [
+            replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
+            for each in profiles["batcher"]
+        ]
     alone_ns = {name: us * 1e3 for name, us in measured["alone_us"].items()}
     light = measured["points"].get("light", {})
     copy_ns = {name: max(0.0, each["graph_us"] - each["launch_us"]) * 1e3 for name, each in light.items()}
