@@ -192,10 +192,13 @@ class Loaded:
             "launches": self.launches,
             "confined_launches": self.confined,
             "mean_batch": float(run.batch[good].mean()) if good.any() else 0.0,
-            "p99_us": {
-                kind.label: float(np.quantile(run.latency_ns[good & (run.model == m)], 0.99)) / 1e3
-                for m, kind in enumerate(self.kinds)
-                if (good & (run.model == m)).any()
+            **{
+                f"p{percent}_us": {
+                    kind.label: float(np.quantile(run.latency_ns[good & (run.model == m)], percent / 100)) / 1e3
+                    for m, kind in enumerate(self.kinds)
+                    if (good & (run.model == m)).any()
+                }
+                for percent in (50, 99)
             },
         }
 

@@ -15,19 +15,22 @@ the others all the time would only cost throughput.
 from __future__ import annotations
 
 from instrument.device.jit import inlined
-from scheduler.core_windows import can_be_confined
+from scheduler.core_windows import ROOMY, can_be_confined
 from scheduler.state import (
     ACTIVE_N,
     DEMAND,
     DEMAND_LIMIT,
+    FLIGHT_N,
     LAST_NS,
     LOOK_AHEAD,
     NONE,
     QUEUED_JOBS,
+    QUEUED_N,
     READY_N,
     SHORT_OFTEN,
     STANDING,
     WAITING,
+    WINDOW_N,
     State,
 )
 
@@ -70,6 +73,18 @@ def has_room(s: State, lane: int) -> bool:
 @inlined
 def is_crowded(s: State) -> bool:
     return bool(s.t[DEMAND] > CROWD * s.t[DEMAND_LIMIT])
+
+
+@inlined
+def is_quiet(s: State, lane: int) -> bool:
+    """Whether a lane is alone on the GPU; or, where others would go to windows of SMs, short and one of the few that
+    have them all. Every segment costs, more so there, and nobody waits that would gain by it being held back.
+    """
+    if s.g[READY_N] > 0 or s.g[QUEUED_N] > 0:
+        return False
+    if s.g[ACTIVE_N] == 1 and s.g[FLIGHT_N] == 0:
+        return True
+    return bool(s.g[WINDOW_N] > 0 and s.g[ACTIVE_N] <= ROOMY and s.lane[lane].segments <= SHORT_JOB)
 
 
 @inlined

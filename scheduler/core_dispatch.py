@@ -18,6 +18,7 @@ from scheduler.core_crowd import (
     gives_way,
     has_room,
     in_one_piece,
+    is_quiet,
     look_ahead,
     stands_back,
 )
@@ -47,7 +48,6 @@ from scheduler.state import (
     OUT_N,
     OWN_STREAMS,
     PREEMPTIONS,
-    QUEUED_N,
     QUEUES,
     READY_N,
     REFRESH,
@@ -201,10 +201,9 @@ def feed(s: State, lane: int, now: int) -> bool:
     """Launch as far ahead as an active lane may."""
     a = s.lane[lane]
     if a.issued == 0:
-        alone = s.g[READY_N] == 0 and s.g[QUEUED_N] == 0 and s.g[FLIGHT_N] == 0 and s.g[ACTIVE_N] == 1
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
         first = a.priority >= s.g[TOP_PRIORITY]
-        if s.g[WHOLE_ALWAYS] or (first and (in_one_piece(s, lane) or (s.g[WHOLE_IDLE] and alone))):
+        if s.g[WHOLE_ALWAYS] or (first and (in_one_piece(s, lane) or (s.g[WHOLE_IDLE] and is_quiet(s, lane)))):
             a.whole = 1
             a.segments = 1
     while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:

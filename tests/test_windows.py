@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_bench import Bench, profile
+from core_bench import LIMITS, Bench, profile
 from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -64,6 +65,21 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
     assert bench.state.g[st.CONFINED_LAUNCHES] >= WINDOWS
     bench.run_dry()
     assert not bench.state.window_load.any()
+
+
+@pytest.mark.parametrize(("windows", "long", "pieces"), [(WINDOWS, 1, 1), (WINDOWS, 6, 2), (0, 1, 2)])
+def test_few_short_jobs_go_in_one_piece_where_there_are_windows(windows: int, long: int, pieces: int) -> None:
+    models = [profile(segments=3 * long, lanes=4), profile("b", segments=3 * long, lanes=4)]
+    bench = Bench(models, policy="srpt", limits=replace(LIMITS, segments=32))
+    bench.state.g[st.WINDOW_N] = windows
+    for k in range(2):
+        bench.submit(k)
+        bench.step()
+    first, second = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    assert bench.state.lane["whole"][first]  # alone
+    assert bench.state.lane["issued"][second] == pieces
+    assert bench.state.lane["whole"][second] == (pieces == 1)
+    bench.run_dry()
 
 
 def window_of_stream(bench: Bench, lane: int) -> int:
