@@ -106,6 +106,7 @@ def drive(
             owner[row] = i
             n_free -= 1
             posted = True
+            break  # a copy takes its time: others may be done by now, and who is due next is let in by the clock
         k = rings.take_done(s.ring[0], s.done[0], buffer)
         for j in range(k):
             entry = buffer[j]

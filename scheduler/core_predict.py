@@ -7,7 +7,20 @@ import numpy as np
 from instrument.device.jit import compiled
 from scheduler.atomics import call_rank
 from scheduler.core_requests import fill_job, fill_lane_job
-from scheduler.state import CLIENT_VIRTUAL_NS, F_RANK, FILLING, GAIN, HELD, NEVER, NONE, State
+from scheduler.state import (
+    CLIENT_VIRTUAL_NS,
+    F_RANK,
+    FILLING,
+    GAIN,
+    HELD,
+    NEVER,
+    NONE,
+    RESERVED_MASK,
+    RESERVED_SHIFT,
+    State,
+)
+
+_RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
 
 
 @compiled
@@ -19,7 +32,9 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     if lane < 0:
         queued_before = s.model[m].queued / slots
     else:
-        joins = s.lane[lane].taken + 1
+        # Front ends may have taken slots that the core is yet to hear of.
+        reserved = np.int64((s.lane_word[lane, 0] >> _RESERVED_SHIFT) & _RESERVED_MASK)
+        joins = max(s.lane[lane].taken, reserved) + 1
         if joins > slots:  # it is full: one of those ahead, with what is queued behind it
             joins, lane = 1, NONE
     k = 0

@@ -110,6 +110,19 @@ def test_a_full_lane_that_waits_is_work_ahead():
     bench.run_dry()
 
 
+def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_batch():
+    bench = Bench([profile(batch=(1, 2, 4), lanes=4)], policy="fifo")
+    bench.step()
+    alone = core.predict_finish(bench.state, 0, bench.now)
+    bench.submit(0, direct=True)
+    second = core.predict_finish(bench.state, 0, bench.now)
+    bench.submit(0, direct=True)
+    third = core.predict_finish(bench.state, 0, bench.now)
+    assert alone < second < third
+    bench.step()
+    bench.run_dry()
+
+
 def test_nothing_is_refused_where_all_can_be_in_time_or_nothing_is_asked():
     load = Poisson(300, "net", duration=1.0)
     assert set(simulate([NET], load, admission=True).statuses()) == {"ok"}
