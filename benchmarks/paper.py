@@ -125,9 +125,7 @@ def saturation(o: Options) -> Iterator[Point]:
                 # So many that the requests a policy puts off fill the queue in less than half of the run.
                 n = 60 if o.tiny else 40_000 if m else 12_000
                 done = loaded.saturate(which, n, 2048 if m else 96, s)
-                found = {**loaded.summary(done), "throughput": done.steady_throughput}
-                del found["generator_pause_us"]  # it copies the first requests in one go, and is not late for any
-                return found
+                return {**loaded.summary(done), "throughput": done.steady_throughput}
 
             if system.setup != KERNELS or seed == 0:
                 yield Point(f"saturation|{name}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
@@ -332,6 +330,8 @@ def run(args: argparse.Namespace) -> None:
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise SystemExit(f"no system {unknown[0]!r}; there are {'; '.join(SYSTEMS)}")
     rates = tuple(int(each) for each in args.rates.split(",")) if args.rates else ()
+    if wrong := sorted(set(rates) - set(RATES) - set(BATCHED_RATES)):
+        raise SystemExit(f"no rate {wrong[0]} in the sweep, which has {RATES}, and with batches {BATCHED_RATES}")
     options = Options(args.seeds, args.seconds, args.tiny, sigmas, systems, rates)
     folder = args.out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)

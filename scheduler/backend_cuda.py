@@ -278,13 +278,22 @@ class CudaBackend(Backend):
         """Made and used one after the other: CUDA deals them out to the hardware queues in turn."""
         level = CudaStream.level(priority)
         if level not in self._pools:
-            streams = self._pools[level] = [CudaStream(self.device, priority) for _ in range(st.OF_WINDOWS)]
-            if self._windows is not None:
-                order = (k for k in range(self.windows) for _ in range(st.QUEUES))
-                streams += [self._windows.stream(k, priority) for k in order]
-            for each in (*streams[: st.QUEUES], *streams[st.OF_WINDOWS :]):
-                check(driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, each.handle), "opening a stream")
-                each.synchronize()
+            streams: list[CudaStream] = []
+            try:
+                for _ in range(st.OF_WINDOWS):
+                    streams.append(CudaStream(self.device, priority))
+                for window in range(self.windows):
+                    for _ in range(st.QUEUES):
+                        assert self._windows is not None
+                        streams.append(self._windows.stream(window, priority))
+                for k in (*range(st.QUEUES), *range(st.OF_WINDOWS, len(streams))):
+                    opened = driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, streams[k].handle)
+                    check(opened, "opening a stream")
+                    streams[k].synchronize()
+            except BaseException:
+                streams.clear()  # those of a window go before it does, whoever keeps the error
+                raise
+            self._pools[level] = streams
         return self._pools[level]
 
     def pool(self, state: State, priority: int) -> int:

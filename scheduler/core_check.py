@@ -166,6 +166,7 @@ def _bits(masks: Table) -> int:
 
 def _check_streams(s: State) -> None:
     held = s.lane["stream_at"][s.flight[: s.g[FLIGHT_N]]]
+    _require((held >= 0).all(), "a lane is in flight without a stream")
     queues = np.where(held >= OF_WINDOWS, (held - OF_WINDOWS) % QUEUES, held)
     found = np.bincount(queues, minlength=len(s.stream_jobs))
     _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")

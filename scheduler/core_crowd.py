@@ -30,7 +30,6 @@ from scheduler.state import (
     SHORT_OFTEN,
     STANDING,
     WAITING,
-    WINDOW_N,
     State,
 )
 
@@ -77,14 +76,14 @@ def is_crowded(s: State) -> bool:
 
 @inlined
 def is_quiet(s: State, lane: int) -> bool:
-    """Whether a lane is alone on the GPU; or, where others would go to windows of SMs, short and one of the few that
-    have them all. Every segment costs, more so there, and nobody waits that would gain by it being held back.
+    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs where more would go to windows
+    of them. Every segment costs, and nobody waits that would gain by it being held back.
     """
     if s.g[READY_N] > 0 or s.g[QUEUED_N] > 0:
         return False
     if s.g[ACTIVE_N] == 1 and s.g[FLIGHT_N] == 0:
         return True
-    return bool(s.g[WINDOW_N] > 0 and s.g[ACTIVE_N] <= ROOMY and s.lane[lane].segments <= SHORT_JOB)
+    return bool(s.g[ACTIVE_N] <= ROOMY and s.lane[lane].segments <= SHORT_JOB and can_be_confined(s, lane))
 
 
 @inlined

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from instrument.device.jit import compiled
-from scheduler.atomics import call_rank
+from scheduler.atomics import call_rank, load_at
 from scheduler.core_requests import fill_job, fill_lane_job
+from scheduler.core_rings import address
 from scheduler.state import (
     CLIENT_VIRTUAL_NS,
     F_RANK,
@@ -14,7 +15,6 @@ from scheduler.state import (
     GAIN,
     HELD,
     NEVER,
-    NONE,
     RESERVED_MASK,
     RESERVED_SHIFT,
     State,
@@ -33,10 +33,10 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
         queued_before = s.model[m].queued / slots
     else:
         # Front ends may have taken slots that the core is yet to hear of.
-        reserved = np.int64((s.lane_word[lane, 0] >> _RESERVED_SHIFT) & _RESERVED_MASK)
+        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
         joins = max(s.lane[lane].taken, reserved) + 1
-        if joins > slots:  # it is full: one of those ahead, with what is queued behind it
-            joins, lane = 1, NONE
+        if joins > slots:  # it is full: it goes before, with what is queued behind it
+            joins, queued_before = 1, 1.0 + s.model[m].queued / slots
     k = 0
     while s.size[m, k].batch < joins:
         k += 1

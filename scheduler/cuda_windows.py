@@ -74,7 +74,7 @@ class CudaWindows:
         return green, check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
 
     def stream(self, window: int, priority: int) -> CudaStream:
-        """A stream of a window: graphs that run in it begin 3 to 12 µs sooner there than on one of all SMs."""
+        """A stream of a window: graphs that run in it begin sooner there than on one of all SMs."""
         return CudaStream(self._device, priority, self._windows[window][0])
 
     def confined(self, graph: SegmentGraph, windows: Sequence[int], stream: int) -> list[int]:

@@ -65,9 +65,10 @@ class FakeCuda:
         self.confined: Counter[int] = Counter()
         self.window_streams: dict[int, int] = {}
         self.at_home = 0
+        self.made: set[int] = set()  # streams
         self._memory: list[Any] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
-        self.library_graph_launch = prototype(self._graph_launch)
+        self.library_graph_launch = prototype(self._library_graph_launch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real, name)  # enums and structures
@@ -99,6 +100,10 @@ class FakeCuda:
             (address,) = struct.unpack("<Q", f["parameters"])
             ctypes.c_uint64.from_address(address).value = time.perf_counter_ns()
             ctypes.c_uint32.from_address(address + 8).value = 132
+
+    def _library_graph_launch(self, executable: int, stream: int) -> int:
+        known = stream in self.made
+        return self._graph_launch(executable, stream) if known else int(real.CUresult.CUDA_ERROR_INVALID_HANDLE)
 
     def _graph_launch(self, executable: int, stream: int) -> int:
         if not self.fails and not self.silent:
@@ -217,10 +222,13 @@ class FakeCuda:
     # -- streams and events
 
     def cuStreamCreateWithPriority(self, flags, priority):
-        return _OK, real.CUstream(next(_ids))
+        handle = next(_ids)
+        self.made.add(handle)
+        return _OK, real.CUstream(handle)
 
     def cuStreamDestroy(self, stream):
         self.window_streams.pop(int(stream), None)
+        self.made.discard(int(stream))
         return (_OK,)
 
     def cuStreamSynchronize(self, stream):

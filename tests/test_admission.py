@@ -110,15 +110,17 @@ def test_a_full_lane_that_waits_is_work_ahead():
     bench.run_dry()
 
 
-def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_batch():
-    bench = Bench([profile(batch=(1, 2, 4), lanes=4)], policy="fifo")
+@pytest.mark.parametrize(("sizes", "whole"), [((1,), 150_000), ((1, 2, 4), 300_000)])
+def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_batch(sizes, whole):
+    bench = Bench([profile(batch=sizes, lanes=4)], policy="fifo")
     bench.step()
-    alone = core.predict_finish(bench.state, 0, bench.now)
-    bench.submit(0, direct=True)
-    second = core.predict_finish(bench.state, 0, bench.now)
-    bench.submit(0, direct=True)
-    third = core.predict_finish(bench.state, 0, bench.now)
-    assert alone < second < third
+    predicted = []
+    for _ in range(sizes[-1] + 1):
+        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+        bench.submit(0, direct=True)
+    assert predicted == sorted(predicted)
+    assert predicted[0] < predicted[-2] or sizes == (1,)
+    assert predicted[-1] == bench.now + whole + predicted[0] - bench.now  # behind a full lane
     bench.step()
     bench.run_dry()
 

@@ -144,6 +144,48 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
     """)
 
 
+def test_windows_have_streams_for_every_priority(run):
+    run("""
+        fake.by_kernel = True
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+            for name, priority in (("low", 0), ("high", 1)):
+                engine.load(scale_model(name, 2.0, steps=6, batch=(1,), lanes=8, priority=priority))
+            for answer in many(engine, ["low", "high"], 200):
+                assert (answer["y"] == 64).all()
+            assert fake.at_home > 0
+        assert not fake.windows and not fake.window_streams
+    """)
+
+
+def test_a_load_that_fails_for_want_of_a_stream_leaves_none_and_the_next_has_them_all(run):
+    run("""
+        fake.by_kernel = True
+        create, left = fake.cuGreenCtxStreamCreate, [100]
+
+        def fails(*args):
+            left[0] -= 1
+            return (fake.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None) if left[0] == 0 else create(*args)
+
+        fake.cuGreenCtxStreamCreate = fails
+        with Engine("cuda", "srpt", quantum_us=20, max_active=12, sm_windows=8) as engine:
+            engine._backend.segment_times_ns = lambda launches, *how: ([1e4] * len(launches.bounds), 1e5, 1.1e5)
+            model = scale_model("six", 2.0, steps=6, batch=(1,), lanes=12)
+            try:
+                engine.load(model)
+            except pp.PaellaError as e:
+                assert "creating a stream" in str(e), e
+            else:
+                raise AssertionError("loaded")
+            assert not fake.window_streams
+            engine.load(model)
+            for answer in many(engine, ["six"], 200):
+                assert (answer["y"] == 64).all()
+            assert engine.stats()["confined_launches"] > 0
+        assert not fake.windows and not fake.window_streams
+    """)
+
+
 def test_windows_are_of_groups_alone_where_the_driver_takes_nothing_beside_them(run):
     run("""
         fake.by_kernel = fake.groups_only = True

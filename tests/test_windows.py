@@ -72,6 +72,7 @@ def test_few_short_jobs_go_in_one_piece_where_there_are_windows(windows: int, lo
     models = [profile(segments=3 * long, lanes=4), profile("b", segments=3 * long, lanes=4)]
     bench = Bench(models, policy="srpt", limits=replace(LIMITS, segments=32))
     bench.state.g[st.WINDOW_N] = windows
+    bench.state.confined[...] = 1
     for k in range(2):
         bench.submit(k)
         bench.step()
