@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,12 @@ def main() -> None:
             replace(each, demand=seen[each.name].demand, together=seen[each.name].together)
             for each in profiles["batcher"]
         ]
+    kinds = {kind.label: kind for kind in (*FIG11, *TINY)}
+    for name, found in profiles.items():  # in fp16; earlier runs did not store it
+        profiles[name] = [replace(p, input_bytes=p.input_bytes or 2 * math.prod(kinds[p.name].shape)) for p in found]
     alone_ns = {name: us * 1e3 for name, us in measured["alone_us"].items()}
     light = measured["points"].get("light", {})
     copy_ns = {name: max(0.0, each["graph_us"] - each["launch_us"]) * 1e3 for name, each in light.items()}
-    kinds = {kind.label: kind for kind in (*FIG11, *TINY)}
     limit = saturation_rates(measured["points"])
     rows = []
     keys = [key for key in measured["points"] if key.startswith("fig11|")]

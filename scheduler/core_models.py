@@ -61,12 +61,15 @@ class ModelProfile:
     demand: Mapping[int, float] = field(default_factory=dict)
     together: Mapping[int, int] = field(default_factory=dict)  # how many ran at once to measure that
     about: str = field(default="", compare=False)
+    input_bytes: int = 0  # of one request; 0: not known, and nothing to copy
 
     def __post_init__(self) -> None:
         if not self.sizes or any(batch < 1 or not segments for batch, segments in self.sizes.items()):
             raise ProfileError(f"{self.name}: give at least one batch size, each with at least one segment")
         if not (self.share > 0 and math.isfinite(self.share)) or self.lanes < 1 or self.queue_limit < 0:
             raise ProfileError(f"{self.name}: share and lanes must be above zero, and queue_limit not below")
+        if self.input_bytes < 0:
+            raise ProfileError(f"{self.name}: input_bytes={self.input_bytes}: give the bytes of one request, or 0")
         if self.target_ms is not None and not self.target_ms > 0:
             raise ProfileError(f"{self.name}: a target of {self.target_ms} ms cannot be met: leave it out or raise it")
         object.__setattr__(self, "sizes", {batch: tuple(self.sizes[batch]) for batch in sorted(self.sizes)})

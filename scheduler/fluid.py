@@ -40,6 +40,7 @@ from scheduler.loop import notice_edits
 from scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
+HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again
 
 
 @inlined
@@ -140,6 +141,7 @@ def progress(f: Fluid, s: State, until: float) -> None:
             k += 1
         else:
             f.idle[lane] = 1
+            f.freed[lane] = f.t[NOW]
             f.g[RUN_N] -= 1
             f.run[k] = f.run[f.g[RUN_N]]
 
@@ -215,6 +217,22 @@ def load(f: Fluid, s: State) -> bool:
 
 
 @inlined
+def hand_over(f: Fluid, s: State, lane: int) -> float:
+    """How long a lane's first launch waits for the inputs of those that came while it ran: they are copied once it is
+    free, one after the other. The others' were copied when they came.
+    """
+    copy = f.copy[s.lane[lane].model]
+    if copy == 0.0:
+        return 0.0
+    ns = 0.0
+    for k in range(s.lane[lane].taken):
+        row = s.slot[lane, k]
+        if row >= 0 and s.request[row].arrival_ns < f.freed[lane]:
+            ns += copy
+    return ns + HAND_OVER_NS if ns > 0.0 else 0.0
+
+
+@inlined
 def launch(f: Fluid, s: State) -> None:
     """Carry out what the core launched: one after the other, each taking the host's time."""
     f.t[CORE_FREE] = max(f.t[CORE_FREE], f.t[NOW])
@@ -229,7 +247,8 @@ def launch(f: Fluid, s: State) -> None:
             f.behind[lane] += 1
             continue
         # A program's time alone holds its first launch's way to the GPU; one that ran dry pays it again.
-        delay = f.t[CORE_FREE] - f.t[NOW] - f.t[LAUNCH_NS] + (0.0 if first else f.t[RESUME_NS])
+        delay = f.t[CORE_FREE] - f.t[NOW] - f.t[LAUNCH_NS]
+        delay += hand_over(f, s, lane) if first else f.t[RESUME_NS]
         f.idle[lane] = 0
         f.order[lane] = f.g[LAUNCHED]
         f.g[LAUNCHED] += 1

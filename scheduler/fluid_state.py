@@ -46,6 +46,7 @@ class Programs(NamedTuple):
     use: Floats
     work: Floats
     busy: Floats
+    copy: Floats
 
 
 class Fluid(NamedTuple):
@@ -56,6 +57,7 @@ class Fluid(NamedTuple):
     use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
     work: Floats  # [M, B, S + 1] time alone
     busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
+    copy: Floats  # [M] time it takes to copy a request's inputs into a lane
     run: Ints  # [L] lanes with something launched
     segment: Ints  # [L] what runs, or WHOLE
     behind: Ints  # [L] launches queued behind it
@@ -65,6 +67,7 @@ class Fluid(NamedTuple):
     order: Ints  # [L] its launch was the so-manieth
     waits: Ints  # [L] 1: it waits for others in its hardware queue
     idle: Ints  # [L] 1: the lane has been started and has run dry
+    freed: Floats  # [L] when it last ran dry
     arrivals: Table  # ARRIVAL, by time
     clients: Table  # LOOP_CLIENT: each has one request at a time
     timer: Floats  # heap: when loop clients come back
@@ -86,6 +89,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         use=program.use,
         work=program.work,
         busy=program.busy,
+        copy=program.copy,
         run=np.zeros(lanes, ints),
         segment=np.zeros(lanes, ints),
         behind=np.zeros(lanes, ints),
@@ -95,6 +99,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         order=np.zeros(lanes, ints),
         waits=np.zeros(lanes, ints),
         idle=np.ones(lanes, ints),
+        freed=np.zeros(lanes),
         arrivals=arrivals,
         clients=clients,
         timer=np.zeros(len(clients) + 1),

@@ -35,6 +35,7 @@ from scheduler.workload import Workload, WorkloadError
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
 HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
+COPY_GBPS = 8.0  # of inputs that waited for a lane; with HAND_OVER_NS, what fits the H200's sweep of a dynamic batcher
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
 WINDOWS = 8  # of SMs, where there are any
@@ -219,7 +220,9 @@ def resources(
                 use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1] = total
-    return fluid.Programs(use, work, busy)
+    copy = np.zeros(n)
+    copy[: len(models)] = [model.input_bytes / COPY_GBPS for model in models]
+    return fluid.Programs(use, work, busy, copy)
 
 
 def _more_records(f: fluid.Fluid) -> fluid.Fluid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from paellapy.viz.palette import OKABE_ITO
 from scheduler import state as st
 from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.demand import TOGETHER, busy_alone, usual_demand
-from scheduler.fluid import run_fluid
-from scheduler.simulate import Fidelity, simulate
+from scheduler.fluid import HAND_OVER_NS, run_fluid
+from scheduler.simulate import COPY_GBPS, Fidelity, simulate
 from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
 from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
 
@@ -410,6 +411,20 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
     assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
+
+
+def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
+    def finished(input_bytes: int, second: float) -> tuple[int, ...]:
+        net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, lanes=1)
+        load = Trace(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
+        jobs = simulate(replace(net, input_bytes=input_bytes), load, "streams").jobs
+        return tuple(jobs["finish_ns"])
+
+    nothing, inputs = finished(0, 50e-6), finished(80_000, 50e-6)
+    copies = HAND_OVER_NS + 2 * 80_000 / COPY_GBPS
+    assert inputs[0] == nothing[0]
+    assert inputs[1] == inputs[2] == pytest.approx(nothing[1] + copies, abs=10)
+    assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free lane: they were copied when they came
 
 
 def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
