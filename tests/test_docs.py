@@ -401,3 +401,16 @@ def test_readme_quotes_the_load_that_meets_its_targets() -> None:
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     than_streams, than_batcher = (np.median(np.divide(ours, other)) for other in (streams, batcher))
     assert f"at {than_streams:.1f} times the load that streams do, and {than_batcher:.1f} times that of a" in text
+
+
+def test_the_results_page_quotes_the_second_run() -> None:
+    points = json.loads((ROOT / "benchmarks" / "results" / "paper_second.json").read_text())["results"]["points"]
+    text = (ROOT / "docs" / "results.md").read_text().replace("\n  ", " ")
+
+    def each(name: str, figure: str) -> list[float]:
+        return [points[f"{name}|{seed}"][figure] for seed in range(5)]
+
+    ours, streams = (each(f"fig11|{name}|1.5|4000", "p99_slowdown") for name in ("hrrn, batches, windows", "streams"))
+    full, base = (np.median(each(f"saturation|{name}", "throughput")) for name in ("slack, windows", "streams"))
+    slower = np.median(np.divide(ours, streams))
+    assert f"windows {slower:.2f} of streams', throughput in windows without batches {full / base:.2f}" in text
