@@ -4,7 +4,8 @@ The arithmetic of admission, once: for a server (`serving.admission`), for simul
 generator. How many of a model's may be in flight follows their latencies: additive increase, multiplicative decrease,
 as TCP finds its window; it aims at half of the time there is. And both this and predictions may use up only part of
 that time: a margin that shrinks with every request that was let in and is late after all, and grows with those in time,
-so that about one in two hundred is late: then 99 % are in time also where it varies.
+so that about one in two hundred is late: then 99 % are in time also where it varies. It begins low and grows fast until
+the first one is late: predictions know nothing of those who follow, and a flood begins on an idle GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import numpy as np
 
 from instrument.device.jit import inlined
 from scheduler.core_predict import predict
-from scheduler.state import EXPIRED, OK, State, Table
+from scheduler.state import EXPIRED, LIVE, OK, State, Table
 
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
 LARGEST = 4096.0
 LESS_MARGIN = 0.1  # of the margin, with each one late;
 MORE_MARGIN = LESS_MARGIN / 199  # with each one in time
-FIRST_MARGIN = 0.8  # while no prediction was compared with what came of it
+FIRST_MARGIN = 0.4  # while no prediction was compared with what came of it;
+FIRST_MORE = 0.004  # with each one in time, until one is late;
+FEW_MARGIN = 0.8  # until then too, where the engine holds
+FEW = 4  # requests or fewer
 LEAST_MARGIN = 0.2
 STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
 MARGIN_BACK_NS = 60e9  # from nothing to all of it,
@@ -57,12 +61,14 @@ def new_windows(slots: Iterable[int]) -> Table:
 
 
 @inlined
-def reach_ns(window: Any, m: int, limit: float, now: int) -> float:
-    """How long a request may be predicted to take."""
+def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: int) -> float:
+    """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
     w = window[m]
-    shortest = min(w.shortest_ns, limit)
+    shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
     since = w.margin_ns if w.margin_ns > 0 else now
     margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
+    if live <= FEW and w.lowered_ns == 0:
+        margin = max(margin, FEW_MARGIN)
     return float(shortest + margin * (limit - shortest))
 
 
@@ -80,7 +86,7 @@ def note_latency(window: Any, m: int, entered: int, now: int, limit: float, numb
     margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
     if not known or limit >= ROOM * w.shortest_ns:
         if took <= limit:
-            margin = min(1.0, margin * (1.0 + MORE_MARGIN))
+            margin = min(1.0, margin * (1.0 + (MORE_MARGIN if w.lowered_ns > 0 else FIRST_MORE)))
         else:
             if entered >= w.lowered_ns:  # one that entered before knows nothing of it
                 w.lowered_ns, w.floor = now, STALL * margin
@@ -102,7 +108,7 @@ def lets_in(
     if window[m].in_flight >= window[m].size:
         return False
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
-    most = max(least, reach_ns(window, m, limit, now))
+    most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.g[LIVE], now))
     if predict(s, row, priority, deadline, now) - entered > most:
         return False
     window[m].in_flight += 1

@@ -167,11 +167,12 @@ def launch(s: State, lane: int, now: int) -> bool:
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
+    began = max(now, a.arrival_ns)  # it may have come after the clock was read
     if k == 0:
-        a.started_ns = now
+        a.started_ns = began
     a.issued = k + 1
     a.draining = 0
-    s.segment_ns[lane, k, 0] = now
+    s.segment_ns[lane, k, 0] = began
     if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
         store_at(s.launch[lane, a.size, k].draining, _ZERO)
     s.g[LAUNCHES] += 1
@@ -186,9 +187,9 @@ def launch(s: State, lane: int, now: int) -> bool:
         out.word, out.handle = what.word, handle
         s.g[OUT_N] += 1
         return True
-    began = read_clock(s, s.clock)
+    called = read_clock(s, s.clock)
     error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
-    took = read_clock(s, s.clock) - began
+    took = read_clock(s, s.clock) - called
     s.t[LAUNCH_NS] += took
     s.t[LONGEST_LAUNCH_NS] = max(s.t[LONGEST_LAUNCH_NS], float(took))
     if error != 0:

@@ -40,9 +40,9 @@ class Window:
         self.since_ns, self.shortest_ns = 0, math.inf
         self.margin, self.margin_ns, self.lowered_ns, self.floor = core_admission.FIRST_MARGIN, 0, 0, 0.0
 
-    def reach_ns(self, limit_ns: float, now_ns: int) -> float:
-        """How long a request may be predicted to take."""
-        return float(_reach_ns((self,), 0, limit_ns, now_ns))
+    def reach_ns(self, limit_ns: float, alone_ns: float, live: int, now_ns: int) -> float:
+        """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
+        return float(_reach_ns((self,), 0, limit_ns, alone_ns, live, now_ns))
 
     def done(self, entered_ns: int, now_ns: int, limit_ns: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
@@ -98,7 +98,8 @@ class Admission:
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves
-        reach_ms = max(window.reach_ns(limit_ms * 1e6, now_ns) * 1e-6, min(alone_ms, limit_ms))
+        may_take_ns = window.reach_ns(limit_ms * 1e6, alone_ms * 1e6, int(state.g[st.LIVE]), now_ns)
+        reach_ms = max(may_take_ns * 1e-6, min(alone_ms, limit_ms))
         if predicted_ms > reach_ms:
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
             raise RefusedError(

@@ -110,6 +110,20 @@ def test_outputs_are_held_until_they_are_read() -> None:
     bench.run_dry()
 
 
+def test_nothing_begins_before_it_has_come() -> None:
+    """A request may come after the core has read the clock, and before it looks for requests."""
+    bench = Bench([profile()])
+    bench.now += 5000
+    serial = bench.submit()
+    bench.now -= 3000
+    bench.step()
+    lane = bench.running[0]
+    bench.step(10_000)
+    bench.run_dry()
+    done = bench.done[serial]
+    assert done["started_ns"] == done["arrival_ns"] == bench.state.segment_ns[lane, 0, 0]
+
+
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
