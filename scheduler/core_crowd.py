@@ -39,7 +39,7 @@ LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
 MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
 MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those;
 MOST_CONFINED = 5.3  # in windows some 24 of the eight CNNs' jobs at once did more than on all SMs, 34 did not
-MORE_IN_WINDOWS = 1.25  # times the limit, where jobs disturb each other less
+MORE_IN_WINDOWS = 1.25  # times the limit, where jobs disturb each other less; it too for jobs as large as they get
 STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
 SHORT_JOB = 16  # which are those of so many segments
 CROWD = 1.5  # times the limit is a crowd
@@ -60,11 +60,13 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
-    limit, most = s.t[DEMAND_LIMIT], MOST_DEMANDED
+    limit, most, growth = s.t[DEMAND_LIMIT], MOST_DEMANDED, 0.0
+    full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
     if can_be_confined(s, lane):
-        limit, most = limit * MORE_IN_WINDOWS, MOST_CONFINED
-    growth = 0.0
-    if s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch:
+        most = MOST_CONFINED
+        if full:
+            limit *= MORE_IN_WINDOWS
+    if full:
         growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
     return bool(s.t[DEMAND] + demand <= min(max(most, limit), limit * (1.0 + growth)))
 
