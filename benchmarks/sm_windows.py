@@ -213,7 +213,7 @@ class Bench:
         if key not in self._confined:
             stream, graph = self._streams[0].handle, self.graphs[m][lane]
             with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as made:
-                (self._confined[key],) = self._windows(how).confined(made, [window], stream)
+                (self._confined[key],) = self._windows(how).confined(made, [window], stream, end_inside=False)
         return self._confined[key]
 
     def confined(self, how: How) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float64]]:

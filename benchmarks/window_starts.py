@@ -45,7 +45,7 @@ def make(
     made: list[list[int]] = []
     for first, end in bounds:
         with segment_graph(graph, first, end, word) as part:
-            made.append([instantiate(part.handle, stream), *windows.confined(part, range(n), stream)])
+            made.append([instantiate(part.handle, stream), *windows.confined(part, range(n), stream, end_inside=True)])
     return [list(each) for each in zip(*made, strict=True)]
 
 

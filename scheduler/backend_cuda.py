@@ -217,7 +217,8 @@ class CudaBackend(Backend):
                     made.append([instantiate(graph.handle, stream)])
                     if windows:
                         assert self._windows is not None
-                        made[-1] += self._windows.confined(graph, windows, stream)
+                        # Of a whole program there is none to follow.
+                        made[-1] += self._windows.confined(graph, windows, stream, end_inside=k < len(bounds))
         except BaseException:
             _destroy(handle for each in made for handle in each)
             raise

@@ -122,24 +122,14 @@ class SegmentGraph:
 
     handle: Any
     nodes: list[Any]
-    last: list[Any]  # those that no other follows
     end: Any
     word: int
 
-    def end_with(self, kernel: Any) -> Any:
-        """Has the word written by a kernel instead, and gives its node; once."""
+    def end_in(self, context: Any) -> None:
+        """Has the word written by a context: of kernels in another, the end would be heard of later."""
         cu = driver()
-        word = np.array([self.word], np.uint64)
-        arguments = np.array([word.ctypes.data], np.uint64)
-        params = cu.CUDA_KERNEL_NODE_PARAMS()
-        params.kern, params.func = kernel, cu.CUfunction(0)
-        params.gridDimX = params.gridDimY = params.gridDimZ = 1
-        params.blockDimX = params.blockDimY = params.blockDimZ = 1
-        params.kernelParams = arguments.ctypes.data
-        params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
-        check(cu.cuGraphDestroyNode(self.end), "removing a completion word")
-        added = cu.cuGraphAddKernelNode(self.handle, self.last, len(self.last), params)
-        return check(added, "adding a kernel that writes a completion word")
+        params = _write_word(cu, self.word, context)
+        check(cu.cuGraphBatchMemOpNodeSetParams(self.end, params), "moving a completion word")
 
 
 @contextmanager
@@ -157,21 +147,21 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
                 check(cu.cuGraphDestroyNode(copy), "removing a node")
         followed = {a for a, b in graph.edges if a in kept and b in kept}
         last = [node for i, node in kept.items() if i not in followed]
-        params = _write_word(cu, word)
+        params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
         added = check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
-        yield SegmentGraph(clone, list(kept.values()), last, added, word)
+        yield SegmentGraph(clone, list(kept.values()), added, word)
     finally:
         check(cu.cuGraphDestroy(clone), "freeing a graph")
 
 
-def _write_word(cu: Any, address: int) -> Any:
+def _write_word(cu: Any, address: int, context: Any) -> Any:
     operation = cu.CUstreamBatchMemOpParams()
     operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
     operation.writeValue.address = address
     operation.writeValue.value64 = 1
     operation.writeValue.flags = 0  # default: a fence before the write
     params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-    params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
+    params.ctx = context
     params.count = 1
     params.paramArray = [operation]
     params.flags = 0

@@ -17,23 +17,6 @@ from instrument.device.driver import check, driver
 from instrument.errors import LaunchError
 from scheduler.cuda_graphs import SegmentGraph, instantiate
 
-# Writes 1 to a word, after all that was written before it. Memory operations of one green context wait for each other,
-# also those of graphs that have nothing to do with each other, so what ended in a window would be heard of late; and to
-# write from another context costs each graph 6 to 10 µs.
-_WRITE_WORD = b"""
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry paellapy_write_word(.param .u64 at)
-{
-    .reg .b64 %address, %one;
-    ld.param.u64 %address, [at];
-    mov.u64 %one, 1;
-    fence.sc.sys;
-    st.release.sys.u64 [%address], %one;
-    ret;
-}
-\0"""
 _GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
 
 
@@ -58,15 +41,12 @@ class CudaWindows:
         self._green: list[Any] = []
         self._windows: list[tuple[Any, Any]] = []  # the green context of each, and the same as a context
         self.sms: list[set[int]] = []
-        loaded = cu.cuLibraryLoadData(_WRITE_WORD, [], [], 0, [], [], 0)
-        self._library: Any = check(loaded, "loading a kernel that writes completion words")
         try:
-            self._writer = check(cu.cuLibraryGetKernel(self._library, b"paellapy_write_word"), "finding a kernel")
             if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
                 try:
                     return self._open([*groups, rest], count, share)
                 except LaunchError:  # of a driver that does not put those beside groups
-                    self._close_windows()
+                    self.close()
             self._open(groups, count, share)
         except BaseException:
             self.close()
@@ -97,8 +77,12 @@ class CudaWindows:
         """A stream of a window: graphs that run in it begin sooner there than on one of all SMs."""
         return CudaStream(self._device, priority, self._windows[window][0])
 
-    def confined(self, graph: SegmentGraph, windows: Sequence[int], stream: int) -> list[int]:
+    def confined(self, graph: SegmentGraph, windows: Sequence[int], stream: int, end_inside: bool) -> list[int]:
         """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
+
+        `end_inside`: the completion word is written there too. What follows on the same stream begins sooner then, by 6
+        to 10 µs. But long graphs that are inside to their end get in each other's way where many are in flight: of
+        whole programs the GPU did less in all than with a word from outside, and short ones were heard of late.
 
         A node follows a context only if it names a CUkernel, which belongs to none, and no function, which does. So
         kernels of modules that were loaded into a context stay on all SMs.
@@ -111,18 +95,17 @@ class CudaWindows:
                 if int(params.kern):
                     self._allow_shared(params)
                     movable.append((node, int(params.kern)))
-        if not movable:
-            return []
-        movable.append((graph.end_with(self._writer), int(self._writer)))
         made: list[int] = []
         try:
-            for window in windows:
+            for window in windows if movable else ():
                 context = self._windows[window][1]
                 for node, kernel in movable:
                     # Read again: its arguments lie in memory of the node's, which is another after every change.
                     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                     params.func, params.kern, params.ctx = cu.CUfunction(0), cu.CUkernel(kernel), context
                     check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
+                if end_inside:
+                    graph.end_in(context)
                 made.append(instantiate(graph.handle, stream))
         except BaseException as e:
             for handle in made:
@@ -147,12 +130,6 @@ class CudaWindows:
             self._allowed.add(key)
 
     def close(self) -> None:
-        self._close_windows()
-        if self._library is not None:
-            driver().cuLibraryUnload(self._library)
-            self._library = None
-
-    def _close_windows(self) -> None:
         for green in self._green:
             driver().cuGreenCtxDestroy(green)
         self._green.clear()
