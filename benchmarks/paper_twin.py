@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
+from common import RESULTS, commit, save
 from paper import fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import KERNELS, SETUPS, SYSTEMS, System
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     folder = parser.parse_args().out or RESULTS
+    commit()  # of now, whatever is edited while this runs
     measured = json.loads((folder / "paper.json").read_text())["results"]
     profiles = {
         name: load_profiles(folder / f"paper_profiles_{name}.json")

@@ -1,0 +1,209 @@
+"""Which streams of a process wait for each other though nothing binds them: those that share a hardware queue.
+
+    python benchmarks/stream_queues.py [--streams 64] [--connections 8,32] [--out DIR]
+
+On one stream a kernel waits for a word, and another kernel follows it, which the GPU cannot start yet. Meanwhile every
+other stream is given two kernels that write words of their own: where those are not written, the stream waits behind
+the first. In turn for every stream; with kernels launched one by one, as graphs, and as graphs whose kernels keep to a
+window of SMs (a green context), from streams of the window: with the completion word at the end written inside it, and
+from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of its own. CUDA only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import need_gpu, save
+from rich.console import Console
+from rich.table import Table
+
+from instrument.device.cuda_memory import CudaStream
+from instrument.device.driver import check, driver
+from scheduler.backend import WINDOW_SHARE
+from scheduler.cuda_graphs import instantiate, read_graph, segment_graph
+from scheduler.cuda_windows import CudaWindows
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+WINDOWS = 4
+SETTLE_S = 0.002  # what can run has run by then
+WORDS = 4096
+GATE = WORDS - 1  # what the first kernel waits for
+# `wait_for` gives up after a second: whatever else goes wrong, the GPU is not held for ever.
+KERNELS = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry wait_for(.param .u64 at)
+{
+    .reg .b64 %address, %seen, %began, %now;
+    .reg .pred %go, %late;
+    ld.param.u64 %address, [at];
+    mov.u64 %began, %globaltimer;
+AGAIN:
+    ld.relaxed.sys.u64 %seen, [%address];
+    setp.ne.u64 %go, %seen, 0;
+    @%go bra DONE;
+    mov.u64 %now, %globaltimer;
+    sub.u64 %now, %now, %began;
+    setp.gt.u64 %late, %now, 1000000000;
+    @!%late bra AGAIN;
+DONE:
+    ret;
+}
+.visible .entry write_one(.param .u64 at)
+{
+    .reg .b64 %address, %one;
+    ld.param.u64 %address, [at];
+    mov.u64 %one, 1;
+    st.release.sys.u64 [%address], %one;
+    ret;
+}
+\0"""
+
+
+class Streams:
+    """Streams, and two chains of work for each: one that waits for the gate, and one that writes a word."""
+
+    def __init__(self, device: Any, count: int) -> None:
+        cu = driver()
+        self.device, self.count = device, count
+        self.words = device._allocate_pinned(8 * WORDS).view(np.uint64)[:WORDS]
+        library = check(cu.cuLibraryLoadData(KERNELS, [], [], 0, [], [], 0), "loading kernels")
+        self.wait_for, self.write_one = (
+            check(cu.cuLibraryGetKernel(library, name), "finding a kernel") for name in (b"wait_for", b"write_one")
+        )
+        self.windows = CudaWindows(device, WINDOWS, WINDOW_SHARE)
+        self.wide = [CudaStream(device, 0) for _ in range(count)]
+        self.narrow = [self.windows.stream(k % WINDOWS, 0) for k in range(count)]
+        self.upload = CudaStream(device, 0)
+        self.keep: list[Any] = []
+
+    def address(self, word: int) -> int:
+        return int(self.words.ctypes.data) + 8 * word
+
+    def arguments(self, word: int) -> int:
+        value = np.array([self.address(word)], np.uint64)
+        pointers = np.array([value.ctypes.data], np.uint64)
+        self.keep += [value, pointers]
+        return int(pointers.ctypes.data)
+
+    def kernels(self, k: int, waits: bool) -> Any:
+        """Launches both kernels, one by one."""
+        cu, stream = driver(), self.wide[k].handle
+        chain = [(self.wait_for, self.arguments(GATE))] if waits else []
+        chain += [(self.write_one, self.arguments(k))] * (1 if waits else 2)
+
+        def launch() -> None:
+            for kernel, arguments in chain:
+                done = cu.cuLaunchKernel(cu.CUfunction(int(kernel)), 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0)
+                check(done, "launching a kernel")
+
+        return launch
+
+    def graph(self, k: int, waits: bool, window: int | None, inside: bool) -> Any:
+        """Launches both kernels as a graph with a completion word at its end, which nobody reads."""
+        cu = driver()
+        handle = check(cu.cuGraphCreate(0), "creating a graph")
+        before: list[Any] = []
+        for kernel, word in ((self.wait_for, GATE) if waits else (self.write_one, k), (self.write_one, k)):
+            params = cu.CUDA_KERNEL_NODE_PARAMS()
+            params.kern, params.func = kernel, cu.CUfunction(0)
+            params.gridDimX = params.gridDimY = params.gridDimZ = 1
+            params.blockDimX = params.blockDimY = params.blockDimZ = 1
+            params.kernelParams = self.arguments(word)
+            params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
+            before = [check(cu.cuGraphAddKernelNode(handle, before, len(before), params), "adding a kernel")]
+        captured = read_graph(handle)
+        with segment_graph(captured, 0, 2, self.address(self.count + k)) as part:
+            if window is None:
+                executable, stream = instantiate(part.handle, self.upload.handle), self.wide[k].handle
+            else:
+                made = self.windows.confined(part, [window], self.upload.handle, end_inside=inside)
+                (executable,), stream = made, self.narrow[k].handle
+        captured.destroy()
+        self.upload.synchronize()
+        return lambda: check(cu.cuGraphLaunch(executable, stream), "launching a graph")
+
+    def ways(self) -> dict[str, Any]:
+        return {
+            "kernels": self.kernels,
+            "graphs": lambda k, waits: self.graph(k, waits, None, False),
+            "graphs in windows, end inside": lambda k, waits: self.graph(k, waits, k % WINDOWS, True),
+            "graphs in windows, end outside": lambda k, waits: self.graph(k, waits, k % WINDOWS, False),
+        }
+
+    def who_waits(self, make: Any) -> list[list[int]]:
+        """For each stream, those that wait while it does."""
+        holds, marks = ([make(k, waits) for k in range(self.count)] for waits in (True, False))
+        found = []
+        for once_before in (True, False):  # the first launch on a stream opens it
+            found = []
+            for k in range(self.count):
+                self.words[:] = 0
+                holds[k]()
+                for j, mark in enumerate(marks):
+                    if j != k:
+                        mark()
+                time.sleep(SETTLE_S)
+                found.append([j for j in range(self.count) if j != k and not self.words[j]])
+                self.words[GATE] = 1
+                self.device.synchronize()
+                if once_before and k >= 1:
+                    break
+        return found
+
+
+def child(count: int) -> None:
+    device = need_gpu("streams of CUDA")
+    streams = Streams(device, count)
+    found = {}
+    for name, make in streams.ways().items():
+        try:
+            found[name] = streams.who_waits(make)
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--connections", default="8,32")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(args.streams)
+    results: dict[str, Any] = {}
+    table = Table(title=f"{args.streams} streams: how many others wait behind each", box=None)
+    for column in ("hardware queues", "launched as", "others that wait: streams", "the first's"):
+        table.add_column(column)
+    for number in args.connections.split(","):
+        command = [sys.executable, __file__, "--child", "--streams", str(args.streams)]
+        run = subprocess.run(command, env={**os.environ, QUEUES: number}, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise SystemExit(run.stderr or run.stdout)
+        results[number] = json.loads(run.stdout.splitlines()[-1])
+        for name, waits in results[number].items():
+            if isinstance(waits, str):
+                table.add_row(number, name, waits)
+                continue
+            sizes = Counter(len(each) for each in waits)
+            shown = ", ".join(f"{n}: {sizes[n]}" for n in sorted(sizes))
+            table.add_row(number, name, shown, " ".join(map(str, waits[0][:8])))
+    Console(width=120).print(table)
+    print(save("stream_queues", results, need_gpu("streams of CUDA"), args.out))
+    return None
+
+
+if __name__ == "__main__":
+    main()
