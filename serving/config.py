@@ -167,6 +167,13 @@ def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> Confi
     return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}")
 
 
+# What msgspec calls by the names of JSON and Python
+_KINDS = {
+    "object": "a table", "array": "a list", "str": "a text", "int": "a whole number", "float": "a number",
+    "bool": "true or false", "int | float": "a number", "date": "a date", "time": "a time", "datetime": "a time",
+}  # fmt: skip
+
+
 def _where(message: str) -> tuple[Path_, str]:
     """The path and the text of one of msgspec's errors."""
     said, _, at = message.partition(" - at `$")
@@ -186,6 +193,13 @@ def _where(message: str) -> tuple[Path_, str]:
     elif wrong := re.match(r"Invalid enum value (.*)", said, re.S):
         *others, last = (repr(each) for each in _choices(path))
         said = f"{wrong[1]} is none of its values: choose {', '.join(others)} or {last}"
+    elif kinds := re.match(r"Expected `(.*)`, got `(\w+)`$", said):
+        wanted, got = (_KINDS.get(each, each) for each in (kinds[1].removesuffix(" | null"), kinds[2]))
+        if kinds[1] == "object":
+            wanted += f", under [{'.'.join(map(str, path))}]"
+        elif path == ["models"]:
+            wanted = "tables, each under [[models]]"
+        said = f"it is {got}: give {wanted}"
     elif "matching regex" in said:  # only factories have to look like something
         said = "write package.module:name, as in paellapy.demo:load"
     return tuple(path), said.replace("`", "")

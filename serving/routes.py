@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from serving import describe
-from serving.errors import RequestError
+from serving.errors import RequestError, short
 from serving.infer import infer, read
 from serving.middleware import SERVICE, json_response, open_to_all
 from serving.protocol import NOT_JSON
@@ -70,9 +70,8 @@ async def load(request: web.Request) -> web.Response:
     entry = _entry(request)
     parameters = await _parameters(request)
     if parameters:
-        raise RequestError(
-            f"models are loaded as this server's configuration has them; {', '.join(parameters)} cannot be given here"
-        )
+        given = short(", ".join(parameters))
+        raise RequestError(f"models are loaded as this server's configuration has them; {given} cannot be given here")
     await request.app[SERVICE].registry.load_async(entry.name)
     return json_response({})
 
@@ -81,7 +80,7 @@ async def unload(request: web.Request) -> web.Response:
     entry = _entry(request)
     parameters = await _parameters(request)
     if unknown := sorted(parameters.keys() - {"unload_dependents"}):  # no model depends on another
-        raise RequestError(f"unknown parameter {', '.join(unknown)}")
+        raise RequestError(f"unknown parameter {short(', '.join(unknown))}")
     await request.app[SERVICE].registry.unload_async(entry.name)
     return json_response({})
 

@@ -81,7 +81,7 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
 @pytest.mark.parametrize(
     ("change", "line", "said"),
     [
-        (('port = 0', 'port = "x"'), 6, "server.port: Expected int, got str"),
+        (('port = 0', 'port = "x"'), 6, "server.port: it is a text: give a whole number"),
         (('port = 0', 'port = 70000'), 6, "server.port"),
         (('port = 0', 'prot = 0'), 6, "server.prot: there is no such setting"),
         (('policy = "edf"', 'polity = "edf"'), 2, "polity: there is no such setting"),
@@ -91,7 +91,7 @@ def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):
         (('batch = [1, 2]', 'batch = [1, 0]'), 17, r"models\[0\].batch"),
         (('name = "second"\nfactory = "paellapy.demo:load"', 'name = "second"'), 19, r"models\[1\]: factory is miss"),
         (('alice = "secret"', 'alice = ""'), 10, "keys.alice: Expected str of length >= 1"),
-        (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob: Expected str, got int"),
+        (('bob = "env:BOBS_KEY"', 'bob = 5'), 11, "keys.bob: it is a whole number: give a text"),
         (('port = 0', 'admission = "of"'), 6, "server.admission: 'of' is none .* 'targets', 'deadlines' or 'off'"),
         (('port = 0', 'log_format = "xml"'), 6, "choose 'text' or 'json'"),
         (('port = 0', 'log_level = "loud"'), 6, "choose 'debug', 'info', 'warning' or 'error'"),
@@ -106,8 +106,20 @@ def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
     assert f"paella.toml:{line}:" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("server = 1", r"server: it is a whole number: give a table, under \[server\]"),
+     ("models = 3", r"models: it is a whole number: give tables, each under \[\[models\]\]"),
+     ("[models]", r"models: it is a table: give tables, each under \[\[models\]\]"),
+     ("[server]\naccess_log = 1979-05-27", "server.access_log: it is a date: give true or false")],
+)  # fmt: skip
+def test_what_is_of_the_wrong_kind_is_named_as_toml_has_it(write, text, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(text))
+
+
 def test_keys_that_are_no_table_are_named():
-    with pytest.raises(ConfigError, match="keys: Expected object, got int"):
+    with pytest.raises(ConfigError, match=r"keys: it is a whole number: give a table, under \[keys\]"):
         load_config(overrides=["keys=5"])
 
 
@@ -218,7 +230,8 @@ def test_workers_are_one_of_the_options(write, monkeypatch):
         assert given == {"port": 1, "workers": 3}, "the caller's own dict stays as it is"
         pp.serve(models, server=given)
         assert served[-1].workers == 3
-        with pytest.raises(ConfigError, match=r"^among the settings: server\.workers: Expected int, got str$"):
+        said = r"^among the settings: server\.workers: it is a text: give a whole number$"
+        with pytest.raises(ConfigError, match=said):
             pp.serve(models, workers="x")
         for server, kind in (("127.0.0.1", "str"), (9000, "int"), (None, "NoneType")):
             for workers in (None, 2):

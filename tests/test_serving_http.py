@@ -119,6 +119,11 @@ def test_long_names_come_back_short(server):
         assert status == 404
         assert "nnn…; " in content["error"], "it goes on after the name"
         assert content["error"].count("n") < 120
+    for verb in ("load", "unload"):
+        body = json.dumps({"parameters": {name: 1}}).encode()
+        status, _, content = ask(server, "POST", f"/v2/repository/models/scale/{verb}", body)
+        assert status == 400
+        assert len(content["error"]) < 200
 
 
 def test_a_refusal_says_when_to_come_again(server):
