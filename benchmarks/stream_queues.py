@@ -3,10 +3,11 @@
     python benchmarks/stream_queues.py [--streams 64] [--connections 8,32] [--out DIR]
 
 On one stream a kernel waits for a word, and another kernel follows it, which the GPU cannot start yet. Meanwhile every
-other stream is given two kernels that write words of their own: where those are not written, the stream waits behind
-the first. In turn for every stream; with kernels launched one by one, as graphs, and as graphs whose kernels keep to a
-window of SMs (a green context), from streams of the window: with the completion word at the end written inside it, and
-from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of its own. CUDA only.
+other stream is given two kernels that write words of their own: where one of those is not written, the stream waits
+behind the first. In turn for every stream; with kernels launched one by one, as graphs that end with a completion word,
+and as graphs whose kernels keep to a window of SMs (a green context), from streams of the window: with the completion
+word written inside it, and from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of
+its own. CUDA only.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from scheduler.cuda_windows import CudaWindows
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 WINDOWS = 4
 SETTLE_S = 0.002  # what can run has run by then
-WORDS = 4096
-GATE = WORDS - 1  # what the first kernel waits for
+MOST_STREAMS = 512
+FIRST, SECOND, END = range(3)  # words of a stream: of its two kernels, and the completion word of its graph
+GATE = 3 * MOST_STREAMS  # what the first kernel waits for
+GIVE_UP_S = 120
 # `wait_for` gives up after a second: whatever else goes wrong, the GPU is not held for ever.
 KERNELS = b"""
 .version 7.0
@@ -71,12 +74,12 @@ DONE:
 
 
 class Streams:
-    """Streams, and two chains of work for each: one that waits for the gate, and one that writes a word."""
+    """Streams, and two chains of work for each: one that waits for the gate, and one that writes its words."""
 
     def __init__(self, device: Any, count: int) -> None:
         cu = driver()
         self.device, self.count = device, count
-        self.words = device._allocate_pinned(8 * WORDS).view(np.uint64)[:WORDS]
+        self.words = device._allocate_pinned(8 * (GATE + 1))
         library = check(cu.cuLibraryLoadData(KERNELS, [], [], 0, [], [], 0), "loading kernels")
         self.wait_for, self.write_one = (
             check(cu.cuLibraryGetKernel(library, name), "finding a kernel") for name in (b"wait_for", b"write_one")
@@ -96,11 +99,15 @@ class Streams:
         self.keep += [value, pointers]
         return int(pointers.ctypes.data)
 
+    def chain(self, k: int, waits: bool) -> list[tuple[Any, int]]:
+        """The two kernels of a stream, and the words that they read or write."""
+        first = (self.wait_for, GATE) if waits else (self.write_one, 3 * k + FIRST)
+        return [first, (self.write_one, 3 * k + SECOND)]
+
     def kernels(self, k: int, waits: bool) -> Any:
         """Launches both kernels, one by one."""
         cu, stream = driver(), self.wide[k].handle
-        chain = [(self.wait_for, self.arguments(GATE))] if waits else []
-        chain += [(self.write_one, self.arguments(k))] * (1 if waits else 2)
+        chain = [(kernel, self.arguments(word)) for kernel, word in self.chain(k, waits)]
 
         def launch() -> None:
             for kernel, arguments in chain:
@@ -110,11 +117,11 @@ class Streams:
         return launch
 
     def graph(self, k: int, waits: bool, window: int | None, inside: bool) -> Any:
-        """Launches both kernels as a graph with a completion word at its end, which nobody reads."""
+        """Launches both kernels as a graph with a completion word at its end."""
         cu = driver()
         handle = check(cu.cuGraphCreate(0), "creating a graph")
         before: list[Any] = []
-        for kernel, word in ((self.wait_for, GATE) if waits else (self.write_one, k), (self.write_one, k)):
+        for kernel, word in self.chain(k, waits):
             params = cu.CUDA_KERNEL_NODE_PARAMS()
             params.kern, params.func = kernel, cu.CUfunction(0)
             params.gridDimX = params.gridDimY = params.gridDimZ = 1
@@ -123,7 +130,7 @@ class Streams:
             params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
             before = [check(cu.cuGraphAddKernelNode(handle, before, len(before), params), "adding a kernel")]
         captured = read_graph(handle)
-        with segment_graph(captured, 0, 2, self.address(self.count + k)) as part:
+        with segment_graph(captured, 0, 2, self.address(3 * k + END)) as part:
             if window is None:
                 executable, stream = instantiate(part.handle, self.upload.handle), self.wide[k].handle
             else:
@@ -141,8 +148,8 @@ class Streams:
             "graphs in windows, end outside": lambda k, waits: self.graph(k, waits, k % WINDOWS, False),
         }
 
-    def who_waits(self, make: Any) -> list[list[int]]:
-        """For each stream, those that wait while it does."""
+    def who_waits(self, make: Any, words: tuple[int, ...]) -> list[list[int]]:
+        """For each stream, those that wait while it does: of which one of the words is not written."""
         holds, marks = ([make(k, waits) for k in range(self.count)] for waits in (True, False))
         found = []
         for once_before in (True, False):  # the first launch on a stream opens it
@@ -154,7 +161,10 @@ class Streams:
                     if j != k:
                         mark()
                 time.sleep(SETTLE_S)
-                found.append([j for j in range(self.count) if j != k and not self.words[j]])
+                written = self.words[:GATE].reshape(-1, 3)[: self.count, words].all(axis=1)
+                if self.words[3 * k + SECOND]:
+                    raise RuntimeError("the first kernel gave up waiting before all others were launched")
+                found.append([j for j in range(self.count) if j != k and not written[j]])
                 self.words[GATE] = 1
                 self.device.synchronize()
                 if once_before and k >= 1:
@@ -165,10 +175,10 @@ class Streams:
 def child(count: int) -> None:
     device = need_gpu("streams of CUDA")
     streams = Streams(device, count)
-    found = {}
+    found: dict[str, Any] = {}
     for name, make in streams.ways().items():
         try:
-            found[name] = streams.who_waits(make)
+            found[name] = streams.who_waits(make, (FIRST, SECOND) if name == "kernels" else (FIRST, SECOND, END))
         except Exception as e:
             found[name] = f"{type(e).__name__}: {e}"
     print(json.dumps(found))
@@ -181,6 +191,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not 2 <= args.streams <= MOST_STREAMS:
+        raise SystemExit(f"--streams {args.streams}: give a number from 2 to {MOST_STREAMS}")
     if args.child:
         return child(args.streams)
     results: dict[str, Any] = {}
@@ -189,7 +201,9 @@ def main() -> None:
         table.add_column(column)
     for number in args.connections.split(","):
         command = [sys.executable, __file__, "--child", "--streams", str(args.streams)]
-        run = subprocess.run(command, env={**os.environ, QUEUES: number}, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            command, env={**os.environ, QUEUES: number}, capture_output=True, text=True, check=False, timeout=GIVE_UP_S
+        )
         if run.returncode:
             raise SystemExit(run.stderr or run.stdout)
         results[number] = json.loads(run.stdout.splitlines()[-1])

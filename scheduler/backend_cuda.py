@@ -217,8 +217,9 @@ class CudaBackend(Backend):
                     made.append([instantiate(graph.handle, stream)])
                     if windows:
                         assert self._windows is not None
-                        # Of a whole program there is none to follow.
-                        made[-1] += self._windows.confined(graph, windows, stream, end_inside=k < len(bounds))
+                        # Where more of the program follows; nothing does where this is all of it.
+                        inside = end - first < len(program.nodes)
+                        made[-1] += self._windows.confined(graph, windows, stream, end_inside=inside)
         except BaseException:
             _destroy(handle for each in made for handle in each)
             raise

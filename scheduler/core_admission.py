@@ -5,7 +5,8 @@ generator. How many of a model's may be in flight follows their latencies: addit
 as TCP finds its window; it aims at half of the time there is. And both this and predictions may use up only part of
 that time: a margin that shrinks with every request that was let in and is late after all, and grows with those in time,
 so that about one in two hundred is late: then 99 % are in time also where it varies. It begins low and grows fast until
-the first one is late: predictions know nothing of those who follow, and a flood begins on an idle GPU.
+the first one is late: predictions know nothing of those who follow, and a flood begins on an idle GPU. Late ones before
+any was in time do not count as the first: a model may be slow when it is cold.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LESS_MARGIN = 0.1  # of the margin, with each one late;
 MORE_MARGIN = LESS_MARGIN / 199  # with each one in time
 FIRST_MARGIN = 0.4  # while no prediction was compared with what came of it;
 FIRST_MORE = 0.004  # with each one in time, until one is late;
-FEW_MARGIN = 0.8  # until then too, where the engine holds
+FEW_MARGIN = 0.8  # until then too, for a model of which none is in flight, or where the engine holds
 FEW = 4  # requests or fewer
 LEAST_MARGIN = 0.2
 STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
@@ -41,8 +42,8 @@ WINDOW = np.dtype(  # [model]
         ("shortest_ns", "f8"),  # latency of those in time yet
         ("since_ns", "i8"),  # when it was last made smaller
         ("margin", "f8"),  # part of the time that may be used,
-        ("margin_ns", "i8"),  # as of when (0: nothing was seen yet, whatever the clock says),
-        ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it,
+        ("margin_ns", "i8"),  # as of when (0: nobody has asked yet, whatever the clock says),
+        ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it, after some in time (0: none yet),
         ("floor", "f8"),  # and what the others of the row leave of it
     ],
     align=True,
@@ -67,7 +68,7 @@ def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: in
     shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
     since = w.margin_ns if w.margin_ns > 0 else now
     margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
-    if live <= FEW and w.lowered_ns == 0:
+    if w.lowered_ns == 0 and (w.in_flight == 0 or live <= FEW):
         margin = max(margin, FEW_MARGIN)
     return float(shortest + margin * (limit - shortest))
 
@@ -88,7 +89,7 @@ def note_latency(window: Any, m: int, entered: int, now: int, limit: float, numb
         if took <= limit:
             margin = min(1.0, margin * (1.0 + (MORE_MARGIN if w.lowered_ns > 0 else FIRST_MORE)))
         else:
-            if entered >= w.lowered_ns:  # one that entered before knows nothing of it
+            if known and entered >= w.lowered_ns:  # one that entered before knows nothing of it
                 w.lowered_ns, w.floor = now, STALL * margin
             margin = max(LEAST_MARGIN, w.floor, margin * (1.0 - LESS_MARGIN))
     w.margin, w.margin_ns = margin, now
@@ -107,6 +108,8 @@ def lets_in(
     """Whether a request of the model in this row has room in its window, and would be in time by the prediction."""
     if window[m].in_flight >= window[m].size:
         return False
+    if window[m].margin_ns == 0:  # also where nothing is let in, the margin must not stay as it is
+        window[m].margin_ns = max(now, 1)
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
     most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.g[LIVE], now))
     if predict(s, row, priority, deadline, now) - entered > most:

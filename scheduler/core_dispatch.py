@@ -167,7 +167,7 @@ def launch(s: State, lane: int, now: int) -> bool:
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
-    began = max(now, a.arrival_ns)  # it may have come after the clock was read
+    began = max(now, a.latest_ns)  # some may have come after the clock was read
     if k == 0:
         a.started_ns = began
     a.issued = k + 1

@@ -61,6 +61,7 @@ def put(s: State, lane: int, slot: int, row: int) -> None:
     s.slot_client[lane, slot] = r.client
     if a.live == 0 or r.arrival_ns < a.arrival_ns:
         a.client = r.client
+    a.latest_ns = max(a.latest_ns, r.arrival_ns) if a.live > 0 else r.arrival_ns
     if a.live == 0:
         a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = (
             r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)  # fmt: skip

@@ -185,6 +185,7 @@ LANE = np.dtype(
         ("active_at", "i8"),  # in State.active
         ("flight_at", "i8"),  # in State.flight
         ("arrival_ns", "i8"),  # of the oldest live request
+        ("latest_ns", "i8"),  # when the last of its requests came
         ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
         ("priority", "i8"),  # highest of the live requests'
         ("client", "i8"),  # of the oldest

@@ -195,10 +195,10 @@ def _where(message: str) -> tuple[Path_, str]:
         said = f"{wrong[1]} is none of its values: choose {', '.join(others)} or {last}"
     elif kinds := re.match(r"Expected `(.*)`, got `(\w+)`$", said):
         wanted, got = (_KINDS.get(each, each) for each in (kinds[1].removesuffix(" | null"), kinds[2]))
-        if kinds[1] == "object":
-            wanted += f", under [{'.'.join(map(str, path))}]"
-        elif path == ["models"]:
+        if path[:1] == ["models"] and len(path) <= 2 and kinds[1] in ("array", "object"):
             wanted = "tables, each under [[models]]"
+        elif kinds[1] == "object":
+            wanted += f", under [{'.'.join(map(str, path))}]"
         said = f"it is {got}: give {wanted}"
     elif "matching regex" in said:  # only factories have to look like something
         said = "write package.module:name, as in paellapy.demo:load"

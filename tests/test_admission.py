@@ -95,7 +95,8 @@ def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
     for k in range(50):
         window.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
     assert window.size == 1.0
-    assert window.reach_ns(20.0 * MS, 15.0 * MS, 1, 0) == pytest.approx((15 + LEAST_MARGIN * 5) * MS)
+    window.in_flight = 1
+    assert window.reach_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + LEAST_MARGIN * 5) * MS)
 
 
 def test_a_full_lane_that_waits_is_work_ahead():
@@ -157,6 +158,22 @@ def test_a_flood_on_an_idle_server_makes_few_late_from_the_beginning():
         let_in += len(done)
     assert late < 0.01 * let_in
     assert let_in > 8 * 100
+
+
+def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_that_fills_the_queue():
+    """Its first requests would be in time, though not by as much as a margin wants that begins low."""
+    step = [SegmentProfile(100e3)] * 10
+    often, seldom = (
+        ModelProfile(name, {1: step}, target_ms=target, lanes=16, demand={1: 0.9}, together={1: 8})
+        for name, target in (("often", 20.0), ("seldom", 11.0))
+    )
+    rng = np.random.default_rng(0)
+    times = {name: np.cumsum(rng.exponential(1 / n, 10 * n)) for name, n in (("often", 2000), ("seldom", 20))}
+    rows = tuple((float(t), name, None, None, 0) for name, found in times.items() for t in found)
+    jobs = simulate([often, seldom], Trace(rows), "fifo", admission=True).jobs
+    let_in = jobs[(jobs["model"] == 1) & (jobs["status"] != QUEUE_FULL)]
+    assert len(let_in) > 50
+    assert (let_in["finish_ns"] - let_in["arrival_ns"] <= 11 * MS).mean() > 0.97
 
 
 def test_tables_begin_with_room_for_two_batches():

@@ -112,16 +112,19 @@ def test_outputs_are_held_until_they_are_read() -> None:
 
 def test_nothing_begins_before_it_has_come() -> None:
     """A request may come after the core has read the clock, and before it looks for requests."""
-    bench = Bench([profile()])
+    bench = Bench([profile(batch=(1, 2), lanes=1)])
+    first = bench.submit()
     bench.now += 5000
-    serial = bench.submit()
+    second = bench.submit()
     bench.now -= 3000
     bench.step()
     lane = bench.running[0]
     bench.step(10_000)
     bench.run_dry()
-    done = bench.done[serial]
-    assert done["started_ns"] == done["arrival_ns"] == bench.state.segment_ns[lane, 0, 0]
+    began = int(bench.state.segment_ns[lane, 0, 0])
+    assert [int(bench.done[each]["batch"]) for each in (first, second)] == [2, 2]
+    assert [int(bench.done[each]["started_ns"]) for each in (first, second)] == [began, began]
+    assert began == bench.done[second]["arrival_ns"] > bench.done[first]["arrival_ns"]
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

@@ -133,11 +133,38 @@ def margin(window, now, live=32):
 def test_the_first_margin_holds_however_long_the_machine_has_been_up(up_s):
     now = up_s * SECOND + 10 * MS
     window, table = Window(64.0), new_windows([32])
+    window.in_flight = 32
     window.done(now - 10 * MS, now, 100 * MS, 1)
     note_latency.py_func(table.view(np.recarray), 0, now - 10 * MS, now, 100 * MS, 1)
     assert margin(window, now) == pytest.approx(FIRST_MARGIN, rel=0.01)
     assert margin(window, now, live=2) == pytest.approx(FEW_MARGIN)
     assert table["margin"][0] == window.margin
+
+
+def test_a_margin_grows_also_while_nothing_is_let_in(engine):
+    admission, model, row = Admission(engine), engine.models["fast"], rows(engine)["fast"]
+    with pytest.raises(RefusedError):
+        admission.enter(model, row, None, 1e-6)
+    assert admission.windows["fast"].margin_ns > 0
+
+
+def test_a_model_of_which_none_is_in_flight_is_tried():
+    window = Window(64.0)
+    window.done(0, 10 * MS, 100 * MS, 1)
+    assert margin(window, 20 * MS) == pytest.approx(FEW_MARGIN)
+    window.in_flight = 1
+    assert margin(window, 20 * MS) == pytest.approx(FIRST_MARGIN, rel=0.01)
+
+
+def test_a_first_request_that_is_late_leaves_a_margin_that_grows_fast():
+    """A model may be slow when it is cold."""
+    cold, warm = Window(64.0), Window(64.0)
+    cold.done(0, 500 * MS, 100 * MS, 1)
+    for window in (cold, warm):
+        window.in_flight = 32
+        for k in range(250):
+            window.done(SECOND + k * MS, SECOND + (k + 10) * MS, 100 * MS, 1)
+    assert margin(cold, SECOND + 260 * MS) > 0.8 * margin(warm, SECOND + 260 * MS) > 0.7
 
 
 def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():

@@ -110,6 +110,7 @@ def test_a_wrong_value_is_found_on_its_line(write, change, line, said):
     ("text", "said"),
     [("server = 1", r"server: it is a whole number: give a table, under \[server\]"),
      ("models = 3", r"models: it is a whole number: give tables, each under \[\[models\]\]"),
+     ("models = [1]", r"models\[0\]: it is a whole number: give tables, each under \[\[models\]\]"),
      ("[models]", r"models: it is a table: give tables, each under \[\[models\]\]"),
      ("[server]\naccess_log = 1979-05-27", "server.access_log: it is a date: give true or false")],
 )  # fmt: skip
