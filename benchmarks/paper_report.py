@@ -231,6 +231,23 @@ def twin_text(path: Path) -> str:
     return table(["system", "p50 slowdown", "p99 slowdown", "throughput"], rows)
 
 
+def twin_beyond_text(path: Path) -> str:
+    found: dict[tuple[str, str], list[Any]] = {}
+    for each in json.loads(path.read_text())["results"].get("beyond", ()):
+        _, system, rate, _ = each["point"].split("|")
+        found.setdefault((system, rate), []).append(each)
+    rows = []
+    for (system, rate), runs in found.items():
+        row = [system, f"{int(rate):,}/s"]
+        for figure in ("let_in", "in_time"):
+            for who in ("measured", "twin"):
+                known = [100 * each[who][figure] for each in runs if who in each]
+                row.append(spread(known, 1) if known else "–")
+        rows.append(row)
+    head = ["system", "offered", "% let in, measured", "twin", "% of those in time, measured", "twin"]
+    return table(head, rows) if rows else ""
+
+
 SECTIONS = (
     ("fig11", "Paella's mix of eight CNNs, load swept to saturation", fig11_text),
     ("beyond", "Beyond saturation, with admission for deadlines at 4× alone", beyond_text),
@@ -293,6 +310,8 @@ def report(path: Path, docs: Path = DOCS) -> None:
             "points within 20 %.",
             twin,
         ]
+        if beyond := twin_beyond_text(path.with_name("paper_twin.json")):
+            text += ["Beyond saturation, with admission; with those that expired:", beyond]
     notes = DOCS / "results_notes.md"
     if notes.exists():
         text.append(notes.read_text().strip())
