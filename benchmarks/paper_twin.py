@@ -99,6 +99,7 @@ def main() -> None:
         share = np.array([kinds[p.name].share for p in profiles[name]])
         return fig11_requests(share / share.sum(), int(seed), sigma, float(rate), seconds)[:2]
 
+    setup_names = {setup: name for name, setup in SETUPS.items()}
     rows = []
     keys = [key for key in measured["points"] if key.startswith("fig11|")]
     for key in track(keys, description="simulating"):
@@ -106,7 +107,7 @@ def main() -> None:
         if which not in SYSTEMS or which not in limit:  # processes, which the twin does not have
             continue
         system = SYSTEMS[which]
-        name = next(name for name, each in SETUPS.items() if each == system.setup)
+        name = setup_names[system.setup]
         if system.setup == KERNELS or name not in profiles:
             continue
         real = measured["points"][key]
@@ -122,7 +123,9 @@ def main() -> None:
     for key in track([key for key in measured["points"] if key.startswith("beyond|")], description="with admission"):
         _, which, rate, seed = key.split("|")
         system, real = SYSTEMS[which], measured["points"][key]
-        name = next(name for name, each in SETUPS.items() if each == system.setup)
+        name = setup_names[system.setup]
+        if name not in profiles:
+            continue
         at, model = requests(name, seed, 1.5, rate, real["offered"] / float(rate))
         found = {"point": key, "twin": admitted(profiles[name], system, at, model, alone_ns)}
         if "let_in" in real:

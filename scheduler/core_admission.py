@@ -66,8 +66,9 @@ def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: in
     """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
     w = window[m]
     shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
-    since = w.margin_ns if w.margin_ns > 0 else now
-    margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
+    if w.margin_ns == 0:  # from now on it grows, also where nothing is let in
+        w.margin_ns = max(now, 1)
+    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
     if w.lowered_ns == 0 and (w.in_flight == 0 or live <= FEW):
         margin = max(margin, FEW_MARGIN)
     return float(shortest + margin * (limit - shortest))
@@ -108,8 +109,6 @@ def lets_in(
     """Whether a request of the model in this row has room in its window, and would be in time by the prediction."""
     if window[m].in_flight >= window[m].size:
         return False
-    if window[m].margin_ns == 0:  # also where nothing is let in, the margin must not stay as it is
-        window[m].margin_ns = max(now, 1)
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
     most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.g[LIVE], now))
     if predict(s, row, priority, deadline, now) - entered > most:

@@ -80,9 +80,9 @@ class CudaWindows:
     def confined(self, graph: SegmentGraph, windows: Sequence[int], stream: int, end_inside: bool) -> list[int]:
         """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
 
-        `end_inside`: the completion word is written there too. What follows on the same stream begins sooner then, by 6
-        to 10 µs. But long graphs that are inside to their end get in each other's way where many are in flight: of
-        whole programs the GPU did less in all than with a word from outside, and short ones were heard of late.
+        `end_inside`: the completion word is written there too. What follows on the same stream begins sooner then. But
+        long graphs that are inside to their end get in each other's way where many are in flight: of whole programs the
+        GPU did less in all than with a word from outside, and short ones were heard of late.
 
         A node follows a context only if it names a CUkernel, which belongs to none, and no function, which does. So
         kernels of modules that were loaded into a context stay on all SMs.

@@ -11,8 +11,8 @@ together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella'
 5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
 
 Where jobs keep to windows of SMs they want less of what others have, the less the more they are: a rule chosen with a
-sweep on the H200 in view, and its one number so that 24 of them do 1.19 times what they do without, as there. For more
-of them it says too much, and no more are let in.
+sweep on the H200 in view, and its one number so that 24 of them do 1.19 times what they do without, as there. Whether
+it holds for more of them is not known, and no more are let in.
 
 Streams share the hardware's queues, if their number is given: where the hardware decides, a job waits for those that
 were launched before it into its queue. Not for the last of them: with two of a queue's jobs at a time the sweep of

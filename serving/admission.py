@@ -95,8 +95,6 @@ class Admission:
             window = self.windows[model.name] = Window(2.0 * model.max_batch, generation)
         if window.in_flight >= window.size:
             raise _overloaded(model, window, kind, limit_ms)
-        if window.margin_ns == 0:  # also where nothing is let in, the margin must not stay as it is
-            window.margin_ns = now_ns
         deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves

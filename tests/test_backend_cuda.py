@@ -137,7 +137,7 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
             assert len(fake.confined) > 4
             segments = sum(fake.ended_inside.values())
             assert fake.at_home > segments / 2 > 0  # on streams of their windows
-            assert not fake.ended_inside[8 + 1]  # whole programs end outside
+            assert 8 + 1 in fake.ended_inside and not fake.ended_inside[8 + 1]  # whole programs end outside
             with engine.trace() as t:
                 for answer in many(engine, ["six"], 20):
                     assert (answer["y"] == 64).all()

@@ -145,7 +145,10 @@ def test_a_margin_grows_also_while_nothing_is_let_in(engine):
     admission, model, row = Admission(engine), engine.models["fast"], rows(engine)["fast"]
     with pytest.raises(RefusedError):
         admission.enter(model, row, None, 1e-6)
-    assert admission.windows["fast"].margin_ns > 0
+    window = admission.windows["fast"]
+    window.in_flight, now = 1, window.margin_ns
+    assert window.reach_ns(100 * MS, 0.0, 32, now) == pytest.approx(FIRST_MARGIN * 100 * MS)
+    assert window.reach_ns(100 * MS, 0.0, 32, now + int(MARGIN_BACK_NS)) == 100 * MS
 
 
 def test_a_model_of_which_none_is_in_flight_is_tried():
