@@ -1,9 +1,9 @@
 """Which streams of a process wait for each other though nothing binds them: those that share a hardware queue.
 
-    python benchmarks/stream_queues.py [--streams 64] [--connections 8,32] [--out DIR]
+    python benchmarks/stream_queues.py [--streams 64] [--kernels 2,100] [--connections 8,32] [--out DIR]
 
-On one stream a kernel waits for a word, and another kernel follows it, which the GPU cannot start yet. Meanwhile every
-other stream is given two kernels that write words of their own: where one of those is not written, the stream waits
+On one stream a kernel waits for a word, and others follow it, which the GPU cannot start yet. Meanwhile every other
+stream is given as many kernels that write words of their own: where one of those is not written, the stream waits
 behind the first. In turn for every stream; with kernels launched one by one, as graphs that end with a completion word,
 and as graphs whose kernels keep to a window of SMs (a green context), from streams of the window: with the completion
 word written inside it, and from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ from scheduler.cuda_windows import CudaWindows
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 WINDOWS = 4
-SETTLE_S = 0.002  # what can run has run by then
+SETTLE_S = 0.002  # without a word: what can run has run by then
 MOST_STREAMS = 512
-FIRST, SECOND, END = range(3)  # words of a stream: of its two kernels, and the completion word of its graph
+FIRST, LAST, END = range(3)  # words of a stream: of its kernels but the last, of that, and of its graph
 GATE = 3 * MOST_STREAMS  # what the first kernel waits for
 GIVE_UP_S = 120
 # `wait_for` gives up after a second: whatever else goes wrong, the GPU is not held for ever.
@@ -76,9 +77,9 @@ DONE:
 class Streams:
     """Streams, and two chains of work for each: one that waits for the gate, and one that writes its words."""
 
-    def __init__(self, device: Any, count: int) -> None:
+    def __init__(self, device: Any, count: int, length: int) -> None:
         cu = driver()
-        self.device, self.count = device, count
+        self.device, self.count, self.length = device, count, length
         self.words = device._allocate_pinned(8 * (GATE + 1))
         library = check(cu.cuLibraryLoadData(KERNELS, [], [], 0, [], [], 0), "loading kernels")
         self.wait_for, self.write_one = (
@@ -100,12 +101,13 @@ class Streams:
         return int(pointers.ctypes.data)
 
     def chain(self, k: int, waits: bool) -> list[tuple[Any, int]]:
-        """The two kernels of a stream, and the words that they read or write."""
-        first = (self.wait_for, GATE) if waits else (self.write_one, 3 * k + FIRST)
-        return [first, (self.write_one, 3 * k + SECOND)]
+        """The kernels of a stream, and the words that they read or write."""
+        more = [(self.write_one, 3 * k + FIRST)] * (self.length - 1)
+        first = [(self.wait_for, GATE)] if waits else more[:1]
+        return [*first, *more[1:], (self.write_one, 3 * k + LAST)]
 
     def kernels(self, k: int, waits: bool) -> Any:
-        """Launches both kernels, one by one."""
+        """Launches the kernels, one by one."""
         cu, stream = driver(), self.wide[k].handle
         chain = [(kernel, self.arguments(word)) for kernel, word in self.chain(k, waits)]
 
@@ -117,7 +119,7 @@ class Streams:
         return launch
 
     def graph(self, k: int, waits: bool, window: int | None, inside: bool) -> Any:
-        """Launches both kernels as a graph with a completion word at its end."""
+        """Launches the kernels as a graph with a completion word at its end."""
         cu = driver()
         handle = check(cu.cuGraphCreate(0), "creating a graph")
         before: list[Any] = []
@@ -130,7 +132,7 @@ class Streams:
             params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
             before = [check(cu.cuGraphAddKernelNode(handle, before, len(before), params), "adding a kernel")]
         captured = read_graph(handle)
-        with segment_graph(captured, 0, 2, self.address(3 * k + END)) as part:
+        with segment_graph(captured, 0, self.length, self.address(3 * k + END)) as part:
             if window is None:
                 executable, stream = instantiate(part.handle, self.upload.handle), self.wide[k].handle
             else:
@@ -148,6 +150,11 @@ class Streams:
             "graphs in windows, end outside": lambda k, waits: self.graph(k, waits, k % WINDOWS, False),
         }
 
+    def settle(self) -> None:
+        seen = -1
+        while seen != (seen := int(self.words[:GATE].sum())):
+            time.sleep(SETTLE_S)
+
     def who_waits(self, make: Any, words: tuple[int, ...]) -> list[list[int]]:
         """For each stream, those that wait while it does: of which one of the words is not written."""
         holds, marks = ([make(k, waits) for k in range(self.count)] for waits in (True, False))
@@ -160,9 +167,9 @@ class Streams:
                 for j, mark in enumerate(marks):
                     if j != k:
                         mark()
-                time.sleep(SETTLE_S)
+                self.settle()
                 written = self.words[:GATE].reshape(-1, 3)[: self.count, words].all(axis=1)
-                if self.words[3 * k + SECOND]:
+                if self.words[3 * k + LAST]:
                     raise RuntimeError("the first kernel gave up waiting before all others were launched")
                 found.append([j for j in range(self.count) if j != k and not written[j]])
                 self.words[GATE] = 1
@@ -172,48 +179,56 @@ class Streams:
         return found
 
 
-def child(count: int) -> None:
+def child(count: int, length: int) -> None:
     device = need_gpu("streams of CUDA")
-    streams = Streams(device, count)
+    streams = Streams(device, count, length)
     found: dict[str, Any] = {}
     for name, make in streams.ways().items():
         try:
-            found[name] = streams.who_waits(make, (FIRST, SECOND) if name == "kernels" else (FIRST, SECOND, END))
+            found[name] = streams.who_waits(make, (FIRST, LAST) if name == "kernels" else (FIRST, LAST, END))
         except Exception as e:
             found[name] = f"{type(e).__name__}: {e}"
     print(json.dumps(found))
 
 
+def in_process(queues: str, length: str, count: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", "--streams", str(count), "--kernels", length]
+    run = subprocess.run(
+        command, env={**os.environ, QUEUES: queues}, capture_output=True, text=True, check=False, timeout=GIVE_UP_S
+    )
+    if run.returncode:
+        raise SystemExit(run.stderr or run.stdout)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--kernels", default="2,100", help="on each stream")
     parser.add_argument("--connections", default="8,32")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not 2 <= args.streams <= MOST_STREAMS:
         raise SystemExit(f"--streams {args.streams}: give a number from 2 to {MOST_STREAMS}")
+    if not all(length.isdecimal() and int(length) >= 2 for length in args.kernels.split(",")):
+        raise SystemExit(f"--kernels {args.kernels}: give numbers from 2 on")
     if args.child:
-        return child(args.streams)
+        return child(args.streams, int(args.kernels))
     results: dict[str, Any] = {}
     table = Table(title=f"{args.streams} streams: how many others wait behind each", box=None)
-    for column in ("hardware queues", "launched as", "others that wait: streams", "the first's"):
+    for column in ("hardware queues", "kernels", "launched as", "others that wait: streams", "the first's"):
         table.add_column(column)
-    for number in args.connections.split(","):
-        command = [sys.executable, __file__, "--child", "--streams", str(args.streams)]
-        run = subprocess.run(
-            command, env={**os.environ, QUEUES: number}, capture_output=True, text=True, check=False, timeout=GIVE_UP_S
-        )
-        if run.returncode:
-            raise SystemExit(run.stderr or run.stdout)
-        results[number] = json.loads(run.stdout.splitlines()[-1])
-        for name, waits in results[number].items():
+    for number, length in product(args.connections.split(","), args.kernels.split(",")):
+        found = results.setdefault(number, {})[length] = in_process(number, length, args.streams)
+        for name, waits in found.items():
             if isinstance(waits, str):
-                table.add_row(number, name, waits)
+                table.add_row(number, length, name, waits)
                 continue
             sizes = Counter(len(each) for each in waits)
             shown = ", ".join(f"{n}: {sizes[n]}" for n in sorted(sizes))
-            table.add_row(number, name, shown, " ".join(map(str, waits[0][:8])))
+            table.add_row(number, length, name, shown, " ".join(map(str, waits[0][:8])))
     Console(width=120).print(table)
     print(save("stream_queues", results, need_gpu("streams of CUDA"), args.out))
     return None

@@ -15,7 +15,7 @@ from instrument.device.cuda import CudaDevice
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver
 from instrument.errors import LaunchError
-from scheduler.cuda_graphs import SegmentGraph, instantiate
+from scheduler.cuda_graphs import SegmentGraph, instantiate, is_kernel
 
 _GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
 
@@ -90,7 +90,7 @@ class CudaWindows:
         cu = driver()
         movable = []
         for node in graph.nodes:
-            if check(cu.cuGraphNodeGetType(node), "reading a node") == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            if is_kernel(node):
                 params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                 if int(params.kern):
                     self._allow_shared(params)

@@ -75,6 +75,6 @@ def test_a_module_that_fails_when_it_is_called_ends_the_run(monkeypatch: pytest.
     monkeypatch.setattr(eager, "answer", fail_once_it_runs)
     with pytest.raises(MemoryError, match="none is left"):
         eager.run(at, model, which)
-    monkeypatch.setattr(eager, "answer", lambda *given: 1 / 0)
+    monkeypatch.setattr(Eager, "answer", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        eager.run(at, model, which)
+        Eager(TINY, "cpu", threads=2)

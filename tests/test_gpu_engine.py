@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import triton
+import triton.language as tl
 from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
 
 import paellapy as pp
@@ -36,6 +37,17 @@ KINDS = {
     "mlp": (mlp_model("mlp", layers=6, batch=(1, 2, 4, 8), target_ms=5.0), mlp_reference(6)),
 }
 ONES = {"x": np.ones(64, np.float32)}
+
+
+@triton.jit
+def scale_slowly(x, out, factor, n, B: tl.constexpr):
+    """As `scale` does, some 50 µs later: after its last block has started there is time to do something."""
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    value = tl.load(x + i, mask=i < n)
+    nothing = value * 0.0
+    for _ in range(20_000):
+        nothing = nothing * factor + nothing
+    tl.store(out + i, (value + nothing) * factor, mask=i < n)
 
 
 def check(outputs, expected):
@@ -414,7 +426,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
 @pytest.mark.parametrize("report", [None, "count", "notify"])
 def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(engine, report):
     """One segment on the GPU at a time, and yet the next does not wait for the end of the one before."""
-    model = scale_model("long", 2.0, steps=60, batch=(1, 2), kernel=pp.kernel(scale.fn, report=report))
+    model = scale_model("long", 2.0, steps=8, batch=(1, 2), kernel=pp.kernel(scale_slowly, report=report))
     engine.load(model)
     engine.set_policy(replace(find_policy("srpt"), name="careful", look_ahead=1))
     lanes = next(iter(engine.loaded_rows().values())).lanes
@@ -433,7 +445,7 @@ def test_the_next_segment_is_sent_when_the_last_block_of_this_one_has_started(en
         work = [random_inputs(model, rng) for _ in range(400)]
         found = await asyncio.gather(*(engine.infer("long", inputs) for inputs in work))
         for outputs, inputs in zip(found, work, strict=True):
-            check(outputs, scale_reference(2.0, 60)(inputs))
+            check(outputs, scale_reference(2.0, 8)(inputs))
 
     asyncio.run(main())
     stop()
