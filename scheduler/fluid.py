@@ -17,7 +17,7 @@ from scheduler.atomics import store_at
 from scheduler.core import step
 from scheduler.core_admission import leaves, lets_in
 from scheduler.core_rings import RING_FULL, post, take_done
-from scheduler.fluid_rates import share
+from scheduler.fluid_rates import next_in_queue, share
 from scheduler.fluid_state import (
     BIN_NS,
     CORE_FREE,
@@ -291,7 +291,7 @@ def run_fluid(f: Fluid, s: State) -> int:
             if s.g[OUT_N] > 0:
                 launch(f, s)
         share(f, s)
-        at = next_event(f)
+        at = min(next_event(f), f.t[NOW] + next_in_queue(f, s))
         if f.g[NEWS]:
             at = min(at, f.t[CORE_FREE])
         elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= at:

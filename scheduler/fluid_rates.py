@@ -14,9 +14,10 @@ Where jobs keep to windows of SMs they want less of what others have, the less t
 sweep on the H200 in view, and its one number so that 24 of them do 1.19 times what they do without, as there. Whether
 it holds for more of them is not known, and no more are let in.
 
-Streams share the hardware's queues, if their number is given: where the hardware decides, a job waits for those that
-were launched before it into its queue. Not for the last of them: with two of a queue's jobs at a time the sweep of
-Paella's CNNs comes out as on the H200, with one or three it does not (side runs, not kept); why is not known.
+What is launched takes its turn in the hardware's queues, if their number is given. `benchmarks/stream_queues.py` shows
+how on an H200: CUDA deals graphs out to them one after the other, whatever their streams, and one graph waits behind
+another of the same queue, but not behind its last kernels: a queue looks some way ahead. Behind graphs of 100 kernels
+others wait, behind such of 2 nobody does; of what is between the two, 98 fits the sweep of Paella's CNNs best.
 """
 
 from __future__ import annotations
@@ -30,21 +31,47 @@ from scheduler.fluid_state import ISSUE, MEMORY, QUEUES, RUN_N, SLOTS, Fluid
 from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
-AT_ONCE = 2  # jobs of one hardware queue
+DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
+
+
+@inlined
+def kernels_left(f: Fluid, s: State, lane: int) -> float:
+    """Of what a lane has launched."""
+    m, size = s.lane[lane].model, s.lane[lane].size
+    return float(f.kernels[m, size] * f.left[lane] / f.work[m, size, f.work.shape[2] - 1])
+
+
+@inlined
+def is_before(f: Fluid, other: int, lane: int) -> bool:
+    """Whether it was dealt to the same queue, sooner."""
+    apart = f.order[lane] - f.order[other]
+    return bool(apart > 0 and apart % f.g[QUEUES] == 0)
 
 
 @inlined
 def line_up(f: Fluid, s: State) -> None:
     """Who waits in a hardware queue."""
-    if f.g[QUEUES] == 0 or not s.g[WHOLE_ALWAYS]:
+    if f.g[QUEUES] == 0:
         return
-    for k in range(f.g[RUN_N]):
-        lane = f.run[k]
-        before = 0
-        for other in f.run[: f.g[RUN_N]]:
-            same = (s.lane[other].stream_at - s.lane[lane].stream_at) % f.g[QUEUES] == 0
-            before += same and f.order[other] < f.order[lane]
-        f.waits[lane] = 1 if before >= AT_ONCE else 0
+    for lane in f.run[: f.g[RUN_N]]:
+        f.waits[lane] = 0
+    for other in f.run[: f.g[RUN_N]]:
+        if kernels_left(f, s, other) > DEEP + 1e-6:
+            for lane in f.run[: f.g[RUN_N]]:
+                if is_before(f, other, lane):
+                    f.waits[lane] = 1
+
+
+@inlined
+def next_in_queue(f: Fluid, s: State) -> float:
+    """How long it takes until a graph has so few kernels left that others need not wait for it any more."""
+    found = np.inf
+    if f.g[QUEUES] > 0:
+        for lane in f.run[: f.g[RUN_N]]:
+            left = kernels_left(f, s, lane)
+            if f.rate[lane] > 0.0 and left > DEEP + 1e-6:
+                found = min(found, f.left[lane] * (1.0 - DEEP / left) / f.rate[lane])
+    return float(found)
 
 
 @inlined

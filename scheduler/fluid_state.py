@@ -11,7 +11,7 @@ from scheduler.core_admission import WINDOW
 from scheduler.state import COMPLETION, State, Table
 
 # F.g
-# NEWS: something for the core to see; QUEUES: of the hardware, 0: as many as there are streams; LAUNCHED: so far
+# NEWS: something for the core to see; QUEUES: of the hardware, 0: one for every job; LAUNCHED: so far
 RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS, QUEUES, LAUNCHED = range(9)
 # F.t
 NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
@@ -47,6 +47,7 @@ class Programs(NamedTuple):
     work: Floats
     busy: Floats
     copy: Floats
+    kernels: Floats
 
 
 class Fluid(NamedTuple):
@@ -58,6 +59,7 @@ class Fluid(NamedTuple):
     work: Floats  # [M, B, S + 1] time alone
     busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
     copy: Floats  # [M] time it takes to copy a request's inputs into a lane
+    kernels: Floats  # [M, B] of a whole program
     run: Ints  # [L] lanes with something launched
     segment: Ints  # [L] what runs, or WHOLE
     behind: Ints  # [L] launches queued behind it
@@ -90,6 +92,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         work=program.work,
         busy=program.busy,
         copy=program.copy,
+        kernels=program.kernels,
         run=np.zeros(lanes, ints),
         segment=np.zeros(lanes, ints),
         behind=np.zeros(lanes, ints),

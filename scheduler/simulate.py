@@ -65,8 +65,9 @@ def simulate(
     every kernel on its SM, about a thousand times slower; with the models' own `kernels` the result has a `trace`.
     `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
-    demand was measured. `queues`: of the hardware, which streams share where it decides (the policy `streams`; CUDA has
-    8, paellapy sets 32); left out, every stream has its own. `admission`: as in a server, requests that would miss
+    demand was measured. `queues`: of the hardware (CUDA has 8, paellapy sets 32), to which launches are dealt one after
+    the other, and wait there behind long graphs; with blocks, streams are, of the policy `streams`. Left out, nobody
+    waits in one. `admission`: as in a server, requests that would miss
     their deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
     `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep on
     an H200; for segments of models whose demand was measured (without windows).
@@ -199,7 +200,7 @@ def resources(
     n, sizes, segments = state.segment.shape
     use = np.zeros((n, sizes, segments + 1, 3))
     work = np.zeros((n, sizes, segments + 1))
-    busy = np.zeros((n, sizes))
+    busy, kernels = np.zeros((n, sizes)), np.zeros((n, sizes))
     bandwidth = gpu.bandwidth_gbps * timing.bandwidth_efficiency  # GB/s is bytes/ns
     for m, model in enumerate(models):
         for k, (batch, program) in enumerate(model.sizes.items()):
@@ -219,10 +220,10 @@ def resources(
                 busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
                 use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
-            work[m, k, -1] = total
+            work[m, k, -1], kernels[m, k] = total, sum(each.kernels for each in program)
     copy = np.zeros(n)
     copy[: len(models)] = [model.input_bytes / COPY_GBPS for model in models]
-    return fluid.Programs(use, work, busy, copy)
+    return fluid.Programs(use, work, busy, copy, kernels)
 
 
 def _more_records(f: fluid.Fluid) -> fluid.Fluid:

@@ -369,18 +369,33 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
     assert rates == pytest.approx({n: (1 - 0.82**n) / 0.18 for n in rates}, rel=0.03)
 
 
-def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
-    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32)]}, lanes=6)
+def last_ns(kernels: int, queues: int | None, policy: str = "streams", segments: int = 1) -> float:
+    """When the last of six jobs of 100 ms that come at once ends."""
+    cut = [SegmentProfile(100e6 / segments, blocks=1, warps=1, registers=32, kernels=kernels // segments)] * segments
     load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+    jobs = simulate([ModelProfile("net", {1: cut}, lanes=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs
+    return float(np.max(jobs["finish_ns"]))
 
-    def last_ns(queues: int | None, policy: str = "streams") -> float:
-        return float(np.max(simulate([net], load, policy, queues=queues, host_launch_ns=0.0).jobs["finish_ns"]))
 
-    at_once = last_ns(None)
-    assert last_ns(6) == at_once
-    assert last_ns(1) == pytest.approx(3 * at_once, rel=0.05)  # two at a time
-    assert last_ns(3) == at_once
-    assert last_ns(1, "srpt") == last_ns(None, "srpt")  # the engine gives every job a queue
+def test_long_graphs_that_share_a_hardware_queue_wait_for_each_other() -> None:
+    at_once = last_ns(10_000, None)
+    assert last_ns(10_000, 6) == at_once
+    assert last_ns(10_000, 1) == pytest.approx(6 * at_once, rel=0.06)
+    assert last_ns(10_000, 3) == pytest.approx(2 * at_once, rel=0.02)
+
+
+def test_nobody_waits_for_the_last_kernels_of_a_graph() -> None:
+    assert last_ns(90, 1) == last_ns(90, None)
+    assert last_ns(196, 1) == pytest.approx((1 + 5 / 2) * last_ns(196, None), rel=0.01)  # each for half of one before
+
+
+def test_segments_of_few_kernels_do_not_hold_up_a_hardware_queue() -> None:
+    assert last_ns(10_000, 1, "srpt", segments=200) == last_ns(10_000, None, "srpt", segments=200)
+
+
+@given(st_.integers(1, 700), st_.integers(1, 12), st_.integers(1, 12))
+def test_more_hardware_queues_never_take_longer(kernels: int, queues: int, more: int) -> None:
+    assert last_ns(kernels, queues * more) <= last_ns(kernels, queues) * 1.001
 
 
 def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
@@ -396,7 +411,7 @@ def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None
 
 
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
-    """Two of a queue's jobs at a time, and kernel issue full with four: more queues never do less."""
+    """Kernel issue is full with four: more queues never do less."""
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, lanes=32)
     load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
     last = [simulate([net], load, "streams", queues=n, host_launch_ns=0.0).seconds for n in (1, 2, 4, 8, None)]
