@@ -186,7 +186,7 @@ class Bench:
             self.wide[m, lane] = segment(
                 graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle
             )
-        for each in self._streams:  # hardware queues are dealt out with a stream's first work
+        for each in self._streams:  # a stream's first work takes longer
             check(driver().cuGraphLaunch(int(self.wide[0, 0]), each.handle), "opening a stream")
             each.synchronize()
         self._pinned[:] = 0

@@ -277,7 +277,7 @@ class CudaBackend(Backend):
         super().discard(program)
 
     def _streams(self, priority: int) -> list[CudaStream]:
-        """Made and used one after the other: CUDA deals them out to the hardware queues in turn."""
+        """Made and used one after the other: a stream's first work takes longer."""
         level = CudaStream.level(priority)
         if level not in self._pools:
             streams: list[CudaStream] = []

@@ -112,10 +112,9 @@ def measure(s: State) -> None:
 
 @inlined
 def take_stream(s: State, lane: int) -> None:
-    """One in whose hardware queue no other job in flight is, if there is one: in a queue jobs wait for each other. It
-    is of the window that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing
-    in flight it may change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a
-    scheduler.
+    """One that no other job in flight has, if there is one: on a stream jobs wait for each other. It is of the window
+    that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing in flight it may
+    change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
     """
     at = QUEUES + lane % OWN_STREAMS
     if not s.g[WHOLE_ALWAYS]:

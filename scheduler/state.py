@@ -87,8 +87,8 @@ FN_SIZE = 8
 WINDOWS, CHOICES = 64, 4
 
 # State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
-# handed out, and stand for the GPU's hardware queues; the next belong to lanes, each to its own; then each window of
-# SMs has one for every queue.
+# handed out, as many as the GPU has hardware queues; the next belong to lanes, each to its own; then each window of SMs
+# has as many again.
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 OF_WINDOWS = QUEUES + OWN_STREAMS
 POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES

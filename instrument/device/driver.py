@@ -28,8 +28,8 @@ def driver() -> Any:
         library()
     except OSError:
         raise NoDeviceError(_NO_GPU.format(why="No CUDA driver on this machine (libcuda.so.1).")) from None
-    # Streams share this many hardware queues, 8 unless said otherwise, and in one queue a stream waits for another's
-    # work. Read when a context is made; whoever has chosen a number keeps it.
+    # Launches share this many hardware queues, 8 unless said otherwise, and in one queue what comes behind a long graph
+    # waits for it. Read when a context is made; whoever has chosen a number keeps it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         (status,) = cu.cuInit(0)
