@@ -33,7 +33,7 @@ Done = queue.SimpleQueue[Exception | None]  # what came of each of several thing
 
 
 class Eager:
-    """Modules, and threads that call them."""
+    """Modules, and threads that call them, until the process ends: without work they only wait."""
 
     def __init__(self, kinds: tuple[Kind, ...], device: str, threads: int) -> None:
         self.kinds, self.device, self.threads = kinds, device, threads

@@ -64,7 +64,9 @@ def admitted(profiles: list[Any], system: System, at: Any, model: Any, alone_ns:
     due_ns = np.array([4 * alone_ns[name] for name in names])
     each = zip(at.tolist(), model.tolist(), strict=True)
     rows = tuple((t / 1e9, names[m], due_ns[m] / 1e6, None, 0) for t, m in each)
-    jobs = simulate(profiles, Trace(rows), system.policy, demand=system.active, admission=True).jobs
+    jobs = simulate(
+        profiles, Trace(rows), system.policy, demand=system.active, queues=system.setup.queues, admission=True
+    ).jobs
     let_in = jobs[jobs["status"] != QUEUE_FULL]
     in_time = (let_in["status"] == OK) & (let_in["finish_ns"] - let_in["arrival_ns"] <= due_ns[let_in["model"]])
     return {"let_in": len(let_in) / len(jobs), "in_time": float(in_time.mean())}

@@ -1,4 +1,4 @@
-"""Which streams of a process wait for each other though nothing binds them: those that share a hardware queue.
+"""What is launched on different streams and waits for each other all the same: what shares a hardware queue.
 
     python benchmarks/stream_queues.py [--streams 64] [--kernels 2,100] [--connections 8,32] [--out DIR]
 

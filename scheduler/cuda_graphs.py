@@ -23,7 +23,7 @@ from scheduler.segments import topological
 
 _TIMED_RUNS = 7
 _LEAST_NS = 100.0  # no node takes less; clocks of events are coarser than that
-_STRAY = 10.0  # times the median: what a node among late ones is taken to take at most
+_STRAY = 4.0  # times the median: so much of a copy counts, where it may have been late
 
 
 @dataclass(slots=True)
@@ -210,19 +210,19 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
 def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
     """Times between events, less what an event costs: as much as they are together longer than a run without events.
 
-    If that is more than some kernel took, it is not the events: beside other processes a copy, which another engine is
-    asked for, can be late in every run. Then the nodes share the time of the whole by what they took, the late within
-    limits.
+    Beside other processes a copy, which another engine is asked for, can be late in every run: no more than a few times
+    the usual of it counts. If then an event costs more than some kernel took, the nodes share the time of the whole by
+    what they took.
 
     >>> without_events(np.array([4_000.0, 12_000.0, 6_000.0]), [True, True, False], 16_000.0)
     [2000.0, 10000.0, 4000.0]
     """
-    spread = max(0.0, (float(times_ns.sum()) - whole_ns) / len(times_ns))
+    usual = np.where(kernels, times_ns, np.minimum(times_ns, _STRAY * np.median(times_ns)))
+    spread = max(0.0, (float(usual.sum()) - whole_ns) / len(usual))
     if spread < min((t for t, kernel in zip(times_ns, kernels, strict=True) if kernel), default=np.inf):
-        found = times_ns - spread
+        found = np.minimum(times_ns - spread, whole_ns)
     else:
-        shares = np.minimum(times_ns, _STRAY * np.median(times_ns))
-        found = shares * whole_ns / shares.sum()
+        found = usual * whole_ns / usual.sum()
     return [float(t) for t in np.maximum(found, _LEAST_NS)]
 
 

@@ -16,8 +16,10 @@ it holds for more of them is not known, and no more are let in.
 
 What is launched takes its turn in the hardware's queues, if their number is given. `benchmarks/stream_queues.py` shows
 how on an H200: CUDA deals graphs out to them one after the other, whatever their streams, and one graph waits behind
-another of the same queue, but not behind its last kernels: a queue looks some way ahead. Behind graphs of 100 kernels
-others wait, behind such of 2 nobody does; of what is between the two, 98 fits the sweep of Paella's CNNs best.
+another of the same queue, but not behind its last kernels: a queue looks some way ahead. Of graphs of 100 kernels one
+waits for another, of those of 2 none does. How far it looks is the most that this allows; further would fit the sweep
+of Paella's CNNs better (side runs, not kept), so it is not quite what the hardware does. Segments that follow another
+of their job stay in its queue here, which nobody has looked at.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
 DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
+LEAST_NS = 1e-3  # less of something is nothing
 
 
 @inlined
-def kernels_left(f: Fluid, s: State, lane: int) -> float:
-    """Of what a lane has launched."""
+def holds_ns(f: Fluid, s: State, lane: int) -> float:
+    """How much of what a lane has launched others of its queue wait for, in time alone."""
     m, size = s.lane[lane].model, s.lane[lane].size
-    return float(f.kernels[m, size] * f.left[lane] / f.work[m, size, f.work.shape[2] - 1])
+    return float(f.left[lane] - DEEP * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
 
 
 @inlined
@@ -56,7 +59,7 @@ def line_up(f: Fluid, s: State) -> None:
     for lane in f.run[: f.g[RUN_N]]:
         f.waits[lane] = 0
     for other in f.run[: f.g[RUN_N]]:
-        if kernels_left(f, s, other) > DEEP + 1e-6:
+        if holds_ns(f, s, other) > LEAST_NS:
             for lane in f.run[: f.g[RUN_N]]:
                 if is_before(f, other, lane):
                     f.waits[lane] = 1
@@ -68,9 +71,9 @@ def next_in_queue(f: Fluid, s: State) -> float:
     found = np.inf
     if f.g[QUEUES] > 0:
         for lane in f.run[: f.g[RUN_N]]:
-            left = kernels_left(f, s, lane)
-            if f.rate[lane] > 0.0 and left > DEEP + 1e-6:
-                found = min(found, f.left[lane] * (1.0 - DEEP / left) / f.rate[lane])
+            holds = holds_ns(f, s, lane)
+            if f.rate[lane] > 0.0 and holds > LEAST_NS:
+                found = min(found, holds / f.rate[lane])
     return float(found)
 
 

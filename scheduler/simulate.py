@@ -66,9 +66,9 @@ def simulate(
     `active` and `look_ahead` override the policy's; `demand` lets in jobs until together they would keep that many GPUs
     busy, however many they are. Where neither they nor the policy say how many, it is as in an engine, if the models'
     demand was measured. `queues`: of the hardware (CUDA has 8, paellapy sets 32), to which launches are dealt one after
-    the other, and wait there behind long graphs; with blocks, streams are, of the policy `streams`. Left out, nobody
-    waits in one. `admission`: as in a server, requests that would miss
-    their deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
+    the other, and wait there behind long graphs; left out, nobody does. With fidelity "blocks" it is streams that are
+    dealt to them, and only under the policy `streams`. `admission`: as in a server, requests that would miss their
+    deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
     `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep on
     an H200; for segments of models whose demand was measured (without windows).
 

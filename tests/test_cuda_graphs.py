@@ -21,23 +21,24 @@ def test_the_cost_of_events_is_taken_off(kernels, event):
     np.testing.assert_allclose(found, times, rtol=1e-6, atol=1e-3)
 
 
-@given(kernels_us, hs.floats(0, 3), hs.floats(2, 50), hs.floats(500, 10_000))
-def test_a_copy_that_is_late_in_every_run_does_not_hide_the_kernels(kernels, event, copy, late):
-    times = np.array([copy, *kernels, copy]) * US
+@given(hs.lists(hs.floats(4, 12), min_size=24, max_size=200), hs.floats(0, 3), hs.floats(0, 10_000))
+def test_a_copy_that_is_late_in_every_run_does_not_hide_the_kernels(kernels, event, late):
+    times = np.array([5.0, *kernels, 5.0]) * US
     seen = times + event * US
     seen[-1] += late * US
     found = without_events(seen, [False, *([True] * len(kernels)), False], float(times.sum()))
-    assert min(found) > 0
-    assert sum(found) <= 1.01 * sum(times) + late * US
+    assert (np.array(found) >= 0.4 * times).all()
+    assert max(found) <= times.sum()
 
 
-@pytest.mark.parametrize("late", [0.0, 3_000.0, 50_000.0])
-def test_a_program_is_cut_though_a_copy_is_late(late):
-    times = np.array([5.0, *[8.0] * 42, 5.0]) * US
+@pytest.mark.parametrize("late", [0.0, 100.0, 300.0, 1_000.0, 3_000.0, 50_000.0])
+@pytest.mark.parametrize("kernels", [42, 200])
+def test_a_program_is_cut_though_a_copy_is_late(late, kernels):
+    times = np.array([5.0, *[8.0] * kernels, 5.0]) * US
     seen = times + 2.5 * US
     seen[0] += late * US
-    found = without_events(seen, [False, *[True] * 42, False], float(times.sum()))
-    assert len(cut(found, 20 * US)) > 10
+    found = without_events(seen, [False, *[True] * kernels, False], float(times.sum()))
+    assert len(cut(found, 20 * US)) > kernels / 4
 
 
 def test_without_kernels_there_is_still_an_answer():

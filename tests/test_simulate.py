@@ -393,6 +393,17 @@ def test_segments_of_few_kernels_do_not_hold_up_a_hardware_queue() -> None:
     assert last_ns(10_000, 1, "srpt", segments=200) == last_ns(10_000, None, "srpt", segments=200)
 
 
+@pytest.mark.parametrize("policy", ["streams", "hrrn"])
+def test_queues_of_short_kernels_end_late_in_simulated_time_too(policy: str) -> None:
+    """There a nanosecond is near the last digit that a clock in nanoseconds has."""
+    nets = [
+        ModelProfile(f"net{n}", {1: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)]}, lanes=4)
+        for n in (150, 300, 700)
+    ]
+    load = Trace(tuple((5000 + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
+    assert (simulate(nets, load, policy, queues=8).jobs["status"] == st.OK).all()
+
+
 @given(st_.integers(1, 700), st_.integers(1, 12), st_.integers(1, 12))
 def test_more_hardware_queues_never_take_longer(kernels: int, queues: int, more: int) -> None:
     assert last_ns(kernels, queues * more) <= last_ns(kernels, queues) * 1.001
