@@ -399,8 +399,8 @@ def test_readme_quotes_the_load_that_meets_its_targets() -> None:
         for system in ("hrrn, batches, windows", "streams", "dynamic batcher")
     )
     text = (ROOT / "README.md").read_text().replace("\n", " ")
-    than_streams, batchers = (np.median(np.divide(each, streams)) for each in (ours, batcher))
-    assert f"at {than_streams:.1f} times the load that streams do, and a dynamic batcher at {batchers:.1f} times" in text
+    more, less = (np.median(np.divide(each, streams)) for each in (ours, batcher))
+    assert f"at {more:.1f} times the load that streams do, and a dynamic batcher at {less:.1f} times" in text
 
 
 def test_the_results_page_says_what_was_met() -> None:
