@@ -3,11 +3,11 @@
     python benchmarks/stream_queues.py [--streams 64] [--kernels 2,100] [--connections 8,32] [--out DIR]
 
 On one stream a kernel waits for a word, and others follow it, which the GPU cannot start yet. Meanwhile every other
-stream is given as many kernels that write words of their own: where one of those is not written, the stream waits
-behind the first. In turn for every stream; with kernels launched one by one, as graphs that end with a completion word,
-and as graphs whose kernels keep to a window of SMs (a green context), from streams of the window: with the completion
-word written inside it, and from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of
-its own. CUDA only.
+stream is given kernels that write words of their own, as many, or (`--kernels 100x2`) so many: where one of those is
+not written, the stream waits behind the first. In turn for every stream; with kernels launched one by one, as graphs
+that end with a completion word, as such with another one of the same stream behind the first, and as graphs whose
+kernels keep to a window of SMs (a green context), from streams of the window: with the completion word written inside
+it, and from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of its own. CUDA only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,9 +78,10 @@ DONE:
 class Streams:
     """Streams, and two chains of work for each: one that waits for the gate, and one that writes its words."""
 
-    def __init__(self, device: Any, count: int, length: int) -> None:
+    def __init__(self, device: Any, count: int, length: int, others: int) -> None:
         cu = driver()
-        self.device, self.count, self.length = device, count, length
+        self.device, self.count = device, count
+        self.lengths = {True: length, False: others}  # of the chain that waits, and of those that write
         self.words = device._allocate_pinned(8 * (GATE + 1))
         library = check(cu.cuLibraryLoadData(KERNELS, [], [], 0, [], [], 0), "loading kernels")
         self.wait_for, self.write_one = (
@@ -102,7 +104,7 @@ class Streams:
 
     def chain(self, k: int, waits: bool) -> list[tuple[Any, int]]:
         """The kernels of a stream, and the words that they read or write."""
-        more = [(self.write_one, 3 * k + FIRST)] * (self.length - 1)
+        more = [(self.write_one, 3 * k + FIRST)] * (self.lengths[waits] - 1)
         first = [(self.wait_for, GATE)] if waits else more[:1]
         return [*first, *more[1:], (self.write_one, 3 * k + LAST)]
 
@@ -132,7 +134,7 @@ class Streams:
             params.ctx = check(cu.cuCtxGetCurrent(), "reading the context")
             before = [check(cu.cuGraphAddKernelNode(handle, before, len(before), params), "adding a kernel")]
         captured = read_graph(handle)
-        with segment_graph(captured, 0, self.length, self.address(3 * k + END)) as part:
+        with segment_graph(captured, 0, self.lengths[waits], self.address(3 * k + END)) as part:
             if window is None:
                 executable, stream = instantiate(part.handle, self.upload.handle), self.wide[k].handle
             else:
@@ -142,10 +144,22 @@ class Streams:
         self.upload.synchronize()
         return lambda: check(cu.cuGraphLaunch(executable, stream), "launching a graph")
 
+    def pair(self, k: int, waits: bool) -> Any:
+        """Where it waits, a graph that only writes is launched behind it."""
+        first, second = self.graph(k, waits, None, False), self.graph(k, False, None, False)
+
+        def launch() -> None:
+            first()
+            if waits:
+                second()
+
+        return launch
+
     def ways(self) -> dict[str, Any]:
         return {
             "kernels": self.kernels,
             "graphs": lambda k, waits: self.graph(k, waits, None, False),
+            "graphs, another behind the first": self.pair,
             "graphs in windows, end inside": lambda k, waits: self.graph(k, waits, k % WINDOWS, True),
             "graphs in windows, end outside": lambda k, waits: self.graph(k, waits, k % WINDOWS, False),
         }
@@ -179,9 +193,10 @@ class Streams:
         return found
 
 
-def child(count: int, length: int) -> None:
+def child(count: int, lengths: str) -> None:
     device = need_gpu("streams of CUDA")
-    streams = Streams(device, count, length)
+    first, _, others = lengths.partition("x")
+    streams = Streams(device, count, int(first), int(others or first))
     found: dict[str, Any] = {}
     for name, make in streams.ways().items():
         try:
@@ -205,17 +220,18 @@ def in_process(queues: str, length: str, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--kernels", default="2,100", help="on each stream")
+    parser.add_argument("--kernels", default="2,100", help="on each stream; 100x2: on the first, and on each other")
     parser.add_argument("--connections", default="8,32")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not 2 <= args.streams <= MOST_STREAMS:
         raise SystemExit(f"--streams {args.streams}: give a number from 2 to {MOST_STREAMS}")
-    if not all(length.isdecimal() and int(length) >= 2 for length in args.kernels.split(",")):
-        raise SystemExit(f"--kernels {args.kernels}: give numbers from 2 on")
+    given = [re.fullmatch(r"(\d+)(?:x(\d+))?", each) for each in args.kernels.split(",")]
+    if not all(each and int(each[1]) >= 2 and int(each[2] or 2) >= 2 for each in given):
+        raise SystemExit(f"--kernels {args.kernels}: give numbers from 2 on, or two of them as in 100x2")
     if args.child:
-        return child(args.streams, int(args.kernels))
+        return child(args.streams, args.kernels)
     results: dict[str, Any] = {}
     table = Table(title=f"{args.streams} streams: how many others wait behind each", box=None)
     for column in ("hardware queues", "kernels", "launched as", "others that wait: streams", "the first's"):
