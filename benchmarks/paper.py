@@ -226,6 +226,7 @@ def best_effort(o: Options) -> Iterator[Point]:
         "gate, one segment ahead": (setup, one_ahead, (1, 0), 1),
         "gate, one segment ahead, two best-effort jobs": (setup, one_ahead, (1, 0), 2),
         "gate, 70 µs": (fine, "priority", (1, 0), 1),
+        "gate, 70 µs, two best-effort jobs": (fine, "priority", (1, 0), 2),
         "gate, 70 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
