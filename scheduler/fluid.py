@@ -17,7 +17,7 @@ from scheduler.atomics import store_at
 from scheduler.core import step
 from scheduler.core_admission import leaves, lets_in
 from scheduler.core_rings import RING_FULL, post, take_done
-from scheduler.fluid_rates import LEAST_NS, next_in_queue, share
+from scheduler.fluid_rates import least_ns, next_in_queue, share
 from scheduler.fluid_state import (
     BIN_NS,
     CORE_FREE,
@@ -119,12 +119,12 @@ def progress(f: Fluid, s: State, until: float) -> None:
         lane = f.run[k]
         if f.delay[lane] > 0.0:
             f.delay[lane] = max(0.0, f.delay[lane] - ns)
-            if f.delay[lane] < LEAST_NS:
+            if f.delay[lane] < least_ns(f):
                 f.delay[lane] = 0.0
             k += 1
             continue
         f.left[lane] -= ns * f.rate[lane]
-        if f.left[lane] > LEAST_NS:
+        if f.left[lane] > least_ns(f):
             k += 1
             continue
         f.g[EVENTS] += 1

@@ -29,12 +29,17 @@ import numpy as np
 from instrument.device.jit import inlined
 from scheduler.core_windows import ROOMY
 from scheduler.demand import MOST_BUSY
-from scheduler.fluid_state import ISSUE, MEMORY, QUEUES, RUN_N, SLOTS, Fluid
+from scheduler.fluid_state import ISSUE, MEMORY, NOW, QUEUES, RUN_N, SLOTS, Fluid
 from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
 DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
-LEAST_NS = 1e-3  # less of something is nothing
+
+
+@inlined
+def least_ns(f: Fluid) -> float:
+    """Less of something is nothing, and late in simulated time would not move the clock."""
+    return float(max(1e-3, 4.5e-16 * f.t[NOW]))
 
 
 @inlined
@@ -59,7 +64,7 @@ def line_up(f: Fluid, s: State) -> None:
     for lane in f.run[: f.g[RUN_N]]:
         f.waits[lane] = 0
     for other in f.run[: f.g[RUN_N]]:
-        if holds_ns(f, s, other) > LEAST_NS:
+        if holds_ns(f, s, other) > least_ns(f):
             for lane in f.run[: f.g[RUN_N]]:
                 if is_before(f, other, lane):
                     f.waits[lane] = 1
@@ -72,7 +77,7 @@ def next_in_queue(f: Fluid, s: State) -> float:
     if f.g[QUEUES] > 0:
         for lane in f.run[: f.g[RUN_N]]:
             holds = holds_ns(f, s, lane)
-            if f.rate[lane] > 0.0 and holds > LEAST_NS:
+            if f.rate[lane] > 0.0 and holds > least_ns(f):
                 found = min(found, holds / f.rate[lane])
     return float(found)
 
