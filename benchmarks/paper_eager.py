@@ -36,7 +36,7 @@ class Eager:
     """Modules, and threads that call them, until the process ends: without work they only wait."""
 
     def __init__(self, kinds: tuple[Kind, ...], device: str, threads: int) -> None:
-        self.kinds, self.device, self.threads = kinds, device, threads
+        self.kinds, self.device = kinds, device
         self.gpu = device.startswith("cuda")
         dtype = torch.float16 if self.gpu else torch.float32
         self.nets = [kind.build(device).to(dtype).to(memory_format=torch.channels_last) for kind in kinds]  # type: ignore[call-overload]

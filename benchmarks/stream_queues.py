@@ -146,12 +146,14 @@ class Streams:
 
     def pair(self, k: int, waits: bool) -> Any:
         """Where it waits, a graph that only writes is launched behind it."""
-        first, second = self.graph(k, waits, None, False), self.graph(k, False, None, False)
+        first = self.graph(k, waits, None, False)
+        if not waits:
+            return first
+        second = self.graph(k, False, None, False)
 
         def launch() -> None:
             first()
-            if waits:
-                second()
+            second()
 
         return launch
 

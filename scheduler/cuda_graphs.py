@@ -210,9 +210,9 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
 def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
     """Times between events, less what an event costs: as much as they are together longer than a run without events.
 
-    Beside other processes a copy, which another engine is asked for, can be late in every run: no more than a few times
-    the usual of it counts. If then an event costs more than some kernel took, the nodes share the time of the whole by
-    what they took.
+    Beside other processes a program was once taken to be too short to cut. Probably a copy, which another engine is
+    asked for, was late in every run: no more than a few times the usual of it counts. If then an event costs more than
+    some kernel took, the nodes share the time of the whole by what they took.
 
     >>> without_events(np.array([4_000.0, 12_000.0, 6_000.0]), [True, True, False], 16_000.0)
     [2000.0, 10000.0, 4000.0]
