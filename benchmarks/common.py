@@ -61,3 +61,14 @@ def save(name: str, results: Any, device: Device | None = None, folder: Path | N
     part.write_text(json.dumps({"on": facts, "results": results}, indent=1) + "\n")
     os.replace(part, path)
     return path
+
+
+SEEDS_HELP = "from which requests are drawn: as many, from 0, or which, as in 5-9"
+
+
+def seeds(text: str) -> range:
+    first, dash, last = text.partition("-")
+    found = range(int(first), int(last) + 1) if dash else range(int(first))
+    if not found:
+        raise ValueError(f"no seeds in {text!r}")
+    return found

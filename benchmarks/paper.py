@@ -1,6 +1,6 @@
 """The papers' experiments on real models: Paella's figures 11 to 13, high priority beside best effort, DISB.
 
-    python benchmarks/paper.py run [--only fig11,light] [--seeds 5] [--seconds 1] [--budget 300] [--out DIR]
+    python benchmarks/paper.py run [--only fig11,light] [--seeds 0-4] [--seconds 1] [--budget 300] [--out DIR]
     python benchmarks/paper.py report [--out DIR]        # plots, and docs/results.md
 
 Points that are in DIR/paper.json already are not run again, each is kept as soon as it is measured (with the commit),
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, commit, save
+from common import RESULTS, SEEDS_HELP, commit, save, seeds
 from engine_load import Run, lognormal_gaps, poisson
 from paper_models import DISB, FIG11, FIG12, TINY, VARIANTS, Kind
 from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, System
@@ -60,7 +60,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    seeds: int
+    seeds: range
     seconds: float
     tiny: bool
     sigmas: tuple[float, ...] = (1.5, 2.0)
@@ -73,9 +73,9 @@ def fig11(o: Options) -> Iterator[Point]:
     kinds = TINY if o.tiny else FIG11
     rates = (50, 100) if o.tiny else RATES
     batched = (100, 200) if o.tiny else BATCHED_RATES
-    for seed, sigma, name in itertools.product(range(o.seeds), o.sigmas, o.systems):
+    for seed, sigma, name in itertools.product(o.seeds, o.sigmas, o.systems):
         system = SYSTEMS[name]
-        if system.setup != KERNELS or seed == 0:
+        if system.setup != KERNELS or seed == o.seeds[0]:
             for rate in rates if system.setup.batch == (1,) else batched:
                 if (name == "one stream" and rate > 2000) or (o.rates and rate not in o.rates):
                     continue
@@ -97,7 +97,7 @@ def active(o: Options) -> Iterator[Point]:
     settings: tuple[int | float, ...] = (4, 6, 8, 12, 16, 1.0, 1.5, 2.0, 2.5, 3.0)
     plain = (PLAIN, "srpt", (100,) if o.tiny else (4000, 5000))
     batched = (BATCHED, "hrrn", (100,) if o.tiny else (4000, 6000))
-    for seed, (setup, policy, rates) in itertools.product(range(min(o.seeds, 2)), (plain, batched)):
+    for seed, (setup, policy, rates) in itertools.product(o.seeds[:2], (plain, batched)):
         for rate, setting in itertools.product(rates, settings):
             run = fig11_run(System(setup, policy, setting), 1.5, rate, seed, o.seconds)
             batches = "batches" if setup == BATCHED else "plain"
@@ -116,18 +116,18 @@ def fig11_requests(share: Any, seed: int, sigma: float, rate: float, seconds: fl
 def saturation(o: Options) -> Iterator[Point]:
     """As many requests as the system takes."""
     kinds = TINY if o.tiny else FIG11
-    for seed in range(o.seeds):
+    for seed in o.seeds:
         for name in o.systems:
             system = SYSTEMS[name]
             many = len(system.setup.batch) > 1
 
             def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
                 # So many that the requests a policy puts off fill the queue in less than half of the run.
-                n = 60 if o.tiny else 40_000 if m else 12_000
+                n = 60 if o.tiny else 40_000 if m else 12_000 if which.policy != "serial" else 3_000
                 done = loaded.saturate(which, n, 2048 if m else 96, s)
                 return {**loaded.summary(done), "throughput": done.steady_throughput}
 
-            if system.setup != KERNELS or seed == 0:
+            if system.setup != KERNELS or seed == o.seeds[0]:
                 yield Point(f"saturation|{name}|{seed}", kinds, system.setup, (0,) * len(kinds), run)
 
 
@@ -136,7 +136,7 @@ def beyond(o: Options) -> Iterator[Point]:
     kinds = TINY if o.tiny else FIG11
     # The generator copies inputs itself, up to about 25,000 a second.
     loads = ((PLAIN, "slack", (10_000, 14_000)), (BATCHED, "slack, batches", (16_000, 20_000, 24_000)))
-    for seed, (setup, name, rates) in itertools.product(range(o.seeds), loads):
+    for seed, (setup, name, rates) in itertools.product(o.seeds, loads):
         for rate in (200,) if o.tiny else rates:
 
             def run(loaded: Loaded, r: int = rate, s: int = seed, which: System = SYSTEMS[name]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def fig12(o: Options) -> Iterator[Point]:
     """Two models, the short one asked for twenty times as often: what the fairness threshold does to each."""
     kinds = TINY if o.tiny else FIG12
     rate = 60 if o.tiny else 5000
-    for seed, threshold in itertools.product(range(o.seeds), THRESHOLDS_MS):
+    for seed, threshold in itertools.product(o.seeds, THRESHOLDS_MS):
 
         def run(loaded: Loaded, s: int = seed, t: float = threshold) -> dict[str, Any]:
             rng = np.random.default_rng(s)
@@ -230,7 +230,7 @@ def best_effort(o: Options) -> Iterator[Point]:
         "gate, 70 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
-        range(o.seeds), beside, systems.items()
+        o.seeds, beside, systems.items()
     ):
 
         def run(loaded: Loaded, p: str | Policy = policy, s: int = seed, k: int = loops) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def disb(o: Options) -> Iterator[Point]:
     }
     systems = {"streams": ("streams", 0), "stream priorities": ("streams", 1), "priority": ("priority", 1)}
     for seed, (name, (rt, be, rate, kind)), (system, (policy, high)) in itertools.product(
-        range(min(o.seeds, 3)), loads.items(), systems.items()
+        o.seeds[:3], loads.items(), systems.items()
     ):
         kinds = (*rt, *(Kind(k.name, items=2 if o.tiny else 8) for k in be if "bert" not in k.name))
         priorities = (*(high for _ in rt), *(0 for _ in kinds[len(rt) :]))
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("step", choices=("run", "report"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help=f"of {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=seeds, default=range(5), help=SEEDS_HELP)
     parser.add_argument("--seconds", type=float, default=1.0, help="of offered load per point")
     parser.add_argument("--budget", type=float, default=3600.0, help="stop after so many seconds")
     parser.add_argument("--tiny", action="store_true")

@@ -1,6 +1,6 @@
 """What most people run: PyTorch's modules called as they are, by threads with a stream each.
 
-    python benchmarks/paper_eager.py [--rates 50,100,200] [--threads 1,8] [--seeds 2] [--out DIR]
+    python benchmarks/paper_eager.py [--rates 50,100,200] [--threads 1,8] [--seeds 0-1] [--out DIR]
 
 Figure 11's requests in one queue; a thread takes the next, copies its input to the GPU, calls the module, and waits for
 the output. No graphs and no batches. Points are added to paper.json beside the other systems'. Run paper.py before, on
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, commit, need_gpu, save
+from common import RESULTS, SEEDS_HELP, commit, need_gpu, save, seeds
 from numpy.typing import NDArray
 from paper import fig11_requests
 from paper_models import FIG11, TINY, Kind
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="or cpu, with --tiny")
     parser.add_argument("--rates", default="50,100,200")
     parser.add_argument("--threads", default="1,8")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=seeds, default=range(2), help=SEEDS_HELP)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
@@ -135,7 +135,7 @@ def main() -> None:
     share = np.array([kind.share for kind in kinds])
     for threads in (int(each) for each in args.threads.split(",")):
         eager = Eager(kinds, args.device, threads)
-        todo = [(float(rate), seed) for seed in range(args.seeds) for rate in args.rates.split(",")]
+        todo = [(float(rate), seed) for seed in args.seeds for rate in args.rates.split(",")]
         for rate, seed in track(todo, description=f"eager, {threads} threads"):
             at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
             latency, took, wrong = eager.run(at, model, which)

@@ -1,6 +1,6 @@
 """The papers' other way to share a GPU: a process per model under NVIDIA MPS, with or without a limit on its SMs.
 
-    python benchmarks/paper_mps.py [--rates 2000,4000] [--percent 100,25] [--seeds 2] [--out DIR]
+    python benchmarks/paper_mps.py [--rates 2000,4000] [--percent 100,25] [--seeds 0-1] [--out DIR]
 
 Figure 11's requests, split by model; every process runs whole graphs, a stream each. The MPS daemon is started for the
 run, in a folder of its own, and stopped afterwards. Points are added to paper.json beside the other systems'.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, commit, save
+from common import RESULTS, SEEDS_HELP, commit, save, seeds
 from paper import MOST_PAUSE_US, QUEUES, RUN_AGAIN, fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import Loaded, Setup
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rates", default="2000,3000,4000,5000")
     parser.add_argument("--percent", default="100,25", help="of the SMs that one process may use")
     parser.add_argument("--queues", type=int, default=4, help="hardware queues of each process")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=seeds, default=range(2), help=SEEDS_HELP)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
@@ -119,7 +119,7 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
     try:
         alone = np.array([read(each)["alone_ns"] for each in track(children, description=f"loading, {percent} %")])
         alone = np.array([results["alone_us"].get(k.label, ns / 1e3) * 1e3 for k, ns in zip(kinds, alone, strict=True)])
-        todo = [(int(r), s) for s in range(args.seeds) for r in args.rates.split(",")]
+        todo = [(int(r), s) for s in args.seeds for r in args.rates.split(",")]
         for rate, seed in track(todo, description=f"processes with {percent} % of the SMs"):
             at, model, which = fig11_requests(share / share.sum(), seed, 1.5, rate, args.seconds)
             again = -1

@@ -28,8 +28,14 @@ def series(points: dict[str, Any], kind: str) -> Series:
     for key, value in points.items():
         name, *rest = key.split("|")
         if name == kind:
-            found[tuple(rest[:-1])].append(value)
+            found[tuple(rest[:-1])].append({**value, "seed": int(rest[-1])})
     return found
+
+
+def same_requests(runs: list[Any], others: list[Any]) -> list[tuple[Any, Any]]:
+    """Points of one run with the same seed: only those are compared."""
+    known = {(p["seed"], p["commit"]): p for p in others}
+    return [(p, known[at]) for p in runs if (at := (p["seed"], p["commit"])) in known]
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -39,21 +45,22 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{np.median(values):.{digits}f} ({min(values):.{digits}f} … {max(values):.{digits}f})"
 
 
-def sustained(sweep: Series, system: str, sigma: str) -> list[float]:
+def sustained(sweep: Series, system: str, sigma: str) -> dict[int, float]:
     """For each seed, the highest offered load at which enough requests are in time, between the loads that were run."""
     rates = sorted(int(key[2]) for key in sweep if key[:2] == (system, sigma))
-    found = []
-    for seed in range(min((len(sweep[system, sigma, str(rate)]) for rate in rates), default=0)):
-        share = [sweep[system, sigma, str(rate)][seed]["within_4x"] for rate in rates]
+    shares = [{p["seed"]: p["within_4x"] for p in sweep[system, sigma, str(rate)]} for rate in rates]
+    found = {}
+    for seed in sorted(set.intersection(*map(set, shares))) if shares else ():
+        share = [each[seed] for each in shares]
         enough = [k for k, each in enumerate(share) if each >= ENOUGH]
         k = enough[-1] if enough else None
         if k is None:
-            found.append(0.0)
+            found[seed] = 0.0
         elif k == len(rates) - 1:
-            found.append(float(rates[k]))
+            found[seed] = float(rates[k])
         else:
             part = (share[k] - ENOUGH) / (share[k] - share[k + 1])
-            found.append(rates[k] + part * (rates[k + 1] - rates[k]))
+            found[seed] = rates[k] + part * (rates[k + 1] - rates[k])
     return found
 
 
@@ -72,29 +79,26 @@ def fig11_text(points: dict[str, Any]) -> str:
     systems = list(dict.fromkeys(key[0] for key in sweep))
     sigmas = sorted({key[1] for key in sweep})
     base = {sigma: sustained(sweep, "streams", sigma) for sigma in sigmas}
-    streams = [p["throughput"] for p in full.get(("streams",), [])]
+    most_of_streams = [p["throughput"] for p in full.get(("streams",), [])]
     rows = []
     for system in systems:
         row = [system]
         for sigma in sigmas:
             loads = sustained(sweep, system, sigma)
-            times = [a / b for a, b in zip(loads, base[sigma], strict=False) if b]  # the same requests
+            times = [load / base[sigma][seed] for seed, load in loads.items() if base[sigma].get(seed)]
             if commits(sweep, system, sigma) != commits(sweep, "streams", sigma):
                 times = []
-            row.append(spread(loads, 0) + (f"; {np.median(times):.2f}×" if times else "") if loads else "–")
-        at = sweep.get((system, SIGMA, "4000"))
-        ours = sweep.get(("streams", SIGMA, "4000"))
+            ratio = f"; {np.median(times):.2f}×" if times else ""
+            row.append(spread(list(loads.values()), 0) + ratio if loads else "–")
+        at = sweep.get((system, SIGMA, "4000"), [])
+        both = same_requests(at, sweep.get(("streams", SIGMA, "4000"), []))
         row.append(spread([p["p99_slowdown"] for p in at], 1) if at else "–")
-        ratios = [
-            a["p99_slowdown"] / b["p99_slowdown"]
-            for a, b in zip(at or [], ours or [], strict=False)
-            if a["commit"] == b["commit"]
-        ]
+        ratios = [p["p99_slowdown"] / streams["p99_slowdown"] for p, streams in both]
         row.append(spread(ratios) if ratios else "–")
         most = [p["throughput"] for p in full.get((system,), [])]
         row.append(f"{np.median(most):,.0f}/s" if most else "–")
         same = commits(full, system) == commits(full, "streams")
-        row.append(spread([m / float(np.median(streams)) for m in most]) if most and streams and same else "–")
+        row.append(spread([m / float(np.median(most_of_streams)) for m in most]) if most and same else "–")
         rows.append(row)
     loads_at = [f"requests/s with 99 % within 4× alone, σ = {sigma}; ÷ streams" for sigma in sigmas]
     return table(["system", *loads_at, "p99 slowdown at 4000/s", "÷ streams", "saturation", "÷ streams"], rows)
@@ -168,8 +172,7 @@ def best_effort_text(points: dict[str, Any]) -> str:
     found = series(points, "best_effort")
     rows = []
     for (beside, system), runs in found.items():
-        pairs = zip(runs, found[beside, "alone"], strict=False)  # the same arrivals
-        times = [p["hp_p99_us"] / alone["hp_p99_us"] for p, alone in pairs if p["commit"] == alone["commit"]]
+        times = [p["hp_p99_us"] / a["hp_p99_us"] for p, a in same_requests(runs, found[beside, "alone"])]
         shares = ("–", "–")
         if system != "alone":
             shares = tuple(spread([p[f"be_share_{jobs}"] for p in runs]) for jobs in (1, 2))

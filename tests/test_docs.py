@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,17 @@ def test_points_of_other_runs_are_named_and_compared_with_nothing(tmp_path: Path
         assert ("×" in row) == (not known)
 
 
+def test_only_points_with_the_same_requests_are_compared() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
+    ours = [{"seed": seed, "commit": "a", "p": seed} for seed in (5, 6, 7)]
+    streams = [{"seed": seed, "commit": commit, "p": 10 * seed} for seed, commit in ((7, "a"), (0, "a"), (6, "b"))]
+    assert [(a["p"], b["p"]) for a, b in paper_report.same_requests(ours, streams)] == [(7, 70)]
+    points = {f"fig11|x|1.5|{rate}|{seed}": {"within_4x": 1.0} for rate, seed in ((1000, 5), (2000, 5), (1000, 6))}
+    assert paper_report.sustained(paper_report.series(points, "fig11"), "x", "1.5") == {5: 2000.0}
+
+
 def test_the_scheduling_page_quotes_the_engine_on_the_gpu() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "engine_h200.json").read_text())["results"]
     text = (ROOT / "docs" / "scheduling.md").read_text()
@@ -371,7 +383,8 @@ def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
     assert f"a p99 slowdown of {p99[0]:.1f} instead of {p99[1]:.1f} at 5000" in flat
     sweep = paper_report.series(points, "fig11")
     load, without = (
-        np.mean(paper_report.sustained(sweep, system, "1.5")) for system in ("hrrn, batches, windows", "hrrn, batches")
+        np.mean(list(paper_report.sustained(sweep, system, "1.5").values()))
+        for system in ("hrrn, batches, windows", "hrrn, batches")
     )
     assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}, and {load / without:.2f} times the load" in flat
 
@@ -399,7 +412,7 @@ def test_readme_quotes_the_load_that_meets_its_targets() -> None:
         for system in ("hrrn, batches, windows", "streams", "dynamic batcher")
     )
     text = (ROOT / "README.md").read_text().replace("\n", " ")
-    more, less = (np.median(np.divide(each, streams)) for each in (ours, batcher))
+    more, less = (np.median([each[seed] / streams[seed] for seed in each]) for each in (ours, batcher))
     assert f"at {more:.1f} times the load that streams do, and a dynamic batcher at {less:.1f} times" in text
 
 
@@ -412,16 +425,17 @@ def test_the_results_page_says_what_was_met() -> None:
     sweep = paper_report.series(points, "fig11")
 
     def load(name: str, base: str = "streams") -> float:
-        return float(np.median(np.divide(*(paper_report.sustained(sweep, each, "1.5") for each in (name, base)))))
+        ours, other = (paper_report.sustained(sweep, each, "1.5") for each in (name, base))
+        return float(np.median([ours[seed] / other[seed] for seed in ours]))
 
     def p99(name: str) -> list[float]:
-        return [points[f"fig11|{name}|1.5|4000|{seed}"]["p99_slowdown"] for seed in range(5)]
+        return [p["p99_slowdown"] for p in sorted(sweep[name, "1.5", "4000"], key=itemgetter("seed"))]
 
     def slower(name: str) -> list[float]:
         return [a / b for a, b in zip(p99(name), p99("streams"), strict=True)]
 
     def full(name: str) -> float:
-        return float(np.median([points[f"saturation|{name}|{seed}"]["throughput"] for seed in range(5)]))
+        return float(np.median([p["throughput"] for p in paper_report.series(points, "saturation")[name,]]))
 
     one, many, apart = "slack", "hrrn, batches", ", windows"
     for quoted in (
