@@ -141,7 +141,6 @@ def progress(f: Fluid, s: State, until: float) -> None:
             k += 1
         else:
             f.idle[lane] = 1
-            f.freed[lane] = f.t[NOW]
             f.g[RUN_N] -= 1
             f.run[k] = f.run[f.g[RUN_N]]
 
@@ -217,19 +216,27 @@ def load(f: Fluid, s: State) -> bool:
 
 
 @inlined
+def note_opened(f: Fluid, s: State, lane: int) -> None:
+    if f.generation[lane] != s.lane[lane].generation:
+        f.generation[lane] = s.lane[lane].generation
+        f.opened[lane] = f.t[NOW]
+
+
+@inlined
 def hand_over(f: Fluid, s: State, lane: int) -> float:
-    """How long a lane's first launch waits for the inputs of those that came while it ran: they are copied once it is
-    free, one after the other. The others' were copied when they came.
+    """How long a lane's first launch waits for the inputs of those that came before it was opened: they are copied from
+    then on, one after the other. The others' were copied when they came.
     """
+    note_opened(f, s, lane)
     copy = f.copy[s.lane[lane].model]
     if copy == 0.0:
         return 0.0
     ns = 0.0
     for k in range(s.lane[lane].taken):
         row = s.slot[lane, k]
-        if row >= 0 and s.request[row].arrival_ns < f.freed[lane]:
+        if row >= 0 and s.request[row].arrival_ns < f.opened[lane]:
             ns += copy
-    return ns + HAND_OVER_NS if ns > 0.0 else 0.0
+    return max(0.0, f.opened[lane] + HAND_OVER_NS + ns - f.t[NOW]) if ns > 0.0 else 0.0
 
 
 @inlined
@@ -290,6 +297,9 @@ def run_fluid(f: Fluid, s: State) -> int:
             collect(f, s)
             if s.g[OUT_N] > 0:
                 launch(f, s)
+            for m in range(f.copy.shape[0]):
+                if s.model[m].filling >= 0:
+                    note_opened(f, s, s.model[m].filling)
         share(f, s)
         at = min(next_event(f), f.t[NOW] + next_in_queue(f, s))
         if f.g[NEWS]:

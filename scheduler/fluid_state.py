@@ -69,7 +69,8 @@ class Fluid(NamedTuple):
     order: Ints  # [L] its launch was the so-manieth
     waits: Ints  # [L] 1: it waits for others in its hardware queue
     idle: Ints  # [L] 1: the lane has been started and has run dry
-    freed: Floats  # [L] when it last ran dry
+    opened: Floats  # [L] when it last began to take requests
+    generation: Ints  # [L] the lane's own, at that time
     arrivals: Table  # ARRIVAL, by time
     clients: Table  # LOOP_CLIENT: each has one request at a time
     timer: Floats  # heap: when loop clients come back
@@ -102,7 +103,8 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         order=np.zeros(lanes, ints),
         waits=np.zeros(lanes, ints),
         idle=np.ones(lanes, ints),
-        freed=np.zeros(lanes),
+        opened=np.zeros(lanes),
+        generation=np.zeros(lanes, ints),
         arrivals=arrivals,
         clients=clients,
         timer=np.zeros(len(clients) + 1),

@@ -454,6 +454,20 @@ def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
     assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free lane: they were copied when they came
 
 
+def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
+    """One job at a time, and a lane that is open meanwhile: copies cost nothing, as long as they take less."""
+
+    def finished(input_bytes: int) -> list[int]:
+        net = ModelProfile("net", {1: [SegmentProfile(200e3)]}, lanes=2, input_bytes=input_bytes)
+        load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
+        return sorted(simulate(net, load, "serial").jobs["finish_ns"].tolist())
+
+    assert HAND_OVER_NS + 400_000 / COPY_GBPS < 200e3
+    assert finished(400_000) == finished(0)
+    long = HAND_OVER_NS + 4_000_000 / COPY_GBPS  # then only every second one is copied while another runs
+    assert finished(4_000_000)[-1] == pytest.approx(2 * long + 3 * 200e3, abs=2e3)
+
+
 def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
 
