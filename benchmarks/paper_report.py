@@ -17,6 +17,10 @@ COLOURS = {
     "dynamic batcher": "#CC79A7", "srpt, batches": "#D55E00", "slack, batches": "#E69F00", "hrrn, batches": "#009E73",
     "slack, windows": "#004488", "hrrn, batches, windows": "#117733",
 }  # fmt: skip
+BASELINES = (
+    "one stream", "eager, 1 thread", "eager, 8 threads", "streams", "streams, 32 queues", "MPS, 100 % each",
+    "MPS, 25 % each", "kernel by kernel, srpt", "dynamic batcher",
+)  # fmt: skip
 ENOUGH = 0.99  # of the requests within four times their time alone
 SIGMA = "1.5"
 
@@ -76,7 +80,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def fig11_text(points: dict[str, Any]) -> str:
     sweep, full = series(points, "fig11"), series(points, "saturation")
-    systems = list(dict.fromkeys(key[0] for key in sweep))
+    known = {key[0] for key in sweep}
+    systems = [name for name in BASELINES if name in known] + sorted(known.difference(BASELINES))
     sigmas = sorted({key[1] for key in sweep})
     base = {sigma: sustained(sweep, "streams", sigma) for sigma in sigmas}
     most_of_streams = [p["throughput"] for p in full.get(("streams",), [])]

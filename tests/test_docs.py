@@ -446,7 +446,7 @@ def test_the_results_page_says_what_was_met() -> None:
         f"that is {load(many, 'dynamic batcher'):.1f} times the dynamic batcher's",
         f"with windows {load(many + apart, 'dynamic batcher'):.1f} (aim 1.25)",
         f"{full(many) / full('streams'):.1f} times the throughput of streams at saturation (aim 2.2)",
-        f"with windows {np.median(slower(many + apart)):.2f} ({min(slower(many + apart)):.2f} to "
+        f"with windows {np.median(slower(many + apart)):.3f} ({min(slower(many + apart)):.2f} to "
         f"{max(slower(many + apart)):.2f} by seed",
         f"the means of the five are {np.mean(p99(many + apart)):.2f} and {np.mean(p99('streams')):.2f}",
     ):
