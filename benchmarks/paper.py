@@ -216,18 +216,18 @@ def best_effort(o: Options) -> Iterator[Point]:
     beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
     setup = Setup((1,), 4)
     fine = Setup((1,), 4, quantum_us=70.0)
-    one_ahead = replace(find_policy("priority"), look_ahead=1)
+    just_ahead = replace(find_policy("priority"), look_ahead=1)
     systems: dict[str, tuple[Setup, str | Policy, tuple[int, int], int]] = {
         "alone": (setup, "streams", (0, 0), 0),
         "streams": (setup, "streams", (0, 0), 1),
         "stream priorities": (setup, "streams", (1, 0), 1),
         "gate": (setup, "priority", (1, 0), 1),
         "gate, two best-effort jobs": (setup, "priority", (1, 0), 2),
-        "gate, one segment ahead": (setup, one_ahead, (1, 0), 1),
-        "gate, one segment ahead, two best-effort jobs": (setup, one_ahead, (1, 0), 2),
+        "gate, just ahead": (setup, just_ahead, (1, 0), 1),
+        "gate, just ahead, two best-effort jobs": (setup, just_ahead, (1, 0), 2),
         "gate, 70 µs": (fine, "priority", (1, 0), 1),
         "gate, 70 µs, two best-effort jobs": (fine, "priority", (1, 0), 2),
-        "gate, 70 µs, one segment ahead, two best-effort jobs": (fine, one_ahead, (1, 0), 2),
+        "gate, 70 µs, just ahead, two best-effort jobs": (fine, just_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
         o.seeds, beside, systems.items()
@@ -378,7 +378,10 @@ def run(args: argparse.Namespace) -> None:
                     if time.monotonic() - began > args.budget:
                         break
                     checked, wrong = loaded.checked, loaded.wrong
+                    before = loaded.pace()
                     results["points"][point.key] = run_undisturbed(point, loaded)
+                    if point.key != "light":  # whose entries are models
+                        results["points"][point.key] |= {"gpu_before": before, "gpu_after": loaded.pace()}
                     results["commits"][point.key] = measured
                     results["checked"] += loaded.checked - checked
                     results["wrong"] += loaded.wrong - wrong

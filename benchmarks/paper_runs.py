@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from engine_load import Generator, Run
+from gpu_clock import gpu_state
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
@@ -41,6 +42,7 @@ class Setup:
 
 
 LEAST_LANES = 2
+PACE_MODELS, PACE_LAUNCHES = 5, 9  # 25 ms for those of figure 11
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
 PLAIN = Setup((1,), 12)
 DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwise
@@ -172,6 +174,16 @@ class Loaded:
         model, which = self.mix(np.random.default_rng(seed), n)
         at = np.zeros(n, np.int64)
         return self.offer(system.policy, at, model, which, system.active, outstanding=outstanding)
+
+    def pace(self) -> dict[str, Any]:
+        """How fast the GPU is now, where it is one: times of single launches as measured first ÷ those of now, and its
+        clock right after them.
+        """
+        if not self.engine.device.name.startswith("cuda"):
+            return {}
+        some = range(min(len(self.kinds), PACE_MODELS))
+        now = [float(np.median(self.generator.alone_ns(m, 0, PACE_LAUNCHES, copied=False))) for m in some]
+        return {"pace": [float(self.alone_ns[m] / ns) for m, ns in zip(some, now, strict=True)], **gpu_state()}
 
     def summary(self, run: Run) -> dict[str, Any]:
         """Latencies as slowdown (÷ alone at batch 1), of what was answered."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from instrument.device.jit import inlined
 from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
+from scheduler.core_ahead import leaves_room, note_room
 from scheduler.core_crowd import (
     choose_who_stands_back,
     find_shortest,
@@ -40,7 +41,6 @@ from scheduler.state import (
     LAUNCH_NS,
     LAUNCHES,
     LONGEST_LAUNCH_NS,
-    LOOK_AHEAD,
     MAX_ACTIVE,
     NEVER,
     NONE,
@@ -52,6 +52,7 @@ from scheduler.state import (
     READY_N,
     REFRESH,
     REFRESH_AT,
+    ROOM_AT,
     SEGMENTS_DONE,
     TIMELESS,
     TOP_PRIORITY,
@@ -209,6 +210,7 @@ def feed(s: State, lane: int, now: int) -> bool:
     while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
         if not launch(s, lane, now):
             return False
+    note_room(s, lane)
     return True
 
 
@@ -377,21 +379,17 @@ def segment_done(s: State, lane: int, now: int) -> None:
 
 @inlined
 def poll(s: State, now: int) -> None:
-    """Read the completion words of what is in flight: each lane's oldest launch.
-
-    Where a job may have one segment on the GPU at a time, its next one is sent as soon as this one has nothing left to
-    start: by then another job's may be better, and if not, it arrives before the last blocks end.
-    """
+    """Read the completion words of what is in flight: each lane's oldest launch."""
+    s.t[ROOM_AT] = np.inf
     k = 0
     while k < s.g[FLIGHT_N]:
         lane = s.flight[k]
         a = s.lane[lane]
         word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
         if load_at(word) == _ZERO:
-            if s.g[LOOK_AHEAD] == 1 and a.draining == 0 and not a.whole and a.issued - a.done == 1:
-                room = s.launch[lane, a.size, a.done].draining
-                if room != _ZERO and load_at(room) != _ZERO:
-                    a.draining = s.g[CHANGED] = 1
+            if leaves_room(s, lane, now):
+                a.draining = s.g[CHANGED] = 1
+            note_room(s, lane)
             k += 1
         else:  # look at k again: the lane may have more, or another lane may have moved there
             store_at(word, _ZERO)

@@ -37,7 +37,7 @@ from scheduler.fluid_state import (
     Fluid,
 )
 from scheduler.loop import notice_edits
-from scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, SUBMIT, WHOLE, State
+from scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, ROOM_AT, SUBMIT, WHOLE, State
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again
@@ -304,9 +304,13 @@ def run_fluid(f: Fluid, s: State) -> int:
         at = min(next_event(f), f.t[NOW] + next_in_queue(f, s))
         if f.g[NEWS]:
             at = min(at, f.t[CORE_FREE])
-        elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= at:
-            at = np.float64(s.request[s.due[0]].deadline_ns)
-            f.g[NEWS] = 1
+        else:
+            soonest = s.t[ROOM_AT]
+            if s.g[DUE_N] > 0:
+                soonest = min(soonest, np.float64(s.request[s.due[0]].deadline_ns))
+            if soonest <= at:
+                at = soonest
+                f.g[NEWS] = 1
         if at == np.inf:
             return DONE
         progress(f, s, max(at, f.t[NOW]))

@@ -163,7 +163,7 @@ def policy(
     """Make a policy of a function: compiled, and tried on sample jobs.
 
     `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU
-    at a time. `whole`: launch programs in one piece always.
+    at a time; where it is 1, the next is sent just before that one ends. `whole`: launch programs in one piece always.
 
     >>> @policy(active=4)
     ... def oldest(job):

@@ -90,9 +90,9 @@ class BlocksGpu:
                     _store(word, 1)
 
     def _next_arrival(self) -> float:
-        """When the load or a deadline comes next."""
+        """When the load or a deadline comes next, or the core has something to do."""
         f = self.f
-        at = f.timer[0] if f.g[fluid.TIMERS] else np.inf
+        at = min(f.timer[0] if f.g[fluid.TIMERS] else np.inf, self.s.t[st.ROOM_AT])
         if self.s.g[st.DUE_N]:
             at = min(at, self.s.request["deadline_ns"][self.s.due[0]])
         if f.g[fluid.NEXT_ARRIVAL] < len(f.arrivals):

@@ -74,10 +74,12 @@ RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
 # goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, how often
-# some were to stand back for a short one, and the longest that the driver took over a launch
+# some were to stand back for a short one, the longest that the driver took over a launch, and when there is something
+# to do next although nothing happens
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, LONGEST_LAUNCH_NS) = range(15)  # fmt: skip
-T_SIZE = 15
+ DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, LONGEST_LAUNCH_NS,
+ ROOM_AT) = range(16)  # fmt: skip
+T_SIZE = 16
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -176,7 +178,7 @@ LANE = np.dtype(
         ("segments", "i8"),  # of the size it runs at; 1 when launched whole
         ("issued", "i8"),
         ("done", "i8"),
-        ("draining", "i8"),  # 1: its newest segment is about to leave room
+        ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
         ("whole", "i8"),
         ("rank", "f8"),
         ("demand", "f8"),  # as counted in t[DEMAND] while it is active

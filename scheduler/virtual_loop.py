@@ -20,7 +20,7 @@ from scheduler.core import step, wake_fronts
 from scheduler.core_dispatch import read_clock
 from scheduler.core_lanes import reading_matters
 from scheduler.loop import arm, notice_edits
-from scheduler.state import DUE_N, NEVER, OUT_N, WHOLE, State, Words
+from scheduler.state import DUE_N, NEVER, OUT_N, ROOM_AT, WHOLE, State, Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
 # Flight: launches whose end is awaited. Drain: kernels of which all blocks are to be on the SMs. Columns of both:
@@ -97,7 +97,7 @@ def serve(
                 armed = False
             last = now
             continue
-        soonest = min(sm_core.next_event(sm) + offset_ns, float(NEVER))
+        soonest = min(sm_core.next_event(sm) + offset_ns, s.t[ROOM_AT], float(NEVER))
         if s.g[DUE_N] > 0:
             soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
         if soonest - now < SPIN_NS or now - last < linger_ns:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st_
 
 from scheduler import core, core_rings
 from scheduler import state as st
+from scheduler.core_ahead import JUST_AHEAD_NS, MOST_STRETCH
 from scheduler.core_check import IntegrityError, check_integrity
 from scheduler.core_crowd import MOST_CONFINED, MOST_DEMANDED
 from scheduler.core_models import (
@@ -477,6 +478,34 @@ def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started(
     bench.run_dry()
 
 
+def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_is_predicted() -> None:
+    bench = Bench([profile(segments=5, lanes=2, ns=100e3)], policy=careful, reports=False)
+    bench.submit()
+    bench.submit()
+    bench.step()
+    lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
+    soon = int(100e3 - JUST_AHEAD_NS)
+    assert bench.state.t[st.ROOM_AT] == soon
+    bench.step(soon - 1)
+    assert bench.history[lane] == [0]
+    bench.step(1)
+    assert bench.history[lane] == [0, 1]
+    assert bench.state.t[st.ROOM_AT] == np.inf
+    bench.step(150_000 - soon)
+    bench.finish_segment(lane)
+    bench.step()  # the first took half as long again as alone: so the second will
+    assert bench.state.t[st.ROOM_AT] == 300_000 - JUST_AHEAD_NS
+    bench.step(140_000 - int(JUST_AHEAD_NS))
+    assert bench.history[lane] == [0, 1]
+    bench.step(10_000)
+    assert bench.history[lane] == [0, 1, 2]
+    bench.step(10_000_000)
+    bench.finish_segment(lane)
+    bench.step()  # it stood still, which says nothing of the next
+    assert bench.state.t[st.ROOM_AT] == bench.now + MOST_STRETCH * 100e3 - JUST_AHEAD_NS
+    bench.run_dry()
+
+
 def test_a_better_job_goes_before_the_next_segment_of_one_that_drains() -> None:
     long, short = profile(segments=8, lanes=1, ns=1e6), profile("short", lanes=1, ns=1e3)
     bench = Bench([long, short], policy=replace(careful, active=1))
@@ -906,6 +935,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
     name=st_.sampled_from([*policy_names(), careful]),
     hold=st_.booleans(),
     demand=st_.sampled_from([0.0, 0.4, 1.0, 2.0, np.inf]),
+    reports=st_.booleans(),
     script=actions,
     end=st_.sampled_from(["run dry", "drain", "close", "fail"]),
 )
@@ -914,10 +944,11 @@ def test_whatever_happens_each_request_completes_exactly_once(
     name: str | Policy,
     hold: bool,
     demand: float,
+    reports: bool,
     script: list[tuple[object, ...]],
     end: str,
 ) -> None:
-    bench = Bench(models, policy=name, hold=hold, demand=demand)
+    bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports)
     submitted = play(bench, script)
     if end == "drain":
         bench.tell(st.DRAIN)

@@ -468,6 +468,16 @@ def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
     assert finished(4_000_000)[-1] == pytest.approx(2 * long + 3 * 200e3, abs=2e3)
 
 
+@pytest.mark.parametrize("fidelity", ["segments", "blocks"])
+def test_one_segment_at_a_time_loses_next_to_nothing(fidelity: Fidelity) -> None:
+    """The next is sent before the GPU runs dry, although nothing else happens at that time."""
+    net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=132, warps=1056)] * 10}, lanes=2)
+    first = replace(net, name="first", priority=1)  # whom a job in one piece could not make way for
+    load = Trace(((1e-6, "net", None, None, 0),))
+    one, two = (simulate([net, first], load, look_ahead=ahead, fidelity=fidelity).seconds for ahead in (1, 2))
+    assert one == pytest.approx(two, rel=0.002)
+
+
 def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
 

@@ -1,0 +1,46 @@
+"""The GPU's clock, power and temperature, as its driver says: beside a figure, to see whether it was itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR = 1, 2, 0  # NVML's numbers; what cuda-bindings calls them differs by version
+SLOWED_BY = {
+    0x4: "power cap", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature (hardware)", 0x80: "power brake",
+    0x200: "board limit", 0x400: "reliability",
+}  # fmt: skip
+
+
+@functools.cache
+def _nvml() -> tuple[Any, int] | None:
+    """The driver's library, and the handle of the GPU that CUDA takes first."""
+    try:
+        from cuda.bindings import driver, nvml
+
+        nvml.init_v2()
+    except (ImportError, RuntimeError):  # an older cuda-bindings, or no driver
+        return None
+    driver.cuInit(0)
+    error, name = driver.cuDeviceGetPCIBusId(32, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return None
+    return nvml, int(nvml.device_get_handle_by_pci_bus_id_v2(name.split(b"\0")[0].decode()))
+
+
+def gpu_state() -> dict[str, Any]:
+    """Empty where it cannot be known."""
+    if (found := _nvml()) is None:
+        return {}
+    nvml, gpu = found
+    try:
+        reasons = int(nvml.device_get_current_clocks_event_reasons(gpu))
+        return {
+            "sm_mhz": int(nvml.device_get_clock_info(gpu, SM_CLOCK)),
+            "memory_mhz": int(nvml.device_get_clock_info(gpu, MEMORY_CLOCK)),
+            "watts": int(nvml.device_get_power_usage(gpu)) / 1e3,
+            "celsius": int(nvml.device_get_temperature_v(gpu, GPU_SENSOR)),
+            "slowed_by": [name for bit, name in SLOWED_BY.items() if reasons & bit],
+        }
+    except nvml.NvmlError:  # in a container that is not told
+        return {}
