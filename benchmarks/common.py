@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -63,12 +64,12 @@ def save(name: str, results: Any, device: Device | None = None, folder: Path | N
     return path
 
 
-SEEDS_HELP = "from which requests are drawn: as many, from 0, or which, as in 5-9"
+SEEDS_HELP = "from which requests are drawn: how many, from 0 on, or which, as in 5-9"
 
 
 def seeds(text: str) -> range:
     first, dash, last = text.partition("-")
     found = range(int(first), int(last) + 1) if dash else range(int(first))
     if not found:
-        raise ValueError(f"no seeds in {text!r}")
+        raise argparse.ArgumentTypeError(f"there is no seed in {text!r}: {SEEDS_HELP}")
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from instrument.device.driver import check, driver
+
 SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR = 1, 2, 0  # NVML's numbers; what cuda-bindings calls them differs by version
 SLOWED_BY = {
     0x4: "power cap", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature (hardware)", 0x80: "power brake",
@@ -13,27 +15,24 @@ SLOWED_BY = {
 
 
 @functools.cache
-def _nvml() -> tuple[Any, int] | None:
-    """The driver's library, and the handle of the GPU that CUDA takes first."""
+def _nvml() -> Any:
+    """The driver's library for it; None with an older cuda-bindings, or where it is not installed."""
     try:
-        from cuda.bindings import driver, nvml
+        from cuda.bindings import nvml
 
         nvml.init_v2()
-    except (ImportError, RuntimeError):  # an older cuda-bindings, or no driver
+    except (ImportError, RuntimeError):
         return None
-    driver.cuInit(0)
-    error, name = driver.cuDeviceGetPCIBusId(32, 0)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        return None
-    return nvml, int(nvml.device_get_handle_by_pci_bus_id_v2(name.split(b"\0")[0].decode()))
+    return nvml
 
 
 def gpu_state() -> dict[str, Any]:
-    """Empty where it cannot be known."""
-    if (found := _nvml()) is None:
+    """Of the first GPU. Empty where it cannot be known."""
+    if (nvml := _nvml()) is None:
         return {}
-    nvml, gpu = found
+    address = check(driver().cuDeviceGetPCIBusId(32, 0), "reading the GPU's address")
     try:
+        gpu = nvml.device_get_handle_by_pci_bus_id_v2(address.split(b"\0")[0].decode())
         reasons = int(nvml.device_get_current_clocks_event_reasons(gpu))
         return {
             "sm_mhz": int(nvml.device_get_clock_info(gpu, SM_CLOCK)),

@@ -123,7 +123,8 @@ def saturation(o: Options) -> Iterator[Point]:
 
             def run(loaded: Loaded, which: System = system, s: int = seed, m: bool = many) -> Any:
                 # So many that the requests a policy puts off fill the queue in less than half of the run.
-                n = 60 if o.tiny else 40_000 if m else 12_000 if which.policy != "serial" else 3_000
+                n = 40_000 if m else 3_000 if which.policy == "serial" else 12_000
+                n = 60 if o.tiny else n
                 done = loaded.saturate(which, n, 2048 if m else 96, s)
                 return {**loaded.summary(done), "throughput": done.steady_throughput}
 
@@ -351,7 +352,7 @@ def run(args: argparse.Namespace) -> None:
             done = json.loads(path.read_text())["results"]
     points = [p for p in points if p.setup.queues == queues and p.key not in done.get("points", {})]
     device = pp.Device(args.device)
-    results = {"points": {}, "commits": {}, "checked": 0, "wrong": 0, "alone_us": {}, **done}
+    results = {"points": {}, "commits": {}, "outputs": {}, "checked": 0, "wrong": 0, "alone_us": {}, **done}
     # Loading costs more than running: everything that needs the same engine runs in a row.
     groups: dict[Any, list[Point]] = {}
     for point in points:
@@ -383,6 +384,7 @@ def run(args: argparse.Namespace) -> None:
                     if point.key != "light":  # whose entries are models
                         results["points"][point.key] |= {"gpu_before": before, "gpu_after": loaded.pace()}
                     results["commits"][point.key] = measured
+                    results["outputs"][point.key] = loaded.checked - checked
                     results["checked"] += loaded.checked - checked
                     results["wrong"] += loaded.wrong - wrong
                     save("paper", results, device, folder)

@@ -287,6 +287,9 @@ def report(path: Path, docs: Path = DOCS) -> None:
     stored = json.loads(path.read_text())
     points, on = dict(stored["results"]["points"]), stored["on"]
     known = stored["results"].get("commits", {})
+    # Of earlier points it was not kept how many outputs were compared: those of the requests that were answered.
+    outputs = stored["results"].get("outputs", {})
+    compared = sum(outputs.get(key, each.get("answered", 0)) for key, each in points.items())
     unknown = "unknown" if known else on["commit"]  # where points had none yet, all were of one run
     measured = {key: known.get(key, value.get("commit", unknown)) for key, value in points.items()}
     for key, commit in measured.items():
@@ -296,7 +299,7 @@ def report(path: Path, docs: Path = DOCS) -> None:
         "# Results on real models",
         f"Made by `benchmarks/paper.py report` from `{path.name}`: {on['device']}, {on['date']}, "
         + ", ".join(f"{name} {version}" for name, version in on["versions"].items() if version)
-        + f". {stored['results']['checked']:,} outputs were compared with the modules' own, "
+        + f". {compared:,} outputs and more were compared with the modules' own, "
         f"{stored['results']['wrong']} were wrong. Slowdown is latency from the intended arrival ÷ the time of one "
         "launch alone at batch 1; where there are several seeds: median (least … most). The load with 99 % in time is "
         "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "

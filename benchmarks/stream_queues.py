@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from common import need_gpu, save
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from instrument.device.cuda_memory import CudaStream
@@ -238,7 +239,9 @@ def main() -> None:
     table = Table(title=f"{args.streams} streams: how many others wait behind each", box=None)
     for column in ("hardware queues", "kernels", "launched as", "others that wait: streams", "the first's"):
         table.add_column(column)
-    for number, length in product(args.connections.split(","), args.kernels.split(",")):
+    rounds = list(product(args.connections.split(","), args.kernels.split(",")))
+    device = need_gpu("streams of CUDA")
+    for number, length in track(rounds, description="processes"):
         found = results.setdefault(number, {})[length] = in_process(number, length, args.streams)
         for name, waits in found.items():
             if isinstance(waits, str):
@@ -247,8 +250,9 @@ def main() -> None:
             sizes = Counter(len(each) for each in waits)
             shown = ", ".join(f"{n}: {sizes[n]}" for n in sorted(sizes))
             table.add_row(number, length, name, shown, " ".join(map(str, waits[0][:8])))
+        path = save("stream_queues", results, device, args.out)  # what there is, should a later one fail
     Console(width=120).print(table)
-    print(save("stream_queues", results, need_gpu("streams of CUDA"), args.out))
+    print(path)
     return None
 
 

@@ -389,7 +389,8 @@ def poll(s: State, now: int) -> None:
         if load_at(word) == _ZERO:
             if leaves_room(s, lane, now):
                 a.draining = s.g[CHANGED] = 1
-            note_room(s, lane)
+            else:
+                note_room(s, lane)
             k += 1
         else:  # look at k again: the lane may have more, or another lane may have moved there
             store_at(word, _ZERO)

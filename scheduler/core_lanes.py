@@ -315,8 +315,8 @@ def reading_matters(s: State) -> bool:
 @inlined
 def stay_warm(s: State, m: int) -> None:
     """Open the lane that ran last instead of one that nobody is in: its memory is in the GPU's cache. On the H200 two
-    lanes in turn took densenet121, one request at a time, 3 % longer than one. Not where the hardware decides: there a
-    program without a scheduler is what is measured, and it has no such care.
+    lanes in turn took densenet121, one request at a time, 3 to 4 % longer than one. Not where the hardware decides:
+    there a program without a scheduler is what is measured, and it has no such care.
     """
     lane = s.model[m].filling
     if s.model[m].warm == 0 or lane < 0 or s.lane[lane].taken > 0:

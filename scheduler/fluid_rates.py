@@ -18,9 +18,9 @@ What is launched takes its turn in the hardware's queues, if their number is giv
 how on an H200: CUDA deals graphs out to them one after the other, whatever their streams, and one graph waits behind
 another of the same queue, but not behind its last kernels: a queue looks some way ahead. Of graphs of 100 kernels one
 waits for another, of those of 2 none does. How far it looks is the most that this allows; further would fit the sweep
-of Paella's CNNs better (side runs, not kept), so it is not quite what the hardware does; and it was chosen by that
-sweep, of which it therefore predicts nothing. Segments that follow another
-of their job stay in its queue here, which nobody has looked at.
+of Paella's CNNs better (side runs, not kept), so it is not quite what the hardware does; and it was chosen by one such
+sweep, of which it therefore predicts nothing. Segments that follow another of their job stay in its queue here, which
+nobody has looked at.
 """
 
 from __future__ import annotations

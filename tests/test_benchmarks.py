@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -52,6 +53,28 @@ def test_the_papers_experiments_run_and_every_output_is_right(tmp_path: Path) ->
     found = json.loads((tmp_path / "paper.json").read_text())["results"]
     assert found["points"].keys() == found["commits"].keys()
     assert found["points"]["fig11|eager, 2 threads|1.5|50|7"]["answered"] == 20
+
+
+@pytest.mark.parametrize(("given", "found"), [("3", [0, 1, 2]), ("5-7", [5, 6, 7]), ("4-4", [4])])
+def test_seeds_are_given_by_number_or_by_name(monkeypatch: pytest.MonkeyPatch, given: str, found: list[int]) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from common import seeds
+
+    assert list(seeds(given)) == found
+    with pytest.raises(argparse.ArgumentTypeError, match="which, as in 5-9"):
+        seeds("7-5")
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_how_fast_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_clock import gpu_state
+
+    state = gpu_state()
+    if not state:
+        pytest.skip("this machine's cuda-bindings has no NVML, or the driver does not tell")
+    assert 0 < state["sm_mhz"] < 10_000
+    assert 0 < state["watts"] < 10_000
 
 
 def test_a_module_that_fails_when_it_is_called_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,6 +387,12 @@ def test_the_scheduling_page_quotes_what_windows_of_sms_bring() -> None:
         for system in ("hrrn, batches, windows", "hrrn, batches")
     )
     assert f"batches, {p99[2]:.1f} instead of {p99[3]:.1f}, and {load / without:.2f} times the load" in flat
+    twin = json.loads((ROOT / "benchmarks" / "results" / "paper_twin.json").read_text())["results"]["summary"]
+    near = [
+        100 * twin[f"{system}|below 90 %|p99_slowdown"]["within"]
+        for system in ("slack, windows", "hrrn, batches, windows")
+    ]
+    assert f"{near[0]:.0f} and {near[1]:.0f} % of the p99 (without batches, and with) are within 20 %" in flat
 
 
 def test_the_scheduling_page_quotes_what_it_costs_to_begin_a_graph_in_a_window() -> None:
@@ -456,6 +462,13 @@ def test_the_results_page_says_what_was_met() -> None:
     assert f"p99 of what is accepted is {best:.1f} to {worst:.1f} times alone" in text
     in_time = [100 * p["within_4x"] * p["offered"] / p["answered"] for p in beyond]
     assert f"and {min(in_time):.1f} to {max(in_time):.1f} % of it is in time" in text
+    slow, fast, without = (
+        [sweep[name, "1.5", "1000"][k]["p50_slowdown"] for k in which]
+        for name, which in ((many + apart, range(4)), (many + apart, [4]), (many, range(5)))
+    )
+    assert f"at 1000/s is {min(slow):.2f} to {max(slow):.2f} with seeds 5 to 8" in text
+    assert f"and {fast[0]:.2f} with seed 9" in text
+    assert f"without windows it is {min(without):.2f} to {max(without):.2f}" in text
     ratios = [each["ratio"] for each in points["light"].values()]
     assert f"{min(ratios):.3f} to {max(ratios):.3f} of a copy of the inputs and one launch" in text
 
