@@ -36,6 +36,7 @@ from rich.table import Table
 
 import paellapy as pp
 from instrument.device import CudaDevice
+from instrument.device.queues import VARIABLE as QUEUES
 from scheduler.engine import Engine
 from scheduler.model import Model, TensorSpec
 from scheduler.policy import Policy, find_policy
@@ -46,7 +47,6 @@ PROBE_LAYERS = 16
 SIGMA = 1.5
 FRACTIONS = (0.6, 0.8, 0.95)
 ACTIVE = (6, 12, 24, 48)  # jobs at once, in place of what they demand
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TARGETS = {"light": 1.02, "p99": 0.5, "saturation": 1.0, "batching": 1.8}
 
 

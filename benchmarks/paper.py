@@ -31,6 +31,7 @@ from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, 
 from rich.progress import Progress
 
 import paellapy as pp
+from instrument.device.queues import VARIABLE as QUEUES
 from instrument.errors import PaellaError
 from scheduler import state as st
 from scheduler.core_models import save_profiles
@@ -44,7 +45,6 @@ HP_RATE = 250.0
 MOST_PAUSE_US = 2500.0  # a load generator that stood still for longer has not offered the load it should have
 RUN_AGAIN = 2
 THINK_NS = 20_000  # between an answer and the next request of a light load: less than any client takes
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,12 +342,11 @@ def run(args: argparse.Namespace) -> None:
     chosen = args.only.split(",") if args.only else list(EXPERIMENTS)
     began, measured = time.monotonic(), commit()
     points = [p for name in chosen for p in EXPERIMENTS[name](options) if p.key not in done.get("points", {})]
-    queues = int(os.environ.get(QUEUES, "32"))
-    others = {p.setup.queues for p in points} - {queues}
-    if QUEUES not in os.environ:
+    queues = args.queues or int(os.environ[QUEUES])
+    if not args.queues:
         # CUDA reads the number when a process first uses a GPU: other numbers need processes of their own.
-        for number in others:
-            command = [sys.executable, *sys.argv, "--budget", str(args.budget / 2)]
+        for number in {p.setup.queues for p in points} - {queues}:
+            command = [sys.executable, *sys.argv, "--budget", str(args.budget / 2), "--queues", str(number)]
             subprocess.run(command, check=True, env={**os.environ, QUEUES: str(number)})
             done = json.loads(path.read_text())["results"]
     points = [p for p in points if p.setup.queues == queues and p.key not in done.get("points", {})]
@@ -410,6 +409,7 @@ def main() -> None:
     parser.add_argument("--rates", default="", help="of fig11, not all of them but these")
     parser.add_argument("--systems", help=f"of fig11 and saturation, with ; between them: {'; '.join(SYSTEMS)}")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--queues", type=int, default=0, help=argparse.SUPPRESS)  # of this process: it was told so
     args = parser.parse_args()
     if args.step == "run":
         run(args)

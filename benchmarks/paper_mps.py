@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, SEEDS_HELP, commit, save, seeds
-from paper import MOST_PAUSE_US, QUEUES, RUN_AGAIN, fig11_requests
+from paper import MOST_PAUSE_US, RUN_AGAIN, fig11_requests
 from paper_models import FIG11, TINY
 from paper_runs import Loaded, Setup
 from rich.progress import track
 
 import paellapy as pp
+from instrument.device.queues import VARIABLE as QUEUES
 
 LANES = 12
 SETTLE_S = 0.5  # between the last process being ready and the first request

@@ -32,11 +32,11 @@ from rich.table import Table
 
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver
+from instrument.device.queues import VARIABLE as QUEUES
 from scheduler.backend import WINDOW_SHARE
 from scheduler.cuda_graphs import instantiate, read_graph, segment_graph
 from scheduler.cuda_windows import CudaWindows
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 WINDOWS = 4
 SETTLE_S = 0.002  # without a word: what can run has run by then
 MOST_STREAMS = 512

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.device import queues
 from instrument.device.cuda import CudaDevice
 from instrument.device.cuda_memory import CudaArray, CudaStream
 from instrument.device.driver import check, driver, fail, library
@@ -109,6 +110,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
+        queues.warn_if_few()
         device.activate()
         self._captures: dict[int, CudaStream] = {}
         self._probe_stream = CudaStream(device, 0)

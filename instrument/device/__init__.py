@@ -1,10 +1,13 @@
 """Devices: the real GPU and the virtual one, behind one interface."""
 
+from instrument.device import queues
 from instrument.device.base import Array, Device, Event, Launcher, Stream
 from instrument.device.cuda import CudaDevice
 from instrument.device.parts import PARTS
 from instrument.device.virtual import VirtualDevice
 from instrument.errors import NoDeviceError
+
+queues.ask_for_all()
 
 __all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream", "VirtualDevice", "devices"]
 

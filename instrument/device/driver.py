@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +27,6 @@ def driver() -> Any:
         library()
     except OSError:
         raise NoDeviceError(_NO_GPU.format(why="No CUDA driver on this machine (libcuda.so.1).")) from None
-    # Launches share this many hardware queues, 8 unless said otherwise, and in one queue what comes behind a long graph
-    # waits for it. Read when a context is made; whoever has chosen a number keeps it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         (status,) = cu.cuInit(0)
     except RuntimeError as e:  # the binding's own loader
