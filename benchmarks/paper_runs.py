@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from engine_load import Generator, Run
 from gpu_clock import gpu_state
+from gpu_probe import probe
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
@@ -176,14 +177,15 @@ class Loaded:
         return self.offer(system.policy, at, model, which, system.active, outstanding=outstanding)
 
     def pace(self) -> dict[str, Any]:
-        """How fast the GPU is now, where it is one: times of single launches as measured first ÷ those of now, and its
-        clock right after them.
+        """How fast the GPU is now, where it is one: times of single launches as measured first ÷ those of now, then its
+        clock, and what probes of it say.
         """
         if not self.engine.device.name.startswith("cuda"):
             return {}
         some = range(min(len(self.kinds), PACE_MODELS))
         now = [float(np.median(self.generator.alone_ns(m, 0, PACE_LAUNCHES, copied=False))) for m in some]
-        return {"pace": [float(self.alone_ns[m] / ns) for m, ns in zip(some, now, strict=True)], **gpu_state()}
+        pace = [float(self.alone_ns[m] / ns) for m, ns in zip(some, now, strict=True)]
+        return {"pace": pace, **gpu_state(), **probe().look()}
 
     def summary(self, run: Run) -> dict[str, Any]:
         """Latencies as slowdown (÷ alone at batch 1), of what was answered."""

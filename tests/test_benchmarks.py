@@ -77,6 +77,20 @@ def test_a_gpu_says_how_fast_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < state["watts"] < 10_000
 
 
+@pytest.mark.gpu
+def test_probes_of_a_gpu_see_its_sms_and_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_probe import probe
+
+    found = probe().look()
+    assert 0 < found["sms"] <= 1024  # fewer than there are where other processes hold some
+    least, middle, most = found["counted_mhz"]
+    assert 0 < least <= middle <= most < 10_000
+    assert all(found[name] > 0 for name in ("copy_256_mib_us", "copy_8_mib_us", "kernel_gap_ns", "matmul_us"))
+
+
 def test_a_module_that_fails_when_it_is_called_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
