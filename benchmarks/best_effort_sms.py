@@ -31,7 +31,7 @@ from instrument.device import CudaDevice
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver, library
 from scheduler.atomics import call_launch, load_at, store_at
-from scheduler.core_dispatch import monotonic_ns
+from scheduler.core_clock import monotonic_ns
 from scheduler.cuda_graphs import CapturedGraph, instantiate, read_graph, segment
 
 compiled = numba.njit(nogil=True, error_model="numpy")

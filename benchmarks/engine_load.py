@@ -17,7 +17,7 @@ from scheduler import core_rings as rings
 from scheduler import state as st
 from scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from scheduler.core_admission import leaves, lets_in, new_windows
-from scheduler.core_dispatch import read_clock
+from scheduler.core_clock import read_clock
 from scheduler.core_slots import copy_inputs
 from scheduler.engine import Engine
 from scheduler.loop import wakes
@@ -185,6 +185,7 @@ class Run:
     generator_pause_ns: int  # the longest time in which the generator was not run, by whomever
     core_pause_ns: int  # and the core, while there were requests;
     longest_launch_ns: int  # of which the driver may have taken so much
+    longest_copy_ns: int  # until inputs were in a slot that the core had handed to the copier
 
     @property
     def throughput(self) -> float:
@@ -264,7 +265,7 @@ class Generator:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
         window = new_windows(each.model.max_batch for each in self.loaded if admission)
         pauses = np.zeros(2, np.int64)
-        state.t[st.LONGEST_LAUNCH_NS] = 0.0
+        state.t[st.LONGEST_LAUNCH_NS] = state.t[st.LONGEST_COPY_NS] = 0.0
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
@@ -282,6 +283,7 @@ class Generator:
         return Run(
             models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
             int(self._scratch[7]), int(pauses[0]), int(pauses[1]), int(state.t[st.LONGEST_LAUNCH_NS]),
+            int(state.t[st.LONGEST_COPY_NS]),
         )  # fmt: skip
 
     def alone_ns(

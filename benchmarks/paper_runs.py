@@ -203,6 +203,7 @@ class Loaded:
             "generator_pause_us": run.generator_pause_ns / 1e3,
             "core_pause_us": run.core_pause_ns / 1e3,
             "longest_launch_us": run.longest_launch_ns / 1e3,
+            "longest_copy_us": run.longest_copy_ns / 1e3,
             "launches": self.launches,
             "confined_launches": self.confined,
             "mean_batch": float(run.batch[good].mean()) if good.any() else 0.0,

@@ -31,7 +31,7 @@ from torch_graphs import capture, half_net
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver, library
 from scheduler.atomics import call_launch, load_at, store_at
-from scheduler.core_dispatch import monotonic_ns
+from scheduler.core_clock import monotonic_ns
 from scheduler.cuda_graphs import CapturedGraph, segment, segment_graph
 from scheduler.cuda_windows import CudaWindows
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from instrument.device.jit import compiled
 from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
+from scheduler.core_clock import read_clock
 from scheduler.core_rings import address, bit_at, bit_of
 from scheduler.core_slots import copy_inputs
 from scheduler.loop import Bell, notice_edits, wakes
-from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, NONE, State, Words
+from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LONGEST_COPY_NS, NONE, State, Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
@@ -28,7 +29,7 @@ _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
 def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int) -> None:
     """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`; `core` is the core's.
 
-    `scratch` is 2 int64.
+    `scratch` is 4 int64.
     """
     looks = 0
     while load_at(stop.ctypes.data) == _ZERO:
@@ -37,6 +38,9 @@ def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, rea
             cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
             copy_inputs(s, cell.source, cell.lane, cell.slot, cell.model)
             or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
+            if cell.at_ns > 0:
+                took = read_clock(s, scratch[2:]) - cell.at_ns
+                s.t[LONGEST_COPY_NS] = max(s.t[LONGEST_COPY_NS], float(took))
             store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
             if wakes(s.bell.ctypes.data, True):
                 scratch[1] = 1
@@ -69,7 +73,7 @@ class Copier:
 
     def _run(self) -> None:
         read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
-        copy_until(self._state, self._stop, np.zeros(2, np.int64), self._fd, read, self._bell.fd)
+        copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd)
 
     def close(self) -> None:
         self._state.g[COPIER] = NONE

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from instrument.device.jit import compiled, inlined
 from scheduler.atomics import call_write, exchange_at, load_at
+from scheduler.core_clock import read_clock
 from scheduler.core_crowd import watch_queue
-from scheduler.core_dispatch import choose, measure, poll, read_clock
+from scheduler.core_dispatch import choose, measure, poll
 from scheduler.core_lanes import look_at_held, take_out
 from scheduler.core_predict import predict, predict_finish
 from scheduler.core_reclaim import reclaim

@@ -8,11 +8,11 @@ depend on the time and on other jobs: the heap's top is ranked afresh when it is
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.device.jit import inlined
-from scheduler.atomics import call_admit, call_clock, call_launch, load_at, store_at
+from scheduler.atomics import call_admit, call_launch, load_at, store_at
 from scheduler.core_ahead import leaves_room, note_room
+from scheduler.core_clock import read_clock
 from scheduler.core_crowd import (
     choose_who_stands_back,
     find_shortest,
@@ -34,7 +34,6 @@ from scheduler.state import (
     DEMAND,
     ERROR,
     F_ADMIT,
-    F_CLOCK,
     F_GRAPH_LAUNCH,
     FILLING,
     FLIGHT_N,
@@ -65,7 +64,6 @@ from scheduler.state import (
 )
 
 _ZERO = np.uint64(0)
-CLOCK_MONOTONIC = 1
 
 # --- occupancy: what launched segments hold -------------------------------------------------------------------------
 
@@ -141,18 +139,6 @@ def leave_stream(s: State, lane: int) -> None:
     s.stream_jobs[queue_of(s.lane[lane].stream_at)] -= 1
     s.lane[lane].stream_at = NONE
     leave_window(s, lane)
-
-
-@inlined
-def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
-    """By the address of clock_gettime."""
-    call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
-    return int(scratch[0] * 1_000_000_000 + scratch[1])
-
-
-@inlined
-def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
-    return monotonic_ns(s.fn[F_CLOCK], scratch)
 
 
 @inlined

@@ -8,12 +8,14 @@ import numpy as np
 
 from instrument.device.jit import inlined
 from scheduler.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
+from scheduler.core_clock import read_clock
 from scheduler.core_heaps import queue_remove
 from scheduler.core_rings import ONE, address, bit_at, bit_of, reserve
 from scheduler.state import (
     COPIER,
     COPY_BELL,
     COPY_TAIL,
+    F_CLOCK,
     F_WRITE,
     NEVER,
     QUEUED_JOBS,
@@ -104,6 +106,7 @@ def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
     tail = load_at(address(s.copy_ring, COPY_TAIL))
     cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
     cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
+    cell.at_ns = read_clock(s, s.clock) if s.fn[F_CLOCK] != _ZERO else 0
     store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
     if exchange_at(address(s.copy_ring, COPY_BELL), ONE, _ZERO):
         s.clock[2] = 1

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from instrument.device.jit import compiled
 from scheduler.atomics import call_write, load_at, store_at
 from scheduler.core import run, step, wake_fronts
-from scheduler.core_dispatch import read_clock
+from scheduler.core_clock import read_clock
 from scheduler.core_lanes import reading_matters
 from scheduler.loop import arm, notice_edits
 from scheduler.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words

@@ -42,6 +42,7 @@ def core_stats(state: State) -> dict[str, Any]:
         "launches": int(g[st.LAUNCHES]),
         "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver,
         "longest_launch_ms": float(state.t[st.LONGEST_LAUNCH_NS]) * 1e-6,  # and the most of it for one launch
+        "longest_copy_ms": float(state.t[st.LONGEST_COPY_NS]) * 1e-6,  # until the copier had inputs in their slot
         "whole_launches": int(g[st.WHOLE_LAUNCHES]),
         "confined_launches": int(g[st.CONFINED_LAUNCHES]),  # to a window of SMs
         "segments": int(g[st.SEGMENTS_DONE]),

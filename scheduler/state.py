@@ -74,12 +74,12 @@ RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
 
 # State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
 # goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, how often
-# some were to stand back for a short one, the longest that the driver took over a launch, and when there is something
-# to do next although nothing happens
+# some were to stand back for a short one, the longest that the driver took over a launch, when there is something to
+# do next although nothing happens, and the longest until inputs were copied that were handed to the copier (its own)
 (VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
  DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, LONGEST_LAUNCH_NS,
- ROOM_AT) = range(16)  # fmt: skip
-T_SIZE = 16
+ ROOM_AT, LONGEST_COPY_NS) = range(17)  # fmt: skip
+T_SIZE = 17
 
 # State.fn: addresses of compiled functions; 0: none
 F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
@@ -209,7 +209,7 @@ LANE = np.dtype(
 LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
 
 # Inputs on their way into a slot, by the copier.
-COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8")], align=True)
+COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
 
 REQUEST = np.dtype(
     [

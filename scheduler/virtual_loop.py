@@ -17,7 +17,7 @@ from instrument.device.sm_layout import NOW as SM_NOW
 from instrument.device.sm_layout import State as SmState
 from scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
 from scheduler.core import step, wake_fronts
-from scheduler.core_dispatch import read_clock
+from scheduler.core_clock import read_clock
 from scheduler.core_lanes import reading_matters
 from scheduler.loop import arm, notice_edits
 from scheduler.state import DUE_N, NEVER, OUT_N, ROOM_AT, WHOLE, State, Words

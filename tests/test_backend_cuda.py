@@ -445,4 +445,5 @@ def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
             check_at_rest(engine.state)
             assert engine.stats()["launch_ms"] > 0
             assert 0 < engine.stats()["longest_launch_ms"] <= engine.stats()["launch_ms"]
+            assert 0 < engine.stats()["longest_copy_ms"] < 60_000
     """)
