@@ -1,7 +1,7 @@
 """How fast the GPU is by its own measure: what its SMs' clocks really do, copies, a product, gaps between kernels.
 
-Beside a figure, to see whether the GPU was itself. The probes are launched one by one and not as a graph: after such
-kernels every point begins alike (docs/results_notes.md, the faster and the slower state).
+Beside a figure, to see whether the GPU was itself. The probes may have to do with which of its two states it is in
+(docs/results_notes.md): it stayed in the slower one in the only run, so far, that had them between all points.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import paellapy as pp
+from instrument.device.queues import VARIABLE
 from scheduler.policies.fifo import rank as fifo
 from scheduler.policies.srpt import rank as srpt
 from scheduler.policy import policy
@@ -108,7 +109,7 @@ def main() -> None:
     for queues, where in zip(QUEUES, parts, strict=True):
         command = [sys.executable, __file__, *sys.argv[1:], "--queues", str(queues), "--write", str(where)]
         command += ["--base", str(base)]
-        subprocess.run(command, check=True, env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)})
+        subprocess.run(command, check=True, env={**os.environ, VARIABLE: str(queues)})
         rows += json.loads(where.read_text())
         base = float(next(np.median(r["throughput"]) for r in rows if r["active"] == "all"))
     table = Table(title=f"throughput at saturation ÷ streams with 8 queues ({base:,.0f}/s)", box=None)

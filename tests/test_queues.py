@@ -47,7 +47,7 @@ def test_few_queues_are_told_of_where_nobody_chose_them(
 
 
 def test_to_ask_whether_the_gpu_is_in_use_does_not_load_its_driver() -> None:
-    loaded = "'libcuda' in open('/proc/self/maps').read()"
+    loaded = "'libcuda.so' in open('/proc/self/maps').read()"
     code = f"from instrument.device import queues; print(queues.gpu_in_use(), {loaded})"
     assert in_process(code) == "False False"
 
