@@ -19,17 +19,20 @@ from scheduler.core_clock import read_clock
 from scheduler.core_rings import address, bit_at, bit_of
 from scheduler.core_slots import copy_inputs
 from scheduler.loop import Bell, notice_edits, wakes
-from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LONGEST_COPY_NS, NONE, State, Words
+from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LIVE, LONGEST_COPY_NS, NONE, State, Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
+_MANY_CPUS = 8  # of so many one may spin for as long as there are requests: to be woken takes its time
 
 
 @compiled
-def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int) -> None:
+def copy_until(
+    s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int, awake: bool
+) -> None:  # fmt: skip
     """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`; `core` is the core's.
 
-    `scratch` is 4 int64.
+    `awake`: not while there are requests. `scratch` is 4 int64.
     """
     looks = 0
     while load_at(stop.ctypes.data) == _ZERO:
@@ -50,6 +53,9 @@ def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, rea
         looks += 1
         if looks < _LOOKS:
             continue
+        if awake and looks == _LOOKS and load_at(s.g[LIVE:].ctypes.data) != _ZERO:
+            looks = 0
+            continue
         if looks == _LOOKS:  # say that it will sleep, and look once more
             store_at(address(s.copy_ring, COPY_BELL), _ONE)
             add_at(address(s.copy_ring, COPY_BELL), _ZERO)  # a full barrier
@@ -62,9 +68,10 @@ def copy_until(s: State, stop: Words, scratch: NDArray[np.int64], bell: int, rea
 class Copier:
     """The thread. It belongs to the process of the core, and ends after the core's loop."""
 
-    def __init__(self, state: State, bell: Bell) -> None:
-        """`bell` wakes the core's loop."""
+    def __init__(self, state: State, bell: Bell, awake: bool | None = None) -> None:
+        """`bell` wakes the core's loop. `awake`: it sleeps only where there is no request; by default on many CPUs."""
         self._state, self._bell = state, bell
+        self._awake = len(os.sched_getaffinity(0)) >= _MANY_CPUS if awake is None else awake
         self._stop = np.zeros(8, np.uint64)
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
@@ -73,7 +80,7 @@ class Copier:
 
     def _run(self) -> None:
         read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
-        copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd)
+        copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
 
     def close(self) -> None:
         self._state.g[COPIER] = NONE

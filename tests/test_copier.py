@@ -17,10 +17,10 @@ from scheduler.errors import DeadlineError
 N = LONG_COPY // 4 + 3
 
 
-@pytest.fixture
-def engine():
+@pytest.fixture(params=[False, True])
+def engine(request):
     with Engine("virtual:h200") as found:
-        copier = Copier(found.state, found.bell)
+        copier = Copier(found.state, found.bell, awake=request.param)
         found.load(scale_model("long", 3.0, n=N, batch=(1, 2, 4), lanes=2))
         found.load(scale_model("short", 5.0, n=8, batch=(1,), lanes=1))
         yield found
