@@ -140,11 +140,10 @@ class Bench:
         self.streams = [CudaStream(device, 0) for _ in range(2)]
         self._hp = [Captured(Kind("resnet50"), 1, 1) for _ in range(HP_LANES)]
         self._be = [Captured(beside, batch, 0) for _ in range(2)]
-        stream = self.streams[0].handle
         self.hp_words = np.array([self._word() for _ in range(HP_LANES)], np.uint64)
         self.hp = self._whole([each.graph for each in self._hp])
         n = len(self._be[0].graph.nodes)
-        self.whole = [instantiate(each.graph.handle, stream) for each in self._be]
+        self.whole = [instantiate(each.graph.handle) for each in self._be]
         self.whole_us = self.time_us([self.whole[0]])
         step = max(1, round(n * QUANTUM_US / self.whole_us))
         self.bounds = [(a, min(n, a + step)) for a in range(0, n, step)]
@@ -158,12 +157,11 @@ class Bench:
 
     def _whole(self, graphs: list[CapturedGraph]) -> NDArray[np.uint64]:
         pairs = zip(graphs, self.hp_words.tolist(), strict=True)
-        stream = self.streams[0].handle
-        return np.array([segment(each, 0, len(each.nodes), word, stream) for each, word in pairs], np.uint64)
+        return np.array([segment(each, 0, len(each.nodes), word) for each, word in pairs], np.uint64)
 
     def _cut(self, graph: CapturedGraph, chain: int) -> list[int]:
-        stream, words = self.streams[0].handle, self.words[chain].tolist()
-        return [segment(graph, a, b, w, stream) for (a, b), w in zip(self.bounds, words, strict=True)]
+        words = self.words[chain].tolist()
+        return [segment(graph, a, b, w) for (a, b), w in zip(self.bounds, words, strict=True)]
 
     def confine(self, sms: int) -> tuple[int, list[list[int]], NDArray[np.uint64]]:
         """Best effort on so many SMs, and high priority on the others."""

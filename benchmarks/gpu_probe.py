@@ -1,7 +1,7 @@
 """How fast the GPU is by its own measure: what its SMs' clocks really do, copies, a product, gaps between kernels.
 
-Beside a figure, to see whether the GPU was itself. The probes may have to do with which of its two states it is in
-(docs/results_notes.md): it stayed in the slower one in the only run, so far, that had them between all points.
+Beside a figure, to see whether the GPU was itself. Everything is launched on the default stream, as by whoever computes
+expected outputs: single kernels on a second stream would make what is measured slower (benchmarks/kernel_gaps.py).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Probe:
         self._count, nothing = module.get_function("count"), module.get_function("nothing")
         self._count.max_dynamic_shared_size_bytes = SHARED
         self._sms = int(cp.cuda.Device().attributes["MultiProcessorCount"])
-        self._stream = cp.cuda.Stream(non_blocking=True)
+        self._stream = cp.cuda.Stream.null
         self._counts = cp.zeros((self._sms, 3), np.int64)
         self._from, self._to = cp.zeros(LARGE, np.uint8), cp.zeros(LARGE, np.uint8)
         self._a = torch.zeros(SIDE, SIDE, dtype=torch.float16, device="cuda")
         self._b, self._c = torch.zeros_like(self._a), torch.zeros_like(self._a)
         unused = cp.zeros(4, np.int32)
-        with self._stream:
-            self._stream.begin_capture()
+        with cp.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
             for _ in range(CHAIN):
                 nothing((1,), (32,), (unused,))
-            self._chain = self._stream.end_capture()
+            self._chain = stream.end_capture()
 
     def look(self) -> dict[str, Any]:
         cp, stream = self._cp, self._stream
-        with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        with stream, torch.cuda.stream(torch.cuda.default_stream()):
             self._count((self._sms,), (32,), (self._counts, np.int64(TICKS)), shared_mem=SHARED)
             stream.synchronize()
             sm, ticks, ns = self._counts.get().T

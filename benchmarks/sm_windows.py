@@ -183,9 +183,7 @@ class Bench:
         for k, (m, lane) in enumerate(self._each()):
             self.words[m, lane] = self._pinned.ctypes.data + _WORD_BYTES * k
             graph = self.graphs[m][lane]
-            self.wide[m, lane] = segment(
-                graph, 0, len(graph.nodes), int(self.words[m, lane]), self._streams[0].handle
-            )
+            self.wide[m, lane] = segment(graph, 0, len(graph.nodes), int(self.words[m, lane]))
         for each in self._streams:  # a stream's first work takes longer
             check(driver().cuGraphLaunch(int(self.wide[0, 0]), each.handle), "opening a stream")
             each.synchronize()
@@ -211,9 +209,9 @@ class Bench:
         """A lane's graph in a window."""
         key = (how.count, how.sms, m, lane, window)
         if key not in self._confined:
-            stream, graph = self._streams[0].handle, self.graphs[m][lane]
+            graph = self.graphs[m][lane]
             with segment_graph(graph, 0, len(graph.nodes), int(self.words[m, lane])) as made:
-                (self._confined[key],) = self._windows(how).confined(made, [window], stream, end_inside=False)
+                (self._confined[key],) = self._windows(how).confined(made, [window], end_inside=False)
         return self._confined[key]
 
     def confined(self, how: How) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float64]]:

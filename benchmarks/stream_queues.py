@@ -137,11 +137,13 @@ class Streams:
         captured = read_graph(handle)
         with segment_graph(captured, 0, self.lengths[waits], self.address(3 * k + END)) as part:
             if window is None:
-                executable, stream = instantiate(part.handle, self.upload.handle), self.wide[k].handle
+                executable, stream = instantiate(part.handle), self.wide[k].handle
             else:
-                made = self.windows.confined(part, [window], self.upload.handle, end_inside=inside)
-                (executable,), stream = made, self.narrow[k].handle
+                (executable,) = self.windows.confined(part, [window], end_inside=inside)
+                stream = self.narrow[k].handle
         captured.destroy()
+        # Now: at its launch it would have to get past what waits.
+        check(cu.cuGraphUpload(executable, self.upload.handle), "uploading a graph")
         self.upload.synchronize()
         return lambda: check(cu.cuGraphLaunch(executable, stream), "launching a graph")
 

@@ -85,6 +85,10 @@ class Backend(ABC):
         `confine`: also inside the lane's windows, as far as its kernels can be.
         """
 
+    def launch_first(self, launches: Launches) -> None:
+        """Launches everything once, where that makes later launches quicker; its lane is not in service yet."""
+        return
+
     @abstractmethod
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         """Time of each segment, of the whole program, and of that inside a window (0: it is not confined).

@@ -208,7 +208,6 @@ class CudaBackend(Backend):
 
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         self.device.activate()
-        stream = self._capture_stream(lane.model.priority).handle
         words = int(lane.words.ctypes.data)
         windows = lane.windows if confine and self._windows is not None else ()
         made: list[list[int]] = []  # of each segment, then of the whole: on all SMs, and in each window
@@ -216,12 +215,12 @@ class CudaBackend(Backend):
             for k, (first, end) in enumerate([*bounds, (0, len(program.nodes))]):
                 word = words + 8 * (k if k < len(bounds) else lane.plan.n_words - 1)
                 with segment_graph(program.body, first, end, word) as graph:
-                    made.append([instantiate(graph.handle, stream)])
+                    made.append([instantiate(graph.handle)])
                     if windows:
                         assert self._windows is not None
                         # Where more of the program follows; nothing does where this is all of it.
                         inside = end - first < len(program.nodes)
-                        made[-1] += self._windows.confined(graph, windows, stream, end_inside=inside)
+                        made[-1] += self._windows.confined(graph, windows, end_inside=inside)
         except BaseException:
             _destroy(handle for each in made for handle in each)
             raise
@@ -235,6 +234,14 @@ class CudaBackend(Backend):
             for k in range(len(made[-1]) - 1)
         ]
         return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
+
+    def launch_first(self, launches: Launches) -> None:
+        cu = driver()
+        stream = self._capture_stream(launches.program.model.priority).handle
+        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+            for handle in filter(None, (*handles, whole)):
+                check(cu.cuGraphLaunch(handle, stream), "launching a graph for the first time")
+        check(cu.cuStreamSynchronize(stream), "launching graphs for the first time")
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle

@@ -104,18 +104,19 @@ def _copy_kind(cu: Any, copy: Any) -> NodeKind:
     return "d2h" if copy.dstMemoryType == host else "d2d"
 
 
-def instantiate(graph: Any, stream: int) -> int:
-    """An executable graph, already on the GPU: its first launch is as fast as the others."""
-    cu = driver()
-    executable = check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph")
-    check(cu.cuGraphUpload(executable, stream), "uploading a graph")
-    return int(executable)
+def instantiate(graph: Any) -> int:
+    """An executable graph. Its first launch brings it to the GPU, and takes longer than the others.
+
+    Not `cuGraphUpload`: with three graphs that are uploaded and not launched, every kernel of every graph in the
+    process begins 0.2 µs later, until a launch that happens to end it (benchmarks/kernel_gaps.py).
+    """
+    return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
 
 
-def segment(graph: CapturedGraph, first: int, end: int, word: int, stream: int) -> int:
+def segment(graph: CapturedGraph, first: int, end: int, word: int) -> int:
     """An executable graph of some nodes that ends by writing 1 to the word at an address."""
     with segment_graph(graph, first, end, word) as made:
-        return instantiate(made.handle, stream)
+        return instantiate(made.handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +183,14 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
     executables = []
     try:
         nodes = [check(cu.cuGraphNodeFindInClone(node, clone), "finding a node") for node in graph.nodes]
-        plain = instantiate(clone, stream)
+        plain = instantiate(clone)
         executables.append(plain)
         for i, event in enumerate(events):
             before = [nodes[i - 1]] if i else []
             record = check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event")
             if i < n:
                 _add_edge(cu, clone, record, nodes[i])
-        timed = instantiate(clone, stream)
+        timed = instantiate(clone)
         executables.append(timed)
         runs = []
         for _ in range(_TIMED_RUNS):

@@ -77,7 +77,7 @@ class CudaWindows:
         """A stream of a window: graphs that run in it begin sooner there than on one of all SMs."""
         return CudaStream(self._device, priority, self._windows[window][0])
 
-    def confined(self, graph: SegmentGraph, windows: Sequence[int], stream: int, end_inside: bool) -> list[int]:
+    def confined(self, graph: SegmentGraph, windows: Sequence[int], end_inside: bool) -> list[int]:
         """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
 
         `end_inside`: the completion word is written there too. What follows on the same stream begins sooner then. But
@@ -106,7 +106,7 @@ class CudaWindows:
                     check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
                 if end_inside:
                     graph.end_in(context)
-                made.append(instantiate(graph.handle, stream))
+                made.append(instantiate(graph.handle))
         except BaseException as e:
             for handle in made:
                 cu.cuGraphExecDestroy(handle)

@@ -49,8 +49,9 @@ class FakeCuda:
     `by_kernel`: nodes name a CUkernel, as those that the runtime has launched; `windows` are green contexts, as lists
     of the groups of SMs in each, `confined` counts the kernels that ran in each context, and `window_streams` has the
     context of each of their streams. `at_home` counts graphs that ended in the window whose stream they were launched
-    on, and `ended_inside` those of each number of nodes that ended in any window. After so many, `sends`, no kernel can
-    be sent to a window. `groups_only`: SMs that make up no group are not taken into one.
+    on, `ended_inside` those of each number of nodes that ended in any window, and `launched` has every graph that was.
+    After so many, `sends`, no kernel can be sent to a window. `groups_only`: SMs that make up no group are not taken
+    into one.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class FakeCuda:
         self.window_streams: dict[int, int] = {}
         self.at_home = 0
         self.ended_inside: Counter[int] = Counter()
+        self.launched: set[int] = set()
         self.made: set[int] = set()  # streams
         self._memory: list[Any] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
@@ -108,6 +110,7 @@ class FakeCuda:
 
     def _graph_launch(self, executable: int, stream: int) -> int:
         if not self.fails and not self.silent:
+            self.launched.add(executable)
             ends = [node.facts.get("context", 0) for node in self.executables[executable] if node.kind == "word"]
             self.at_home += ends == [self.window_streams.get(stream)]
             self.ended_inside[len(self.executables[executable])] += ends != [0]
@@ -423,10 +426,6 @@ class FakeCuda:
         handle = next(_ids)
         self.executables[handle] = [Node(node.kind, **node.facts) for node in order]
         return _OK, real.CUgraphExec(handle)
-
-    def cuGraphUpload(self, executable, stream):
-        assert int(executable) in self.executables
-        return (_OK,)
 
     def cuGraphLaunch(self, executable, stream):
         return (real.CUresult(self._graph_launch(int(executable), 0)),)

@@ -129,6 +129,7 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
             assert set().union(*windows) == set(range(132))
             assert {len(each) for each in windows} == {48, 52}  # with the SMs that make up no group
             fake.confined.clear()
+            fake.ended_inside.clear()
             assert (engine.infer_sync("six", ONES)["y"] == 64).all()
             assert set(fake.confined) == {0}  # alone, on all SMs
             for answer in many(engine, ["six"], 200):
@@ -143,6 +144,24 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
                     assert (answer["y"] == 64).all()
             assert len(t.jobs) == 20
         assert not fake.graphs and not fake.executables and not fake.windows and not fake.window_streams
+    """)
+
+
+@pytest.mark.parametrize(("whole_ns", "all_of_them"), [(1e5, True), (1e8, False)])
+def test_graphs_are_launched_once_before_requests_come_unless_they_take_long(run, whole_ns, all_of_them):
+    run(f"""
+        fake.by_kernel = True
+        with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
+            engine._backend.segment_times_ns = lambda launches, *how: (
+                [{whole_ns} / len(launches.bounds)] * len(launches.bounds), {whole_ns}, 1.1 * {whole_ns}
+            )
+            engine._backend.saturated_ns = lambda lanes, rounds: {whole_ns}
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+            assert len(fake.executables) > 2 * 3 * 2  # in windows too
+            seen = fake.executables.keys() & fake.launched
+            assert seen == (fake.executables.keys() if {all_of_them} else set())
+            for answer in many(engine, ["six"], 50):
+                assert (answer["y"] == 64).all()
     """)
 
 
