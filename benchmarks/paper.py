@@ -217,18 +217,18 @@ def best_effort(o: Options) -> Iterator[Point]:
     beside = (Kind("tiny4", items=4),) if o.tiny else (Kind("resnet50", items=64), Kind("vgg19", items=32))
     setup = Setup((1,), 4)
     fine = Setup((1,), 4, quantum_us=70.0)
-    just_ahead = replace(find_policy("priority"), look_ahead=1)
+    two_ahead = replace(find_policy("priority"), look_ahead=2)
     systems: dict[str, tuple[Setup, str | Policy, tuple[int, int], int]] = {
         "alone": (setup, "streams", (0, 0), 0),
         "streams": (setup, "streams", (0, 0), 1),
         "stream priorities": (setup, "streams", (1, 0), 1),
         "gate": (setup, "priority", (1, 0), 1),
         "gate, two best-effort jobs": (setup, "priority", (1, 0), 2),
-        "gate, just ahead": (setup, just_ahead, (1, 0), 1),
-        "gate, just ahead, two best-effort jobs": (setup, just_ahead, (1, 0), 2),
-        "gate, 70 µs": (fine, "priority", (1, 0), 1),
         "gate, 70 µs, two best-effort jobs": (fine, "priority", (1, 0), 2),
-        "gate, 70 µs, just ahead, two best-effort jobs": (fine, just_ahead, (1, 0), 2),
+        "gate, two segments ahead": (setup, two_ahead, (1, 0), 1),
+        "gate, two segments ahead, two best-effort jobs": (setup, two_ahead, (1, 0), 2),
+        "gate, 70 µs, two segments ahead": (fine, two_ahead, (1, 0), 1),
+        "gate, 70 µs, two segments ahead, two best-effort jobs": (fine, two_ahead, (1, 0), 2),
     }
     for seed, be, (name, (how, policy, priorities, loops)) in itertools.product(
         o.seeds, beside, systems.items()

@@ -100,12 +100,12 @@ def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> N
     for lane in low:
         bench.finish_segment(lane)
     bench.step()
-    assert all(bench.history[lane] == [0, 1] for lane in low)  # two were ahead; no third
+    assert all(bench.history[lane] == [0] for lane in low)  # the one that ran; no second
     while urgent not in bench.done:
         high = next(lane for lane in bench.running if lane not in low)
         bench.finish_segment(high)
         bench.step()
-    assert all(len(bench.history[lane]) > 2 for lane in low)
+    assert all(len(bench.history[lane]) > 1 for lane in low)
     bench.run_dry()
 
 
