@@ -462,15 +462,36 @@ def test_the_results_page_says_what_was_met() -> None:
     assert f"p99 of what is accepted is {best:.1f} to {worst:.1f} times alone" in text
     in_time = [100 * p["within_4x"] * p["offered"] / p["answered"] for p in beyond]
     assert f"and {min(in_time):.1f} to {max(in_time):.1f} % of it is in time" in text
-    slow, fast, without = (
-        [sweep[name, "1.5", "1000"][k]["p50_slowdown"] for k in which]
-        for name, which in ((many + apart, range(4)), (many + apart, [4]), (many, range(5)))
-    )
-    assert f"with seeds 5 to 8 (p50 at 1000/s {min(slow):.2f} to {max(slow):.2f})" in text
-    assert f"with seed 9 ({fast[0]:.2f};" in text
-    assert f"without windows it is {min(without):.2f} to {max(without):.2f}" in text
+    best, two = "best_effort|{}|gate, two best-effort jobs|{}", ("resnet50 x64", "vgg19 x32")
+    costs = [[points[best.format(be, k)]["hp_p99_us"] for k in range(5, 10)] for be in two]
+    alone = [[points[f"best_effort|{be}|alone|{k}"]["hp_p99_us"] for k in range(5, 10)] for be in two]
+    ratios = [np.array(a) / np.array(b) for a, b in zip(costs, alone, strict=True)]
+    shares = [np.median([points[best.format(be, k)]["be_share_1"] for k in range(5, 10)]) for be in two]
+    spreads = [f"{np.median(r):.2f} times alone ({r.min():.2f} to {r.max():.2f})" for r in ratios[:1]]
+    spreads += [f"{np.median(r):.2f} ({r.min():.2f} to {r.max():.2f})" for r in ratios[1:]]
+    for spread, share, be in zip(spreads, shares, ("resnet50", "vgg19"), strict=True):
+        assert f"{spread} with {share:.2f} beside {be}" in text
     ratios = [each["ratio"] for each in points["light"].values()]
     assert f"{min(ratios):.3f} to {max(ratios):.3f} of a copy of the inputs and one launch" in text
+
+
+def test_the_results_page_says_how_far_apart_kernels_begin() -> None:
+    results = ROOT / "benchmarks" / "results"
+    text = " ".join((results.parent.parent / "docs" / "results_notes.md").read_text().split())
+    found = json.loads((results / "kernel_gaps.json").read_text())["results"]
+    longer = {case for case, each in found["cases"].items() if each["ratio"] > 1.1}
+    assert longer == {
+        "and 7 on another", "and 8 on another", "and 100 copies within the GPU on another",
+        "4 graphs uploaded, not launched",
+    }  # fmt: skip
+    assert all(each["ratio"] < 1.02 for case, each in found["cases"].items() if case not in longer)
+    whole = found["resnet34"]
+    assert f"takes {whole['before_us']:.0f} µs, and {whole['after_us']:.0f} after eight kernels on a second" in text
+    points = json.loads((results / "paper.json").read_text())["results"]["points"].values()
+    gaps = [p[when].get("kernel_gap_ns", 0.0) for p in points for when in ("gpu_before", "gpu_after") if when in p]
+    gaps = [each for each in gaps if each]
+    assert len(gaps) > 900
+    assert f"began {min(gaps):.0f} to {max(gaps):.0f} ns after one another" in text
 
 
 def test_the_results_page_says_how_streams_wait_for_each_other() -> None:
