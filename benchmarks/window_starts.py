@@ -26,7 +26,7 @@ from torch_graphs import capture, half_net
 from instrument.device.cuda_memory import CudaStream
 from instrument.device.driver import check, driver
 from scheduler.backend import WINDOW_SHARE
-from scheduler.cuda_graphs import CapturedGraph, instantiate, segment_graph
+from scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
 from scheduler.cuda_windows import CudaWindows
 
 WINDOWS = 8
@@ -39,13 +39,14 @@ TOGETHER = (*WAYS[:1], "in windows", "in windows, from their own streams", "in o
 
 
 def make(
-    graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, windows: CudaWindows, n: int
+    graph: CapturedGraph, bounds: list[tuple[int, int]], word: int, stream: int, windows: CudaWindows, n: int
 ) -> list[list[int]]:
     """Executable graphs of every part: on all SMs, and in each of the first n windows."""
     made: list[list[int]] = []
     for first, end in bounds:
         with segment_graph(graph, first, end, word) as part:
             made.append([instantiate(part.handle), *windows.confined(part, range(n), end_inside=True)])
+            launch_once(made[-1], stream)
     return [list(each) for each in zip(*made, strict=True)]
 
 
@@ -104,8 +105,8 @@ def main() -> None:
         graph, keep = capture(half_net(kind), kind, 1)
         n = len(graph.nodes)
         bounds = [(first, min(n, first + args.nodes)) for first in range(0, n, args.nodes)]
-        wholes = make(graph, [(0, n)], word, windows, 1)
-        parts = make(graph, bounds, word, windows, 1)
+        wholes = make(graph, [(0, n)], word, stream.handle, windows, 1)
+        parts = make(graph, bounds, word, stream.handle, windows, 1)
         found: dict[str, Any] = {"nodes": n, "parts": len(bounds)}
         results["models"][kind.label] = found
         for where, k, on in zip(WAYS, (0, 1, 1), (stream.handle, stream.handle, own.handle), strict=True):
@@ -116,7 +117,7 @@ def main() -> None:
         del keep
     graph, _keep = capture(half_net(MODELS[0]), MODELS[0], 1)
     streams = [CudaStream(device, 0) for _ in range(STREAMS)]
-    handles = make(graph, [(0, len(graph.nodes))], word, windows, WINDOWS)
+    handles = make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS)
     results["windows"] = [
         {"sms": len(sms), "alone_us": run_us(each, stream.handle)}
         for sms, each in zip(windows.sms, handles[1:], strict=True)
@@ -124,7 +125,7 @@ def main() -> None:
     print("in each window:", ", ".join(f"{w['sms']} SMs {w['alone_us']:.1f} µs" for w in results["windows"]))
     # Every job has graphs of its own: one that runs waits for itself. Their memory is the same, and nobody reads it.
     most = range(max(AT_ONCE))
-    lanes = [make(graph, [(0, len(graph.nodes))], word, windows, WINDOWS) for _ in most]
+    lanes = [make(graph, [(0, len(graph.nodes))], word, stream.handle, windows, WINDOWS) for _ in most]
     spread, single = [windows.stream(j % WINDOWS, 0) for j in most], [windows.stream(0, 0) for _ in most]
     ways = [
         [(lanes[j][0][0], streams[j].handle) for j in most],

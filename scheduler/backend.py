@@ -85,8 +85,11 @@ class Backend(ABC):
         `confine`: also inside the lane's windows, as far as its kernels can be.
         """
 
-    def launch_first(self, launches: Launches) -> None:
-        """Launches everything once, where that makes later launches quicker; its lane is not in service yet."""
+    def launch_first(self, launches: Launches, wholes: bool) -> None:
+        """Launches every segment once, and the whole program, where a first launch takes longer than others.
+
+        The lane is not in service yet.
+        """
         return
 
     @abstractmethod

@@ -25,7 +25,7 @@ from scheduler.capture import ModelCapture
 from scheduler.copier import Copier
 from scheduler.cuda_capture import capture_program, cupy_in_arena
 from scheduler.cuda_engine_trace import CudaTrace
-from scheduler.cuda_graphs import Gate, instantiate, launch_times_ns, node_times_ns, segment_graph
+from scheduler.cuda_graphs import Gate, instantiate, launch_once, launch_times_ns, node_times_ns, segment_graph
 from scheduler.cuda_loop import BROKEN, serve
 from scheduler.cuda_torch import TorchPool, torch_in_use
 from scheduler.cuda_windows import CudaWindows
@@ -235,13 +235,13 @@ class CudaBackend(Backend):
         ]
         return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
 
-    def launch_first(self, launches: Launches) -> None:
-        cu = driver()
+    def launch_first(self, launches: Launches, wholes: bool) -> None:
         stream = self._capture_stream(launches.program.model.priority).handle
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            for handle in filter(None, (*handles, whole)):
-                check(cu.cuGraphLaunch(handle, stream), "launching a graph for the first time")
-        check(cu.cuStreamSynchronize(stream), "launching graphs for the first time")
+            # All of it in order, as it will run: kernels may need what a segment left that cannot be confined.
+            launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
+            if wholes:
+                launch_once([whole], stream)
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,16 @@ from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LI
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
 _MANY_CPUS = 8  # of so many one may spin for as long as there are requests: to be woken takes its time
+
+
+def usable_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """How many this process may use at once, also by what its container is allowed."""
+    found = len(os.sched_getaffinity(0))
+    try:
+        allowed, period = quota.read_text().split()
+        return min(found, int(allowed) / int(period))
+    except (OSError, ValueError):  # there is none, or it says "max"
+        return found
 
 
 @compiled
@@ -69,9 +80,11 @@ class Copier:
     """The thread. It belongs to the process of the core, and ends after the core's loop."""
 
     def __init__(self, state: State, bell: Bell, awake: bool | None = None) -> None:
-        """`bell` wakes the core's loop. `awake`: it sleeps only where there is no request; by default on many CPUs."""
+        """`bell` wakes the core's loop. `awake`: it falls asleep only where there is no request; by default with many
+        CPUs.
+        """
         self._state, self._bell = state, bell
-        self._awake = len(os.sched_getaffinity(0)) >= _MANY_CPUS if awake is None else awake
+        self._awake = usable_cpus() >= _MANY_CPUS if awake is None else awake
         self._stop = np.zeros(8, np.uint64)
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)

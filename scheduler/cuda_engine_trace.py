@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class CudaTrace:
-    """Every lane's graphs captured once more, from kernels that record; in place of the others while the trace runs."""
+    """Every lane's graphs captured once more, from kernels that record; in place of the others while the trace runs.
+
+    Lanes are in service, so these cannot be launched beforehand: in a trace the first launch of each takes longer.
+    """
 
     def __init__(self, backend: CudaBackend, records_per_sm: int, models: list[LoadedModel]) -> None:
         self._backend = backend

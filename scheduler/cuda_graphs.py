@@ -6,7 +6,7 @@ pinned memory after everything else: the write comes with a system-wide fence, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -111,6 +111,14 @@ def instantiate(graph: Any) -> int:
     process begins 0.2 µs later, until a launch that happens to end it (benchmarks/kernel_gaps.py).
     """
     return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
+
+
+def launch_once(executables: Iterable[int], stream: int) -> None:
+    """Each to its end before the next: the first launch brings a graph to the GPU, and others may be served there."""
+    cu = driver()
+    for each in executables:
+        check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
+        check(cu.cuStreamSynchronize(stream), "launching a graph for the first time")
 
 
 def segment(graph: CapturedGraph, first: int, end: int, word: int) -> int:

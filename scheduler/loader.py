@@ -19,7 +19,7 @@ from scheduler.segments import cut, plan_slices
 from scheduler.state import CHOICES, Limits
 
 _REPEATS = 15
-_BRIEF_NS = 10e6  # what takes longer does not mind that its first launch does
+_BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
 _ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
 
 # One capture at a time on a device: other threads' launches go on, other loads wait.
@@ -134,8 +134,7 @@ class Loader:
             program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
             captured.callback(backend.discard, program)
             loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
-            if known.whole_ns < _BRIEF_NS:
-                backend.launch_first(loaded.launches[k][-1])
+            backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
             if k:
                 backend.discard(program)
         crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]

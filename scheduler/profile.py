@@ -14,7 +14,7 @@ from scheduler.core_models import ModelProfile, SegmentProfile
 from scheduler.model import Model
 from scheduler.program import Cuts, Node
 
-_FORMAT = "4"
+_FORMAT = "5"
 _MOST_STRETCH = 1.35  # what fills more SMs than a window has would rather have them all
 
 

@@ -147,8 +147,8 @@ def test_a_crowd_is_confined_to_windows_and_what_is_made_for_it_goes_with_the_en
     """)
 
 
-@pytest.mark.parametrize(("whole_ns", "all_of_them"), [(1e5, True), (1e8, False)])
-def test_graphs_are_launched_once_before_requests_come_unless_they_take_long(run, whole_ns, all_of_them):
+@pytest.mark.parametrize(("whole_ns", "wholes"), [(1e5, True), (1e8, False)])
+def test_graphs_are_launched_before_requests_come_long_ones_in_segments(run, whole_ns, wholes):
     run(f"""
         fake.by_kernel = True
         with Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:
@@ -157,11 +157,43 @@ def test_graphs_are_launched_once_before_requests_come_unless_they_take_long(run
             )
             engine._backend.saturated_ns = lambda lanes, rounds: {whole_ns}
             engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
-            assert len(fake.executables) > 2 * 3 * 2  # in windows too
-            seen = fake.executables.keys() & fake.launched
-            assert seen == (fake.executables.keys() if {all_of_them} else set())
+            made = [each for lane in engine._models["six"].launches for each in lane]
+            assert len(made) == 6 and all(each.confined for each in made)
+            parts = {{h for each in made for some, _ in ((each.handles, 0), *each.confined) for h in some if h}}
+            pieces = {{w for each in made for _, w in ((0, each.whole), *each.confined)}}
+            assert len(parts) > len(pieces) and parts | pieces == fake.executables.keys()
+            assert parts <= fake.launched
+            assert pieces & fake.launched == (pieces if {wholes} else set())
             for answer in many(engine, ["six"], 50):
                 assert (answer["y"] == 64).all()
+    """)
+
+
+def test_a_first_launch_that_fails_is_a_load_that_fails_and_nothing_is_left_of_it(run):
+    run("""
+        with Engine("cuda", quantum_us=20) as engine:
+            engine.load(scale_model("other", 3.0, batch=(1,), lanes=2))
+            before = len(fake.executables), len(fake.graphs)
+            launch, backend = engine._backend.launch_first, engine._backend
+
+            def refused(launches, wholes):
+                fake.fails = 2  # CUDA_ERROR_OUT_OF_MEMORY
+                try:
+                    launch(launches, wholes)
+                finally:
+                    fake.fails = 0
+
+            backend.launch_first = refused
+            try:
+                engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+                raise SystemExit("loaded")
+            except pp.LaunchError as e:
+                assert "launching a graph for the first time" in str(e)
+            assert (len(fake.executables), len(fake.graphs)) == before
+            backend.launch_first = launch
+            engine.load(scale_model("six", 2.0, steps=6, batch=(1, 2), lanes=3))
+            assert (engine.infer_sync("six", ONES)["y"] == 64).all()
+            assert (engine.infer_sync("other", ONES)["y"] == 3).all()
     """)
 
 

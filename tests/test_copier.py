@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 
 import numpy as np
 import pytest
 from engine_models import scale_model
 
-from scheduler.copier import Copier
+from scheduler.copier import Copier, usable_cpus
 from scheduler.core_check import check_at_rest
 from scheduler.core_slots import LONG_COPY
 from scheduler.engine import Engine
 from scheduler.errors import DeadlineError
+from scheduler.loop import Bell
+from scheduler.state import COPY_BELL, LIVE, new_state
 
 N = LONG_COPY // 4 + 3
 
@@ -76,3 +80,42 @@ def test_a_model_leaves_while_its_inputs_are_being_copied(engine):
         assert isinstance(outcome, dict)  # accepted, and so answered
         assert (outcome["y"] == 3).all()
     check_at_rest(engine.state)
+
+
+def sleeps(state, within_s):
+    """Whether it says in that time that it will sleep."""
+    until = time.monotonic() + within_s
+    while not state.copy_ring[COPY_BELL, 0] and time.monotonic() < until:
+        time.sleep(0.001)
+    return bool(state.copy_ring[COPY_BELL, 0])
+
+
+@pytest.mark.parametrize("awake", [False, True])
+def test_one_that_stays_awake_sleeps_when_the_last_request_is_gone(awake):
+    state = new_state()
+    state.g[LIVE] = 1
+    bell = Bell(state.bell)
+    copier = Copier(state, bell, awake)
+    try:
+        assert sleeps(state, 0.3 if awake else 60) == (not awake)
+        state.g[LIVE] = 0
+        assert sleeps(state, 60)
+    finally:
+        copier.close()
+        bell.close()
+
+
+def test_one_that_is_awake_ends_although_there_are_requests():
+    state = new_state()
+    state.g[LIVE] = 1
+    bell = Bell(state.bell)
+    Copier(state, bell, awake=True).close()
+    bell.close()
+
+
+@pytest.mark.parametrize(("says", "most"), [("150000 100000", 1.5), ("max 100000", 1 << 20), ("", 1 << 20)])
+def test_cpus_are_those_that_a_container_may_use(tmp_path, says, most):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(says)
+    assert usable_cpus(quota) == min(len(os.sched_getaffinity(0)), most)
+    assert usable_cpus(tmp_path / "nowhere") == len(os.sched_getaffinity(0))
