@@ -97,7 +97,7 @@ def active(o: Options) -> Iterator[Point]:
     settings: tuple[int | float, ...] = (4, 6, 8, 12, 16, 1.0, 1.5, 2.0, 2.5, 3.0)
     plain = (PLAIN, "srpt", (100,) if o.tiny else (4000, 5000))
     batched = (BATCHED, "hrrn", (100,) if o.tiny else (4000, 6000))
-    for seed, (setup, policy, rates) in itertools.product(o.seeds[:2], (plain, batched)):
+    for seed, (setup, policy, rates) in itertools.product(o.seeds, (plain, batched)):
         for rate, setting in itertools.product(rates, settings):
             run = fig11_run(System(setup, policy, setting), 1.5, rate, seed, o.seconds)
             batches = "batches" if setup == BATCHED else "plain"
@@ -273,7 +273,7 @@ def disb(o: Options) -> Iterator[Point]:
     }
     systems = {"streams": ("streams", 0), "stream priorities": ("streams", 1), "priority": ("priority", 1)}
     for seed, (name, (rt, be, rate, kind)), (system, (policy, high)) in itertools.product(
-        o.seeds[:3], loads.items(), systems.items()
+        o.seeds, loads.items(), systems.items()
     ):
         kinds = (*rt, *(Kind(k.name, items=2 if o.tiny else 8) for k in be if "bert" not in k.name))
         priorities = (*(high for _ in rt), *(0 for _ in kinds[len(rt) :]))
