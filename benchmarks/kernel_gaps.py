@@ -165,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     device = need_gpu("the gaps are a GPU's")
     table = Table(title="from one kernel of a graph to the next, ns", box=None)
-    for column in ("after", "before", "after", "ratio"):
+    for column in ("what was done", "before", "after", "ratio"):
         table.add_column(column, justify="right" if table.columns else "left")
     found = {}
     for case in track(CASES, description="cases", transient=True):

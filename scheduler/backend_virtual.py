@@ -31,6 +31,7 @@ from instrument.errors import TraceError
 from scheduler import state as st
 from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
 from scheduler.capture import GuardedArray, Recording, call_model, capturing
+from scheduler.cpus import usable_cpus
 from scheduler.engine_trace import TracedBlocks
 from scheduler.lanes import Lane, LanePlan
 from scheduler.loader import LoadedModel
@@ -66,7 +67,7 @@ class VirtualBackend(Backend):
         self._compiled = threading.Event()  # what the loop needs: until then, nothing has run
         self._stop_word = np.zeros(8, np.uint64)
         # Spinning takes a core from somebody where there are few.
-        self._linger_ns = _LINGER_NS if (os.cpu_count() or 1) > _FEW_CORES else 0
+        self._linger_ns = _LINGER_NS if usable_cpus() > _FEW_CORES else 0
         self._scratch = np.zeros(8, np.int64)
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False

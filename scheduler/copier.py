@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +18,13 @@ from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
 from scheduler.core_clock import read_clock
 from scheduler.core_rings import address, bit_at, bit_of
 from scheduler.core_slots import copy_inputs
+from scheduler.cpus import usable_cpus
 from scheduler.loop import Bell, notice_edits, wakes
 from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LIVE, LONGEST_COPY_NS, NONE, State, Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
 _MANY_CPUS = 8  # of so many one may spin for as long as there are requests: to be woken takes its time
-
-
-def usable_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """How many this process may use at once, also by what its container is allowed."""
-    found = len(os.sched_getaffinity(0))
-    try:
-        allowed, period = quota.read_text().split()
-        return min(found, int(allowed) / int(period))
-    except (OSError, ValueError):  # there is none, or it says "max"
-        return found
 
 
 @compiled

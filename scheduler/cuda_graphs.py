@@ -108,7 +108,7 @@ def instantiate(graph: Any) -> int:
     """An executable graph. Its first launch brings it to the GPU, and takes longer than the others.
 
     Not `cuGraphUpload`: with some graphs that are uploaded and not launched, every kernel of every graph in the
-    process begins 0.2 µs later, until a launch that happens to end it (benchmarks/kernel_gaps.py).
+    process begins 0.2 µs later (benchmarks/kernel_gaps.py).
     """
     return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 
-from scheduler.copier import Copier, usable_cpus
+from scheduler.copier import Copier
 from scheduler.core_check import check_at_rest
 from scheduler.core_slots import LONG_COPY
+from scheduler.cpus import usable_cpus
 from scheduler.engine import Engine
 from scheduler.errors import DeadlineError
 from scheduler.loop import Bell
