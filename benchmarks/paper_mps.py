@@ -40,6 +40,7 @@ SETTLE_S = 0.5  # between the last process being ready and the first request
 def child(args: argparse.Namespace) -> None:
     """One model: says when it is ready, then answers each line of work with its latencies."""
     kind = (TINY if args.tiny else FIG11)[args.child]
+    keep_to(args.cpus, args.child)
     loaded = Loaded(args.device, (kind,), Setup((1,), LANES))
     warm = np.zeros(40, np.int64)
     loaded.offer("streams", warm, warm, warm)
@@ -58,6 +59,12 @@ def child(args: argparse.Namespace) -> None:
         loaded.wrong = 0
         print(json.dumps(answer), flush=True)
     loaded.close()
+
+
+def keep_to(count: int, process: int) -> None:
+    """So many of the CPUs, and other ones than the processes before it, as far as there are any."""
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[(process * count + k) % len(cpus)] for k in range(count)})
 
 
 @contextmanager
@@ -87,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rates", default="2000,3000,4000,5000")
     parser.add_argument("--percent", default="100,25", help="of the SMs that one process may use")
     parser.add_argument("--queues", type=int, default=4, help="hardware queues of each process")
+    parser.add_argument("--cpus", type=int, default=4, help="that one process may use")
     parser.add_argument("--seeds", type=seeds, default=range(2), help=SEEDS_HELP)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tiny", action="store_true")
@@ -108,7 +116,8 @@ def main() -> None:
 def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results: dict[str, Any]) -> None:
     kinds = TINY if args.tiny else FIG11
     share = np.array([kind.share for kind in kinds])
-    command = [sys.executable, __file__, "--device", args.device, *(["--tiny"] if args.tiny else [])]
+    command = [sys.executable, __file__, "--device", args.device, "--cpus", str(args.cpus)]
+    command += ["--tiny"] if args.tiny else []
     # Hardware channels are few: with 32 queues each, the third process finds no room on the GPU for its context.
     whole = {**os.environ, **env, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent, QUEUES: str(args.queues)}
     children = [

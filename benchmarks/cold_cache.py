@@ -1,0 +1,90 @@
+"""How much longer a model takes when its weights have left the GPU's cache.
+
+    python benchmarks/cold_cache.py [--runs 25] [--out DIR]
+
+Each CNN of figure 11 as a graph, launched again and again, and launched after as much other memory was read as fills
+the cache several times over; and after the other seven ran, as in a mix of them. How far apart kernels begin is kept
+with it (benchmarks/kernel_gaps.py), before and after: where that differs, so does more than the cache. CUDA only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import need_gpu, save
+from gpu_probe import probe
+from paper_models import FIG11
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch_graphs import capture, half_net
+
+from instrument.device.driver import check, driver
+from scheduler.cuda_graphs import instantiate, launch_once
+
+FLUSH_BYTES = 256 << 20  # an H200's cache holds 50 MB
+
+
+def times_us(graph: int, before: Callable[[], Any], runs: int) -> float:
+    """Of the graph on the default stream, each time after something else there; the median."""
+    found = []
+    for _ in range(runs):
+        before()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        check(driver().cuGraphLaunch(graph, 0), "launching a graph")
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return float(np.median(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    device = need_gpu("the cache is a GPU's")
+    graphs: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    keep: list[Any] = []
+    for kind in track(FIG11, description="capturing", transient=True):
+        net = half_net(kind)
+        captured, kept = capture(net, kind, 1)
+        graphs[kind.label] = instantiate(captured.handle)
+        weights[kind.label] = sum(p.numel() * p.element_size() for p in net.parameters())
+        keep += [captured, kept]
+    launch_once(graphs.values(), 0)
+    other = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+    other.sum()
+    gap_ns = [probe().look()["kernel_gap_ns"]]
+    models: dict[str, Any] = {}
+    table = Table(title="one launch, µs", box=None)
+    columns = "model", "weights, MB", "again and again", "after other memory", "ratio", "after the others", "ratio"
+    for column in columns:
+        table.add_column(column, justify="right" if table.columns else "left")
+    for name, graph in track(graphs.items(), description="timing", transient=True):
+        others = [each for label, each in graphs.items() if label != name]
+        warm = times_us(graph, lambda: None, args.runs)
+        cold = times_us(graph, other.sum, args.runs)
+        mixed = times_us(graph, lambda others=others: launch_once(others, 0), args.runs)  # type: ignore[misc]
+        models[name] = {
+            "weights_bytes": weights[name], "warm_us": warm, "cold_us": cold, "cold_ratio": cold / warm,
+            "after_others_us": mixed, "after_others_ratio": mixed / warm,
+        }  # fmt: skip
+        shown = (f"{warm:.0f}", f"{cold:.0f}", f"{cold / warm:.3f}", f"{mixed:.0f}", f"{mixed / warm:.3f}")
+        table.add_row(name, f"{weights[name] / 1e6:.0f}", *shown)
+    Console(width=120).print(table)
+    gap_ns.append(probe().look()["kernel_gap_ns"])
+    print(f"kernels began {gap_ns[0]:.0f} ns after one another, in the end {gap_ns[1]:.0f}")
+    print(save("cold_cache", {"kernel_gap_ns": gap_ns, "models": models}, device, args.out))
+
+
+if __name__ == "__main__":
+    main()
