@@ -259,6 +259,7 @@ def main() -> None:
     rows = []
     for kind, batch in ((Kind("resnet50"), 64), (Kind("vgg19"), 32)):
         rows += measure(device, kind, batch, args.seconds)
+        path = save("best_effort_sms", rows, device, args.out)
         table = Table(title=f"resnet50 at batch 1 beside {kind.name} at batch {batch}", box=None)
         for column in ("best effort", "SMs", "ahead", "HP p50 ÷ alone", "p99 ÷ alone", "best effort ÷ alone"):
             table.add_column(column, justify="left" if column == "best effort" else "right")
@@ -266,7 +267,7 @@ def main() -> None:
             figures = (f"{r[k]:.2f}" for k in ("hp_p50_ratio", "hp_p99_ratio", "be_share"))
             table.add_row(r["system"], str(r["sms"]), str(r["ahead"]), *figures)
         Console(width=120).print(table)
-    print(save("best_effort_sms", rows, device, args.out))
+    print(path)
 
 
 if __name__ == "__main__":
