@@ -279,8 +279,8 @@ def runs_text(measured: dict[str, str]) -> str:
     lines = []
     for commit, kinds in found.items():
         of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
-        lines.append(f"Of another run (commit {commit}), and compared with nothing of that one: {', '.join(of)}.")
-    return " ".join([f"Most points are of one run (commit {most}).", *lines]) if lines else ""
+        lines.append(f"Measured at {commit}, and compared with nothing of those: {', '.join(of)}.")
+    return " ".join([f"Most points were measured at commit {most}.", *lines]) if lines else ""
 
 
 def report(path: Path, docs: Path = DOCS) -> None:

@@ -280,8 +280,8 @@ def test_points_of_other_runs_are_named_and_compared_with_nothing(tmp_path: Path
         paper_report.report(path, tmp_path)
         text = (tmp_path / "results.md").read_text()
         row = next(line for line in text.splitlines() if line.startswith("| slack |"))
-        assert ("(commit 0123456), and compared with nothing of that one: light." in text) == known
-        assert ("(commit unknown)" in text) == known
+        assert ("Measured at 0123456, and compared with nothing of those: light." in text) == known
+        assert ("Measured at unknown, and" in text) == known
         assert ("×" in row) == (not known)
 
 
@@ -473,6 +473,56 @@ def test_the_results_page_says_what_was_met() -> None:
         assert f"{spread} with {share:.2f} beside {be}" in text
     ratios = [each["ratio"] for each in points["light"].values()]
     assert f"{min(ratios):.3f} to {max(ratios):.3f} of a copy of the inputs and one launch" in text
+
+
+def test_the_results_page_says_what_else_was_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import paper_report
+
+    results = ROOT / "benchmarks" / "results"
+    points = json.loads((results / "paper.json").read_text())["results"]["points"]
+    text = " ".join((ROOT / "docs" / "results_notes.md").read_text().split())
+    sweep = paper_report.series(points, "fig11")
+    streams = paper_report.sustained(sweep, "streams", "2.0")
+    wider = {}
+    for name in ("slack", "slack, windows", "hrrn, batches, windows"):
+        ours = paper_report.sustained(sweep, name, "2.0")
+        wider[name] = f"{np.median([ours[seed] / streams[seed] for seed in ours]):.2f}"
+    plain, apart = wider["slack"], wider["slack, windows"]
+    assert f"With σ = 2 the load is {plain} times that of streams, {apart} with windows" in text
+    assert f"With σ = 2 the load is {wider['hrrn, batches, windows']} times that of streams, with windows" in text
+    for part, percent in (("p99 at 5000/s {} to {}. Windows", 25), ("With 100 % for each, MPS has {} to {}.", 100)):
+        found = sorted(p["p99_slowdown"] for p in sweep[f"MPS, {percent} % each", "1.5", "5000"])
+        assert part.format(f"{found[0]:.1f}", f"{found[-1]:.1f}") in text
+    disb = paper_report.series(points, "disb")
+
+    def gains(figure: str) -> list[str]:
+        each = {(load, how): np.median([p[figure] for p in disb[load, how]]) for load, how in disb}
+        return [f"{each[load, 'priority'] / each[load, 'streams']:.2f}" for load in "ABCDE"]
+
+    p99, rate = gains("rt_p99_us"), gains("be_per_s")
+    assert f"have {p99[2]}, {p99[3]} and {p99[4]} of the p99 under streams" in text
+    assert f"at {rate[2]}, {rate[3]} and {rate[4]} of the best effort, and those of A {p99[0]} at {rate[0]}" in text
+    assert f"{rate[1]} of the best effort is left" in text
+    cold = json.loads((results / "cold_cache.json").read_text())["results"]["models"].values()
+    ratios = sorted(100 * each["after_others_ratio"] - 100 for each in cold)
+    assert f"five of the eight models take {ratios[3]:.0f} to {ratios[-1]:.0f} % longer" in text
+    assert max(ratios[:3]) < 1.5
+    assert min(each["weights_bytes"] for each in cold if each["cold_ratio"] < 1.015) > 40e6
+
+
+def test_the_results_page_says_how_good_the_twin_is() -> None:
+    summary = json.loads((ROOT / "benchmarks" / "results" / "paper_twin.json").read_text())["results"]["summary"]
+    text = " ".join((ROOT / "docs" / "results_notes.md").read_text().split())
+    for system, called in (
+        ("dynamic batcher", "the dynamic batcher"), ("slack", "`slack`"), ("slack, windows", "`slack` with windows"),
+        ("streams", "streams"), ("streams, 32 queues", "streams with 32 queues"),
+        ("hrrn, batches, windows", "`hrrn` with windows"),
+    ):  # fmt: skip
+        p99 = summary[f"{system}|below 90 %|p99_slowdown"]
+        assert f"{100 * p99['within']:.0f} % for {called} ({100 * p99['median']:.0f} %)" in text, system
+    outside = [round((1 - each["within"]) * each["n"]) for name, each in summary.items() if "below 90 %|p99" in name]
+    assert f"The {sum(outside)} whose p99 is further off" in text
 
 
 def test_the_results_page_says_how_far_apart_kernels_begin() -> None:
