@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from scheduler.cuda_graphs import instantiate, launch_once
 FLUSH_BYTES = 256 << 20  # an H200's cache holds 50 MB
 
 
-def times_us(graph: int, before: Callable[[], Any], runs: int) -> float:
+def median_us(graph: int, before: Callable[[], Any], runs: int) -> float:
     """Of the graph on the default stream, each time after something else there; the median."""
     found = []
     for _ in range(runs):
@@ -71,9 +72,9 @@ def main() -> None:
         table.add_column(column, justify="right" if table.columns else "left")
     for name, graph in track(graphs.items(), description="timing", transient=True):
         others = [each for label, each in graphs.items() if label != name]
-        warm = times_us(graph, lambda: None, args.runs)
-        cold = times_us(graph, other.sum, args.runs)
-        mixed = times_us(graph, lambda others=others: launch_once(others, 0), args.runs)  # type: ignore[misc]
+        warm = median_us(graph, lambda: None, args.runs)
+        cold = median_us(graph, other.sum, args.runs)
+        mixed = median_us(graph, partial(launch_once, others, 0), args.runs)
         models[name] = {
             "weights_bytes": weights[name], "warm_us": warm, "cold_us": cold, "cold_ratio": cold / warm,
             "after_others_us": mixed, "after_others_ratio": mixed / warm,

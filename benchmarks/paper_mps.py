@@ -62,7 +62,10 @@ def child(args: argparse.Namespace) -> None:
 
 
 def keep_to(count: int, process: int) -> None:
-    """So many of the CPUs, and other ones than the processes before it, as far as there are any."""
+    """So many of the CPUs, and other ones than the processes before it, as far as there are any.
+
+    With all of them each engine would let its copier spin, and threads of eight processes would take turns.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[(process * count + k) % len(cpus)] for k in range(count)})
 
@@ -101,6 +104,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.cpus < 1:
+        parser.error(f"--cpus {args.cpus}: a process needs one at least")
     if args.child is not None:
         return child(args)
     folder = args.out or RESULTS
@@ -144,7 +149,7 @@ def run_all(args: argparse.Namespace, percent: str, env: dict[str, str], results
             key = f"fig11|MPS, {percent} % each|1.5|{rate}|{seed}"
             results["commits"][key] = commit()
             results["points"][key] = {
-                "offered": len(at), "answered": len(slow), "seconds": args.seconds,
+                "offered": len(at), "answered": len(slow), "seconds": args.seconds, "cpus": args.cpus,
                 "throughput": len(slow) / max(a["took_ns"] for a in answers) * 1e9,
                 "p50_slowdown": float(np.quantile(slow, 0.5)), "p99_slowdown": float(np.quantile(slow, 0.99)),
                 "within_4x": float((slow <= 4).mean()), "generator_pause_us": pause_us,

@@ -169,7 +169,7 @@ def light_text(points: dict[str, Any]) -> str:
         for m, v in points["light"].items()
     ]  # fmt: skip
     head = ["model", "one graph launch, µs", "with the copy of its inputs", "two lanes in turn", "through the engine",
-            "÷ copy and launch"]  # fmt: skip
+            "÷ copy and launch, median of rounds"]  # fmt: skip
     return table(head, rows)
 
 
@@ -279,8 +279,9 @@ def runs_text(measured: dict[str, str]) -> str:
     lines = []
     for commit, kinds in found.items():
         of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
-        lines.append(f"Measured at {commit}, and compared with nothing of those: {', '.join(of)}.")
-    return " ".join([f"Most points were measured at commit {most}.", *lines]) if lines else ""
+        lines.append(f"at {commit} {', '.join(of)}")
+    others = f" Others, compared only with those of the same commit: {'; '.join(lines)}."
+    return f"Most points were measured at commit {most}.{others}" if lines else ""
 
 
 def report(path: Path, docs: Path = DOCS) -> None:
