@@ -10,12 +10,10 @@ with it (benchmarks/kernel_gaps.py), before and after: where that differs, so do
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import need_gpu, save
 from gpu_probe import probe
@@ -23,7 +21,7 @@ from paper_models import FIG11
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch_graphs import capture, half_net
+from torch_graphs import capture, half_net, median_us
 
 from instrument.device.driver import check, driver
 from scheduler.cuda_graphs import instantiate, launch_once
@@ -31,19 +29,8 @@ from scheduler.cuda_graphs import instantiate, launch_once
 FLUSH_BYTES = 256 << 20  # an H200's cache holds 50 MB
 
 
-def median_us(graph: int, before: Callable[[], Any], runs: int) -> float:
-    """Of the graph on the default stream, each time after something else there; the median."""
-    found = []
-    for _ in range(runs):
-        before()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        check(driver().cuGraphLaunch(graph, 0), "launching a graph")
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3)
-    return float(np.median(found))
+def launch(graph: int) -> None:
+    check(driver().cuGraphLaunch(graph, 0), "launching a graph")
 
 
 def main() -> None:
@@ -72,9 +59,10 @@ def main() -> None:
         table.add_column(column, justify="right" if table.columns else "left")
     for name, graph in track(graphs.items(), description="timing", transient=True):
         others = [each for label, each in graphs.items() if label != name]
-        warm = median_us(graph, lambda: None, args.runs)
-        cold = median_us(graph, other.sum, args.runs)
-        mixed = median_us(graph, partial(launch_once, others, 0), args.runs)
+        run = partial(launch, graph)
+        warm = median_us(run, args.runs)
+        cold = median_us(run, args.runs, before=other.sum)
+        mixed = median_us(run, args.runs, before=partial(launch_once, others, 0))
         models[name] = {
             "weights_bytes": weights[name], "warm_us": warm, "cold_us": cold, "cold_ratio": cold / warm,
             "after_others_us": mixed, "after_others_ratio": mixed / warm,

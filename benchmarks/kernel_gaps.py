@@ -123,7 +123,7 @@ def resnet34_us() -> tuple[float, float]:
     """PyTorch's own graph, before and after kernels on a second stream."""
     import torch
     from paper_models import Kind
-    from torch_graphs import half_net
+    from torch_graphs import half_net, median_us
 
     kind = Kind("resnet34")
     net, graph = half_net(kind), torch.cuda.CUDAGraph()
@@ -134,23 +134,11 @@ def resnet34_us() -> tuple[float, float]:
         with torch.cuda.graph(graph):
             net(x)
 
-    def time_us() -> float:
-        times = []
-        for _ in range(RUNS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return float(np.median(times))
-
-    before = time_us()
+    before = median_us(graph.replay, RUNS)
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(8):
             x.add_(1.0)
-    torch.cuda.synchronize()
-    return before, time_us()
+    return before, median_us(graph.replay, RUNS)
 
 
 def apart(function: Callable[..., tuple[float, float]], *args: Any) -> tuple[float, float]:

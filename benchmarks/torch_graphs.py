@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from paper_models import Kind
 
@@ -29,3 +31,18 @@ def capture(net: torch.nn.Module, kind: Kind, batch: int, priority: int = 0) -> 
         with torch.cuda.graph(graph, stream=stream):
             y = net(x)
     return read_graph(driver().CUgraph(int(graph.raw_cuda_graph()))), (net, x, y, graph, stream)
+
+
+def median_us(launch: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Of what is launched on the default stream, each time after something else has ended there."""
+    times = []
+    for _ in range(runs):
+        before()
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(np.median(times))
