@@ -27,12 +27,12 @@ from rich.progress import track
 from rich.table import Table
 from torch_graphs import capture, half_net
 
-from instrument.device import CudaDevice
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver, library
-from scheduler.atomics import call_launch, load_at, store_at
-from scheduler.core_clock import monotonic_ns
-from scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, read_graph, segment
+from paellapy.instrument.device import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver, library
+from paellapy.scheduler.atomics import call_launch, load_at, store_at
+from paellapy.scheduler.core_clock import monotonic_ns
+from paellapy.scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, read_graph, segment
 
 compiled = numba.njit(nogil=True, error_model="numpy")
 

@@ -16,9 +16,9 @@ from rich.progress import track
 from rich.table import Table
 
 import paellapy as pp
-from instrument.device.cost_model import CostModel
-from instrument.device.sm_model import SmModel
-from instrument.device.timing import PROFILES, Timing
+from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.timing import PROFILES, Timing
 
 Array = NDArray[Any]
 RECORDED_SCALE = 1.0  # kernels' factors come from this size; larger ones are predicted

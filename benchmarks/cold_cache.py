@@ -23,8 +23,8 @@ from rich.progress import track
 from rich.table import Table
 from torch_graphs import capture, half_net, median_us
 
-from instrument.device.driver import check, driver
-from scheduler.cuda_graphs import instantiate, launch_once
+from paellapy.instrument.device.driver import check, driver
+from paellapy.scheduler.cuda_graphs import instantiate, launch_once
 
 FLUSH_BYTES = 256 << 20  # an H200's cache holds 50 MB
 

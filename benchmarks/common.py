@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from instrument.device import CudaDevice, Device
-from instrument.versions import versions
+from paellapy.instrument.device import CudaDevice, Device
+from paellapy.instrument.versions import versions
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -22,17 +22,17 @@ import numpy as np
 from common import save
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled
-from instrument.device.parts import part
-from scheduler import state as st
-from scheduler.atomics import store_at
-from scheduler.core import attach_policy, step
-from scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity
-from scheduler.core_rings import post, take_done
-from scheduler.policy import find_policy
-from scheduler.simulate import simulate
-from scheduler.simulate_mix import MIX, mix_profiles
-from scheduler.workload import Lognormal
+from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.device.parts import part
+from paellapy.scheduler import state as st
+from paellapy.scheduler.atomics import store_at
+from paellapy.scheduler.core import attach_policy, step
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity
+from paellapy.scheduler.core_rings import post, take_done
+from paellapy.scheduler.policy import find_policy
+from paellapy.scheduler.simulate import simulate
+from paellapy.scheduler.simulate_mix import MIX, mix_profiles
+from paellapy.scheduler.workload import Lognormal
 
 ROUNDS = 7
 STEPS = 20_000

@@ -28,11 +28,11 @@ from browser import Browser
 from common import commit
 
 from paellapy import demo
+from paellapy.scheduler.engine import Engine
 from paellapy.serve_demo import digit_request
-from scheduler.engine import Engine
-from serving.config import ServerConfig
-from serving.registry import Registry, entry_of
-from serving.server import Server
+from paellapy.serving.config import ServerConfig
+from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.server import Server
 
 TARGETS_MS = {
     "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0},

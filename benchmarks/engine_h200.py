@@ -35,11 +35,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 import paellapy as pp
-from instrument.device import CudaDevice
-from instrument.device.queues import VARIABLE as QUEUES
-from scheduler.engine import Engine
-from scheduler.model import Model, TensorSpec
-from scheduler.policy import Policy, find_policy
+from paellapy.instrument.device import CudaDevice
+from paellapy.instrument.device.queues import VARIABLE as QUEUES
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.policy import Policy, find_policy
 
 OUTPUT = 64
 INPUTS = 4  # different inputs per model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from instrument.device.driver import check, driver
+from paellapy.instrument.device.driver import check, driver
 
 SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR = 1, 2, 0  # NVML's numbers; what cuda-bindings calls them differs by version
 SLOWED_BY = {

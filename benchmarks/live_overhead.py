@@ -22,8 +22,8 @@ from common import RESULTS, save
 
 import paellapy as pp
 from paellapy import demo
-from scheduler import state as st
-from scheduler.monitor import Monitor
+from paellapy.scheduler import state as st
+from paellapy.scheduler.monitor import Monitor
 
 HZ = 6.0
 

@@ -31,12 +31,12 @@ from paper_runs import BATCHED, KERNELS, PLAIN, SETUPS, SYSTEMS, Loaded, Setup, 
 from rich.progress import Progress
 
 import paellapy as pp
-from instrument.device.queues import VARIABLE as QUEUES
-from instrument.errors import PaellaError
-from scheduler import state as st
-from scheduler.core_models import save_profiles
-from scheduler.policies.paella import with_threshold
-from scheduler.policy import Policy, find_policy
+from paellapy.instrument.device.queues import VARIABLE as QUEUES
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_models import save_profiles
+from paellapy.scheduler.policies.paella import with_threshold
+from paellapy.scheduler.policy import Policy, find_policy
 
 RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
 BATCHED_RATES = (1000, 2000, 3000, 4000, 5000, 6000, 8000, 12000, 16000)

@@ -18,8 +18,8 @@ from browser import Browser, find_chromium
 from common import save
 
 import paellapy as pp
-from instrument.records import BLOCK, LAUNCH
-from instrument.trace import DeviceFacts
+from paellapy.instrument.records import BLOCK, LAUNCH
+from paellapy.instrument.trace import DeviceFacts
 from paellapy.viz import data
 
 ROUNDS = 5

@@ -22,8 +22,8 @@ from kernels import add, gemm, softmax
 
 import paellapy as pp
 import paellapy.examples
-from instrument.device import VirtualDevice
 from paellapy.demo.rivals import rivals, rush
+from paellapy.instrument.device import VirtualDevice
 
 FOLDER = Path(paellapy.examples.__file__).parent
 

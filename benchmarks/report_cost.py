@@ -23,10 +23,10 @@ from rich.progress import track
 from rich.table import Table
 
 import paellapy as pp
-from instrument import assemble
-from instrument.device.cuda_launch import CudaLauncher
-from instrument.device.driver import check, driver
-from instrument.records import SM_LINE
+from paellapy.instrument import assemble
+from paellapy.instrument.device.cuda_launch import CudaLauncher
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.records import SM_LINE
 
 VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "one counter")
 

@@ -33,9 +33,9 @@ from common import save
 from serving_floor import SIZES, models
 from serving_floor import server as floor_server
 
-from serving.bench import Bench, Load, run_bench, summarize
-from serving.bench_http import BODIES, HttpTarget, Inputs, made_up
-from serving.server import loop_factory
+from paellapy.serving.bench import Bench, Load, run_bench, summarize
+from paellapy.serving.bench_http import BODIES, HttpTarget, Inputs, made_up
+from paellapy.serving.server import loop_factory
 
 HERE = Path(__file__).parent
 CASES = [("small", True), ("small", False), ("large", True)]

@@ -26,7 +26,7 @@ from typing import Any
 
 from common import save
 
-from serving.bench import Load, run_bench
+from paellapy.serving.bench import Load, run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
@@ -36,7 +36,7 @@ def models() -> list[Any]:
     import triton
     from serving_kernels import copy
 
-    from scheduler.model import Model, TensorSpec
+    from paellapy.scheduler.model import Model, TensorSpec
 
     def echo(name: str, n: int, batch: tuple[int, ...]) -> Model:
         def fn(weights: Any, inputs: Any, outputs: Any) -> None:
@@ -66,7 +66,7 @@ def serve_floor() -> None:
     import uvloop
     from aiohttp import web
 
-    from serving.protocol import RequestBody, ResponseBody, ResponseTensor
+    from paellapy.serving.protocol import RequestBody, ResponseBody, ResponseTensor
 
     decode = msgspec.json.Decoder(RequestBody).decode
     encode = msgspec.json.Encoder().encode

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, save
 
-from instrument.device.parts import part
-from instrument.device.sm_costs import BlockCost
-from instrument.device.sm_model import SmModel
-from instrument.device.sm_program import Kernel
+from paellapy.instrument.device.parts import part
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
 
 GPU = part("h200")
 

@@ -28,12 +28,12 @@ from rich.progress import track
 from rich.table import Table
 from torch_graphs import capture, half_net
 
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver, library
-from scheduler.atomics import call_launch, load_at, store_at
-from scheduler.core_clock import monotonic_ns
-from scheduler.cuda_graphs import CapturedGraph, launch_once, segment, segment_graph
-from scheduler.cuda_windows import CudaWindows
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver, library
+from paellapy.scheduler.atomics import call_launch, load_at, store_at
+from paellapy.scheduler.core_clock import monotonic_ns
+from paellapy.scheduler.cuda_graphs import CapturedGraph, launch_once, segment, segment_graph
+from paellapy.scheduler.cuda_windows import CudaWindows
 
 REFUSED, LOST = -1, -2
 compiled = numba.njit(nogil=True, error_model="numpy")

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver
-from instrument.device.queues import VARIABLE as QUEUES
-from scheduler.backend import WINDOW_SHARE
-from scheduler.cuda_graphs import instantiate, read_graph, segment_graph
-from scheduler.cuda_windows import CudaWindows
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.queues import VARIABLE as QUEUES
+from paellapy.scheduler.backend import WINDOW_SHARE
+from paellapy.scheduler.cuda_graphs import instantiate, read_graph, segment_graph
+from paellapy.scheduler.cuda_windows import CudaWindows
 
 WINDOWS = 4
 SETTLE_S = 0.002  # without a word: what can run has run by then

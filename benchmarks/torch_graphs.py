@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from paper_models import Kind
 
-from instrument.device.driver import driver
-from scheduler.cuda_graphs import CapturedGraph, read_graph
+from paellapy.instrument.device.driver import driver
+from paellapy.scheduler.cuda_graphs import CapturedGraph, read_graph
 
 
 def half_net(kind: Kind) -> torch.nn.Module:

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from torch_graphs import capture, half_net
 
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver
-from scheduler.backend import WINDOW_SHARE
-from scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
-from scheduler.cuda_windows import CudaWindows
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.scheduler.backend import WINDOW_SHARE
+from paellapy.scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
+from paellapy.scheduler.cuda_windows import CudaWindows
 
 WINDOWS = 8
 STREAMS = 32

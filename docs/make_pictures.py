@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paellapy as pp
+from paellapy.scheduler.engine_trace import EngineTrace
 from paellapy.viz import save_comparison, save_figure
-from scheduler.engine_trace import EngineTrace
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"

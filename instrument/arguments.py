@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError
 
 Handler = Callable[[Any], tuple[Any, Any]]
 

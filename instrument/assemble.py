@@ -17,8 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from instrument import cache
-from instrument.errors import PtxError
+from paellapy.instrument import cache
+from paellapy.instrument.errors import PtxError
 
 _RESOURCES = re.compile(
     r"Function properties for (?P<name>[\w$]+)\s*\n"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Autotuner, Heuristics
 
-from instrument.device.base import Device
-from instrument.errors import ArgumentError, PaellaError
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.errors import ArgumentError, PaellaError
 
 if TYPE_CHECKING:
-    from instrument.kernel import TritonKernel
+    from paellapy.instrument.kernel import TritonKernel
 
 _WARMUPS, _REPEATS = 2, 5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from instrument import passes
-from instrument.assemble import Assembled, assemble
-from instrument.passes import PassConfig
+from paellapy.instrument import passes
+from paellapy.instrument.assemble import Assembled, assemble
+from paellapy.instrument.passes import PassConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from instrument.errors import InstrumentError
-from instrument.ptx import Function, Kind, Module, Statement
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.ptx import Function, Kind, Module, Statement
 
 BARRIER_OPS = ("bar", "barrier")
 # Special registers with the same value in every thread of a block; all others are taken as different.

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from operator import index, itemgetter
 from typing import Any, NoReturn, overload
 
-from instrument import cuda_source, triton_source
-from instrument.arguments import Handlers
-from instrument.autotune import Tuner
-from instrument.compiled import Compiled, Source
-from instrument.cuda_source import CudaSource
-from instrument.device.base import Device, Launcher
-from instrument.device.parts import limits_for_capability
-from instrument.errors import ArgumentError, InstrumentError
-from instrument.occupancy import Occupancy, occupancy
-from instrument.passes import Exits, PassConfig, Report
-from instrument.triton_source import TritonSource
+from paellapy.instrument import cuda_source, triton_source
+from paellapy.instrument.arguments import Handlers
+from paellapy.instrument.autotune import Tuner
+from paellapy.instrument.compiled import Compiled, Source
+from paellapy.instrument.cuda_source import CudaSource
+from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.parts import limits_for_capability
+from paellapy.instrument.errors import ArgumentError, InstrumentError
+from paellapy.instrument.occupancy import Occupancy, occupancy
+from paellapy.instrument.passes import Exits, PassConfig, Report
+from paellapy.instrument.triton_source import TritonSource
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.base import Device
-from instrument.records import WARP_SHIFT
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.records import WARP_SHIFT
 
 _MASK, _HALF = (1 << WARP_SHIFT) - 1, 1 << (WARP_SHIFT - 1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from instrument.device.parts import WARP, Part, SmLimits
-from instrument.errors import LaunchError
+from paellapy.instrument.device.parts import WARP, Part, SmLimits
+from paellapy.instrument.errors import LaunchError
 
 Limiter = Literal["registers", "shared memory", "threads", "blocks"]
 
@@ -41,7 +41,7 @@ class Occupancy:
 def footprint(limits: SmLimits, threads: int, registers: int, shared_bytes: int) -> Footprint:
     """What a block of this kernel takes from an SM; `LaunchError` when no SM could ever hold it.
 
-    >>> from instrument.device.parts import limits_for_capability
+    >>> from paellapy.instrument.device.parts import limits_for_capability
     >>> footprint(limits_for_capability(90), threads=100, registers=33, shared_bytes=1)
     Footprint(warps=4, threads=128, registers=5460, shared_bytes=1152)
     """
@@ -80,7 +80,7 @@ def occupancy(
     Blocks of a cluster are placed together inside one GPC. Given a `Part`, blocks that cannot complete a cluster there
     are not counted, so `blocks_per_sm` is the floor of the average over the GPU.
 
-    >>> from instrument.device.parts import part
+    >>> from paellapy.instrument.device.parts import part
     >>> print(occupancy(part("h200"), threads=256, registers=64))
     50% occupancy: 4 blocks, 32 of 64 warps per SM, limited by registers
     """
@@ -104,7 +104,7 @@ def occupancy(
 def active_clusters(part: Part, blocks_per_sm: int, cluster: int) -> int:
     """Clusters resident at once on the whole GPU.
 
-    >>> from instrument.device.parts import part
+    >>> from paellapy.instrument.device.parts import part
     >>> active_clusters(part("h200"), blocks_per_sm=1, cluster=8)
     16
     """

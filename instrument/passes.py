@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from instrument.errors import InstrumentError
-from instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
-from instrument.ptx import Function, Kind, Module, Token
-from instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
-from instrument.slice_pass import slice_entry
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
+from paellapy.instrument.ptx import Function, Kind, Module, Token
+from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
+from paellapy.instrument.slice_pass import slice_entry
 
 Report = Literal["count", "trace", "notify"]
 Exits = Literal["auto", "barrier", "spare-barrier", "count-out"]

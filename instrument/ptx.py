@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from instrument.errors import PtxError
+from paellapy.instrument.errors import PtxError
 
 _TOKEN = re.compile(
     r"""

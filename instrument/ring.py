@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import TraceError
-from instrument.records import BLOCK, RING_RECORD, Records
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, RING_RECORD, Records
 
 WRAP_NS = 1 << 32
 
@@ -43,7 +43,7 @@ def decode(tails: NDArray[np.uint32], rings: Records, launches: Records, marks: 
     launches are replayed `submit_ns` says little: give a mark from the beginning of the trace, one from its end and
     about one a second between. Without them an SM must not idle for 4 s, nor 2 s once its ring has overflowed.
 
-    >>> from instrument.records import LAUNCH
+    >>> from paellapy.instrument.records import LAUNCH
     >>> rings = np.zeros((1, 4), RING_RECORD)
     >>> rings[0, 0] = (100, 350, 7, 1)
     >>> launches = np.zeros(1, LAUNCH)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.parts import WARP, limits_for_capability
-from instrument.errors import PaellaError
-from instrument.occupancy import Occupancy, occupancy
-from instrument.records import Records
+from paellapy.instrument.device.parts import WARP, limits_for_capability
+from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.occupancy import Occupancy, occupancy
+from paellapy.instrument.records import Records
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from instrument.trace import Trace
+    from paellapy.instrument.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

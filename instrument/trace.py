@@ -11,10 +11,18 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument import trace_file
-from instrument.errors import TraceError
-from instrument.records import BLOCK, LAUNCH, Records
-from instrument.summary import Residency, Summary, counted, readable_time, residency_of, summarize, times_launched
+from paellapy.instrument import trace_file
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.summary import (
+    Residency,
+    Summary,
+    counted,
+    readable_time,
+    residency_of,
+    summarize,
+    times_launched,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instrument.errors import TraceError
-from instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
 
 T = TypeVar("T")
 Tables = dict[str, Records]

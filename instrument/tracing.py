@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.compiled import Compiled
-from instrument.device.base import Device
-from instrument.errors import NestedTraceError, TraceError
-from instrument.records import BLOCK, LAUNCH, Records
-from instrument.ring import Mark, decode
-from instrument.trace import DeviceFacts, Trace
-from instrument.versions import versions
+from paellapy.instrument.compiled import Compiled
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.errors import NestedTraceError, TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.ring import Mark, decode
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.versions import versions
 
 _LEAST, _MOST = 16, 1 << 22
 

@@ -25,9 +25,17 @@ from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from instrument.arguments import SCALARS, STRUCT_CODES, Handler, Handlers, PointerKey, param_layout, triton_dtype
-from instrument.compiled import Source
-from instrument.errors import ArgumentError, CompileError
+from paellapy.instrument.arguments import (
+    SCALARS,
+    STRUCT_CODES,
+    Handler,
+    Handlers,
+    PointerKey,
+    param_layout,
+    triton_dtype,
+)
+from paellapy.instrument.compiled import Source
+from paellapy.instrument.errors import ArgumentError, CompileError
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Launch options, and what they must be: Triton takes some that no GPU can run, and fails on others far from the cause.

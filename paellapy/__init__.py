@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.device import Array, Device, Stream, devices
-from instrument.errors import (
+from paellapy import examples, viz
+from paellapy.instrument.device import Array, Device, Stream, devices
+from paellapy.instrument.errors import (
     ArgumentError,
     CompileError,
     InstrumentError,
@@ -31,21 +32,20 @@ from instrument.errors import (
     TraceError,
     UnsupportedOpError,
 )
-from instrument.kernel import CudaKernel, Kernel, TritonKernel, kernel
-from instrument.live import Counts, counts
-from instrument.torch_hook import instrument_torch
-from instrument.trace import Trace
-from instrument.tracing import trace
-from paellapy import examples, viz
+from paellapy.instrument.kernel import CudaKernel, Kernel, TritonKernel, kernel
+from paellapy.instrument.live import Counts, counts
+from paellapy.instrument.torch_hook import instrument_torch
+from paellapy.instrument.trace import Trace
+from paellapy.instrument.tracing import trace
+from paellapy.scheduler.core_models import ModelProfile, load_profiles, save_profiles
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.policy import Policy, policy, policy_names
+from paellapy.scheduler.workload import ClosedLoop, Lognormal, Poisson
+from paellapy.scheduler.workload import Trace as TraceWorkload
+from paellapy.serving.api import serve
 from paellapy.simulation import simulate
 from paellapy.viz import MissingExtraError, compare, live
-from scheduler.core_models import ModelProfile, load_profiles, save_profiles
-from scheduler.engine import Engine
-from scheduler.model import Model, TensorSpec
-from scheduler.policy import Policy, policy, policy_names
-from scheduler.workload import ClosedLoop, Lognormal, Poisson
-from scheduler.workload import Trace as TraceWorkload
-from serving.api import serve
 
 __all__ = [
     "ArgumentError",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from instrument.errors import PaellaError
-from instrument.versions import versions
 from paellapy import cli_bench, cli_simulate
+from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.versions import versions
 
 if TYPE_CHECKING:
-    from instrument.trace import Trace
+    from paellapy.instrument.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
@@ -74,8 +74,8 @@ def serve(
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2) until SIGTERM or Ctrl-C, which finish what is in flight."""
     from paellapy import serve_demo
-    from serving.api import serve_config
-    from serving.config import load_config
+    from paellapy.serving.api import serve_config
+    from paellapy.serving.config import load_config
 
     named = {
         "server.host": host, "server.port": port, "server.workers": workers, "device": device, "policy": policy,
@@ -135,8 +135,8 @@ def view(
     """Show a trace file: makes one HTML page that works offline, and opens it."""
     import webbrowser
 
-    from instrument.trace import Trace
     from paellapy import viz
+    from paellapy.instrument.trace import Trace
     from paellapy.output_path import check_output
 
     trace = Trace.load(file)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from scheduler.engine import Engine
+    from paellapy.scheduler.engine import Engine
 
 DEFAULT_CONCURRENCY = 8
 
@@ -54,7 +54,7 @@ def bench(
     """Load a v2 endpoint, or an engine, and show what clients see: latency percentiles, refusals, errors."""
     from paellapy import bench_report
     from paellapy.output_path import check_output
-    from serving.bench import ARRIVALS, BenchError, Load, read_trace
+    from paellapy.serving.bench import ARRIVALS, BenchError, Load, read_trace
 
     if (url is None) == (engine is None):
         raise BenchError("give the address of an endpoint, or --engine with a device, one of the two")
@@ -105,9 +105,9 @@ def bench(
 def _engine(device: str, config: Path | None, policy: str | None, console: Console) -> Iterator[Engine]:
     """An engine with the models of a configuration."""
     from paellapy import serve_demo
-    from serving.build import build_engine, build_entries
-    from serving.config import load_config
-    from serving.registry import Registry
+    from paellapy.serving.build import build_engine, build_entries
+    from paellapy.serving.config import load_config
+    from paellapy.serving.registry import Registry
 
     named = {"device": device, "policy": policy}
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None]

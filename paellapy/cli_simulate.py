@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from instrument.errors import ArgumentError
+from paellapy.instrument.errors import ArgumentError
 
 
 def simulate(
@@ -31,10 +31,10 @@ def simulate(
 ) -> None:
     """Try scheduling policies without a GPU: what each does to latency, slowdown, targets and throughput."""
     from paellapy.output_path import check_picture
+    from paellapy.scheduler.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run
-    from scheduler.policy import find_policy
 
     console = Console()
     if plot is not None:

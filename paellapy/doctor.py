@@ -12,11 +12,11 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from instrument.assemble import find_ptxas
-from instrument.device import Device, devices
-from instrument.device.driver import check, driver
-from instrument.errors import PaellaError
-from instrument.versions import versions
+from paellapy.instrument.assemble import find_ptxas
+from paellapy.instrument.device import Device, devices
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.versions import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
 
 
 def _saxpy() -> Any:
-    from instrument.kernel import kernel
+    from paellapy.instrument.kernel import kernel
 
     code = 'extern "C" __global__ void saxpy(int n, float a, const float* x, float* y)'
     code += "{ int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) y[i] += a * x[i]; }"
@@ -83,8 +83,8 @@ def _saxpy() -> Any:
 
 
 def _triton_kernel() -> Any:
-    from instrument.kernel import kernel
     from paellapy.doctor_kernel import twice
+    from paellapy.instrument.kernel import kernel
 
     return kernel(twice)
 
@@ -101,7 +101,7 @@ def _instrument_cuda() -> str:
 
 def _trace_on(name: str) -> Callable[[], str]:
     def run() -> str:
-        from instrument.tracing import trace
+        from paellapy.instrument.tracing import trace
 
         device = Device.open(name)
         with device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from instrument.errors import PaellaError
+from paellapy.instrument.errors import PaellaError
 from paellapy.viz.needs import need
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instrument.errors import ArgumentError
-from scheduler.core_models import ModelProfile, load_profiles
-from scheduler.engine import Engine
-from scheduler.model import Model
-from scheduler.policy import DEFAULT_ACTIVE, Policy
-from scheduler.profile import model_profile
-from scheduler.results import Results
-from scheduler.simulate import simulate as simulate_profiles
-from scheduler.simulate import simulated_part
-from scheduler.simulate_mix import MIX, mix_profiles
-from scheduler.simulate_trace import OwnKernels
-from scheduler.workload import Lognormal, Poisson, Trace, Workload
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core_models import ModelProfile, load_profiles
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.policy import DEFAULT_ACTIVE, Policy
+from paellapy.scheduler.profile import model_profile
+from paellapy.scheduler.results import Results
+from paellapy.scheduler.simulate import simulate as simulate_profiles
+from paellapy.scheduler.simulate import simulated_part
+from paellapy.scheduler.simulate_mix import MIX, mix_profiles
+from paellapy.scheduler.simulate_trace import OwnKernels
+from paellapy.scheduler.workload import Lognormal, Poisson, Trace, Workload
 
 
 def simulate(
@@ -32,11 +32,11 @@ def simulate(
     """Runs the workload on the scheduler's own core with a virtual clock; nothing is computed, only timed.
 
     Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
-    gives the result a `trace`, as `engine.trace()` would. `options` are those of `scheduler.simulate.simulate`:
+    gives the result a `trace`, as `engine.trace()` would. `options`, as in `paellapy.scheduler.simulate`:
     `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`.
 
     >>> from paellapy import Poisson, simulate
-    >>> from scheduler.simulate_mix import MIX, mix_profiles
+    >>> from paellapy.scheduler.simulate_mix import MIX, mix_profiles
     >>> simulate(mix_profiles(), Poisson(3000, MIX, duration=0.1), "srpt").model().completed > 0
     True
     """

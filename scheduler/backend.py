@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from instrument.device.base import Device
-from instrument.errors import LaunchError, PaellaError
-from scheduler.capture import Counting, ModelCapture, call_model, capturing
-from scheduler.errors import CaptureError
-from scheduler.lanes import Lane, LanePlan, Memory
-from scheduler.loop import Bell
-from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Marks, Program
-from scheduler.state import State
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.scheduler.capture import Counting, ModelCapture, call_model, capturing
+from paellapy.scheduler.errors import CaptureError
+from paellapy.scheduler.lanes import Lane, LanePlan, Memory
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Arrays, Model
+from paellapy.scheduler.program import Cuts, Marks, Program
+from paellapy.scheduler.state import State
 
 if TYPE_CHECKING:
-    from scheduler.engine_trace import TracedBlocks
-    from scheduler.loader import LoadedModel
+    from paellapy.scheduler.engine_trace import TracedBlocks
+    from paellapy.scheduler.loader import LoadedModel
 
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 

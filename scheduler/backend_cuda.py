@@ -14,29 +14,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device import queues
-from instrument.device.cuda import CudaDevice
-from instrument.device.cuda_memory import CudaArray, CudaStream
-from instrument.device.driver import check, driver, fail, library
-from instrument.errors import LaunchError, PaellaError
-from scheduler import state as st
-from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
-from scheduler.capture import ModelCapture
-from scheduler.copier import Copier
-from scheduler.cuda_capture import capture_program, cupy_in_arena
-from scheduler.cuda_engine_trace import CudaTrace
-from scheduler.cuda_graphs import Gate, instantiate, launch_once, launch_times_ns, node_times_ns, segment_graph
-from scheduler.cuda_loop import BROKEN, serve
-from scheduler.cuda_torch import TorchPool, torch_in_use
-from scheduler.cuda_windows import CudaWindows
-from scheduler.engine_trace import TracedBlocks
-from scheduler.lanes import Lane, LanePlan, Memory
-from scheduler.loader import LoadedModel, device_lock
-from scheduler.loop import Bell
-from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Marks, Program
-from scheduler.shared import SharedBlock
-from scheduler.state import State
+from paellapy.instrument.device import queues
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.capture import ModelCapture
+from paellapy.scheduler.copier import Copier
+from paellapy.scheduler.cuda_capture import capture_program, cupy_in_arena
+from paellapy.scheduler.cuda_engine_trace import CudaTrace
+from paellapy.scheduler.cuda_graphs import Gate, instantiate, launch_once, launch_times_ns, node_times_ns, segment_graph
+from paellapy.scheduler.cuda_loop import BROKEN, serve
+from paellapy.scheduler.cuda_torch import TorchPool, torch_in_use
+from paellapy.scheduler.cuda_windows import CudaWindows
+from paellapy.scheduler.engine_trace import TracedBlocks
+from paellapy.scheduler.lanes import Lane, LanePlan, Memory
+from paellapy.scheduler.loader import LoadedModel, device_lock
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Arrays, Model
+from paellapy.scheduler.program import Cuts, Marks, Program
+from paellapy.scheduler.shared import SharedBlock
+from paellapy.scheduler.state import State
 
 # The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
 # to be woken takes longer than many a kernel. Left alone it sleeps after that.

@@ -20,28 +20,28 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from instrument.device.jit import compile_for
-from instrument.device.sm_core import next_event, submit_again
-from instrument.device.sm_costs import BlockCost
-from instrument.device.sm_model import SmModel
-from instrument.device.sm_program import Kernel
-from instrument.device.sm_program import Program as SmProgram
-from instrument.device.virtual import VirtualDevice
-from instrument.errors import TraceError
-from scheduler import state as st
-from scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
-from scheduler.capture import GuardedArray, Recording, call_model, capturing
-from scheduler.cpus import usable_cpus
-from scheduler.engine_trace import TracedBlocks
-from scheduler.lanes import Lane, LanePlan
-from scheduler.loader import LoadedModel
-from scheduler.loop import Bell
-from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Marks, Program
-from scheduler.state import State
-from scheduler.virtual_loop import ORDER, serve
-from scheduler.virtual_memory import VirtualMemory
-from scheduler.virtual_pieces import Piece, PieceTracer
+from paellapy.instrument.device.jit import compile_for
+from paellapy.instrument.device.sm_core import next_event, submit_again
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.sm_program import Program as SmProgram
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.errors import TraceError
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.capture import GuardedArray, Recording, call_model, capturing
+from paellapy.scheduler.cpus import usable_cpus
+from paellapy.scheduler.engine_trace import TracedBlocks
+from paellapy.scheduler.lanes import Lane, LanePlan
+from paellapy.scheduler.loader import LoadedModel
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Arrays, Model
+from paellapy.scheduler.program import Cuts, Marks, Program
+from paellapy.scheduler.state import State
+from paellapy.scheduler.virtual_loop import ORDER, serve
+from paellapy.scheduler.virtual_memory import VirtualMemory
+from paellapy.scheduler.virtual_pieces import Piece, PieceTracer
 
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from instrument import cache
-from instrument.device.base import Capture, Device, check_grid
-from instrument.device.sm_costs import BlockCost
-from instrument.device.virtual import VirtualArray
-from instrument.errors import PaellaError
-from scheduler.errors import CaptureError
-from scheduler.lanes import Bump, Lane, aligned
-from scheduler.model import Arrays, Model
-from scheduler.program import Cuts, Node, Part
+from paellapy.instrument import cache
+from paellapy.instrument.device.base import Capture, Device, check_grid
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.virtual import VirtualArray
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.errors import CaptureError
+from paellapy.scheduler.lanes import Bump, Lane, aligned
+from paellapy.scheduler.model import Arrays, Model
+from paellapy.scheduler.program import Cuts, Node, Part
 
 _ROOT = Path(__file__).parent.parent
 _OURS = (
     f"{_ROOT / 'instrument'}{os.sep}",
     f"{_ROOT / 'scheduler'}{os.sep}",
-    str(_ROOT / "paellapy" / "__init__.py"),  # the rest of that package are models like any user's
+    str(_ROOT / "__init__.py"),  # the rest of that package are models like any user's
 )
 _LIBRARIES = tuple(
     f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")

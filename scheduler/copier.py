@@ -13,14 +13,25 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled
-from scheduler.atomics import add_at, call_write, load_at, or_at, store_at
-from scheduler.core_clock import read_clock
-from scheduler.core_rings import address, bit_at, bit_of
-from scheduler.core_slots import copy_inputs
-from scheduler.cpus import usable_cpus
-from scheduler.loop import Bell, notice_edits, wakes
-from scheduler.state import COPIER, COPY_BELL, COPY_HEAD, COPY_TAIL, F_WRITE, LIVE, LONGEST_COPY_NS, NONE, State, Words
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.atomics import add_at, call_write, load_at, or_at, store_at
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_rings import address, bit_at, bit_of
+from paellapy.scheduler.core_slots import copy_inputs
+from paellapy.scheduler.cpus import usable_cpus
+from paellapy.scheduler.loop import Bell, notice_edits, wakes
+from paellapy.scheduler.state import (
+    COPIER,
+    COPY_BELL,
+    COPY_HEAD,
+    COPY_TAIL,
+    F_WRITE,
+    LIVE,
+    LONGEST_COPY_NS,
+    NONE,
+    State,
+    Words,
+)
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs

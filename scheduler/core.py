@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled, inlined
-from scheduler.atomics import call_write, exchange_at, load_at
-from scheduler.core_clock import read_clock
-from scheduler.core_crowd import watch_queue
-from scheduler.core_dispatch import choose, measure, poll
-from scheduler.core_lanes import look_at_held, take_out
-from scheduler.core_predict import predict, predict_finish
-from scheduler.core_reclaim import reclaim
-from scheduler.core_requests import undue
-from scheduler.core_rings import address
-from scheduler.core_submit import fail_all, take_submissions
-from scheduler.loop import notice_edits
-from scheduler.policy import DEFAULT_ACTIVE, Policy
-from scheduler.state import (
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.scheduler.atomics import call_write, exchange_at, load_at
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_crowd import watch_queue
+from paellapy.scheduler.core_dispatch import choose, measure, poll
+from paellapy.scheduler.core_lanes import look_at_held, take_out
+from paellapy.scheduler.core_predict import predict, predict_finish
+from paellapy.scheduler.core_reclaim import reclaim
+from paellapy.scheduler.core_requests import undue
+from paellapy.scheduler.core_rings import address
+from paellapy.scheduler.core_submit import fail_all, take_submissions
+from paellapy.scheduler.loop import notice_edits
+from paellapy.scheduler.policy import DEFAULT_ACTIVE, Policy
+from paellapy.scheduler.state import (
     BUSY_NS,
     CANCELLED,
     CHANGED,

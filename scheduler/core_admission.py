@@ -1,7 +1,7 @@
 """Which requests are let in: those that would be in time by the core's prediction, and only so many of a model's.
 
-The arithmetic of admission, once: for a server (`serving.admission`), for simulated time and for the benchmarks' load
-generator. How many of a model's may be in flight follows their latencies: additive increase, multiplicative decrease,
+The arithmetic of admission, once: for a server (`paellapy.serving.admission`), for simulated time and for the
+benchmarks' load generator. How many of a model's may be in flight follows their latencies: additive increase, multiplicative decrease,
 as TCP finds its window; it aims at half of the time there is. And both this and predictions may use up only part of
 that time: a margin that shrinks with every request that was let in and is late after all, and grows with those in time,
 so that about one in two hundred is late: then 99 % are in time also where it varies. It begins low and grows fast until
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.core_predict import predict
-from scheduler.state import EXPIRED, LIVE, OK, State, Table
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core_predict import predict
+from paellapy.scheduler.state import EXPIRED, LIVE, OK, State, Table
 
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85

@@ -7,9 +7,9 @@ longer than alone the one before it took.
 
 from __future__ import annotations
 
-from instrument.device.jit import inlined
-from scheduler.atomics import load_at
-from scheduler.state import LOOK_AHEAD, ROOM_AT, State
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import load_at
+from paellapy.scheduler.state import LOOK_AHEAD, ROOM_AT, State
 
 # For the core to see that it is time, to launch a graph (5 to 8 µs on an H200), and for its first kernel to begin. So
 # much was chosen; what is best was not measured.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import PaellaError
-from scheduler.state import (
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.state import (
     ABSENT,
     ACTIVE_N,
     ASKING_N,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import inlined
-from scheduler.atomics import call_clock
-from scheduler.state import F_CLOCK, State
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import call_clock
+from paellapy.scheduler.state import F_CLOCK, State
 
 CLOCK_MONOTONIC = 1
 

@@ -14,9 +14,9 @@ the others all the time would only cost throughput.
 
 from __future__ import annotations
 
-from instrument.device.jit import inlined
-from scheduler.core_windows import ROOMY, can_be_confined
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core_windows import ROOMY, can_be_confined
+from paellapy.scheduler.state import (
     ACTIVE_N,
     DEMAND,
     DEMAND_LIMIT,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.atomics import call_admit, call_launch, load_at, store_at
-from scheduler.core_ahead import leaves_room, note_room
-from scheduler.core_clock import read_clock
-from scheduler.core_crowd import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import call_admit, call_launch, load_at, store_at
+from paellapy.scheduler.core_ahead import leaves_room, note_room
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_crowd import (
     choose_who_stands_back,
     find_shortest,
     gives_way,
@@ -23,10 +23,10 @@ from scheduler.core_crowd import (
     look_ahead,
     stands_back,
 )
-from scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
-from scheduler.core_requests import charge, fill_lane_job, rank_lane
-from scheduler.core_windows import choose_handle, leave_window
-from scheduler.state import (
+from paellapy.scheduler.core_lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
+from paellapy.scheduler.core_requests import charge, fill_lane_job, rank_lane
+from paellapy.scheduler.core_windows import choose_handle, leave_window
+from paellapy.scheduler.state import (
     ACTIVE_N,
     BACKEND,
     CHANGED,

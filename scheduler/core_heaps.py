@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.device.jit import inlined
-from scheduler.state import NONE, State, Table
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.state import NONE, State, Table
 
 # --- binary heap: `ids` in heap order, `at` each member's index, least (key, tie) first -----------------------------
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.atomics import load_at, or_at, store_at
-from scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
-from scheduler.core_requests import complete, post_done, rank_lane
-from scheduler.core_rings import ONE, address, bit_of
-from scheduler.core_slots import count_queued, fit, look_again, move_in, wait_for_copy
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import load_at, or_at, store_at
+from paellapy.scheduler.core_heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
+from paellapy.scheduler.core_requests import complete, post_done, rank_lane
+from paellapy.scheduler.core_rings import ONE, address, bit_of
+from paellapy.scheduler.core_slots import count_queued, fit, look_again, move_in, wait_for_copy
+from paellapy.scheduler.state import (
     ABSENT,
     ACTIVE_N,
     ASKING_N,

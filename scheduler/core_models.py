@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from instrument.device.parts import Part
-from instrument.device.timing import Timing
-from instrument.errors import PaellaError
-from scheduler.core_rings import RING_FULL, post
-from scheduler.demand import TOGETHER, usual_demand
-from scheduler.state import ABSENT, NEVER, NONE, OPEN_MODEL, WINDOW_N, State
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core_rings import RING_FULL, post
+from paellapy.scheduler.demand import TOGETHER, usual_demand
+from paellapy.scheduler.state import ABSENT, NEVER, NONE, OPEN_MODEL, WINDOW_N, State
 
 
 class ProfileError(PaellaError, ValueError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.jit import compiled
-from scheduler.atomics import call_rank, load_at
-from scheduler.core_requests import fill_job, fill_lane_job
-from scheduler.core_rings import address
-from scheduler.state import (
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.atomics import call_rank, load_at
+from paellapy.scheduler.core_requests import fill_job, fill_lane_job
+from paellapy.scheduler.core_rings import address
+from paellapy.scheduler.state import (
     CLIENT_VIRTUAL_NS,
     F_RANK,
     FILLING,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.jit import compiled
-from scheduler.atomics import and_at, load_at, or_at, store_at
-from scheduler.core_lanes import take_out, touch
-from scheduler.core_rings import address, bit_at, bit_of, front_of
-from scheduler.core_slots import put
-from scheduler.state import (
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core_lanes import take_out, touch
+from paellapy.scheduler.core_rings import address, bit_at, bit_of, front_of
+from paellapy.scheduler.core_slots import put
+from paellapy.scheduler.state import (
     CANCELLED,
     CHANGED,
     FREE,

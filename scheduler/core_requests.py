@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.atomics import call_rank, store_at
-from scheduler.core_heaps import heap_remove
-from scheduler.core_rings import address
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import call_rank, store_at
+from paellapy.scheduler.core_heaps import heap_remove
+from paellapy.scheduler.core_rings import address
+from paellapy.scheduler.state import (
     BAD_RANKS,
     CLIENT_SHARES,
     CLIENT_VIRTUAL_NS,

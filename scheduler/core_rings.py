@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.jit import compiled, inlined
-from scheduler.atomics import and_at, exchange_at, load_at, or_at, store_at
-from scheduler.state import (
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.scheduler.atomics import and_at, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.state import (
     CLOSED,
     DONE_HEAD,
     DONE_TAIL,

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
-from scheduler.core_clock import read_clock
-from scheduler.core_heaps import queue_remove
-from scheduler.core_rings import ONE, address, bit_at, bit_of, reserve
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_heaps import queue_remove
+from paellapy.scheduler.core_rings import ONE, address, bit_at, bit_of, reserve
+from paellapy.scheduler.state import (
     COPIER,
     COPY_BELL,
     COPY_TAIL,

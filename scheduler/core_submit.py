@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.atomics import load_at, store_at
-from scheduler.core_heaps import heap_add, queue_add
-from scheduler.core_lanes import ask, close_lane, free_lane, touch
-from scheduler.core_requests import called, checked_rank, complete, enter, fill_job, post_done
-from scheduler.core_rings import address
-from scheduler.core_slots import count_queued, put, wait_for_copy
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import load_at, store_at
+from paellapy.scheduler.core_heaps import heap_add, queue_add
+from paellapy.scheduler.core_lanes import ask, close_lane, free_lane, touch
+from paellapy.scheduler.core_requests import called, checked_rank, complete, enter, fill_job, post_done
+from paellapy.scheduler.core_rings import address
+from paellapy.scheduler.core_slots import count_queued, put, wait_for_copy
+from paellapy.scheduler.state import (
     ACTIVE_N,
     CANCEL,
     CLIENT_VIRTUAL_NS,

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.state import (
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.state import (
     CHOICES,
     CONFINED_LAUNCHES,
     FLIGHT_N,

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.base import Launcher
-from instrument.device.cuda import CudaDevice
-from instrument.device.cuda_launch import CudaLauncher
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver
-from instrument.errors import InstrumentError, LaunchError
-from instrument.tracing import Session
-from scheduler.capture import LaneCapture, call_model, capturing, code_digest
-from scheduler.cuda_graphs import CapturedGraph, describe, read_graph
-from scheduler.cuda_torch import TorchPool
-from scheduler.errors import CaptureError
-from scheduler.lanes import Lane
-from scheduler.model import Arrays
-from scheduler.program import Cuts, Marks, Node, Part, Program
+from paellapy.instrument.device.base import Launcher
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_launch import CudaLauncher
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.errors import InstrumentError, LaunchError
+from paellapy.instrument.tracing import Session
+from paellapy.scheduler.capture import LaneCapture, call_model, capturing, code_digest
+from paellapy.scheduler.cuda_graphs import CapturedGraph, describe, read_graph
+from paellapy.scheduler.cuda_torch import TorchPool
+from paellapy.scheduler.errors import CaptureError
+from paellapy.scheduler.lanes import Lane
+from paellapy.scheduler.model import Arrays
+from paellapy.scheduler.program import Cuts, Marks, Node, Part, Program
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
 

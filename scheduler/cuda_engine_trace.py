@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrument.tracing import trace
-from scheduler import state as st
-from scheduler.backend import Launches
-from scheduler.engine_trace import TracedBlocks, TracedPiece
-from scheduler.install import write_handles
-from scheduler.lanes import Lane
-from scheduler.loader import LoadedModel
+from paellapy.instrument.tracing import trace
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend import Launches
+from paellapy.scheduler.engine_trace import TracedBlocks, TracedPiece
+from paellapy.scheduler.install import write_handles
+from paellapy.scheduler.lanes import Lane
+from paellapy.scheduler.loader import LoadedModel
 
 if TYPE_CHECKING:
-    from scheduler.backend_cuda import CudaBackend
+    from paellapy.scheduler.backend_cuda import CudaBackend
 
 
 class CudaTrace:

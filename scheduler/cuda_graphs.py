@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.cuda import CudaDevice
-from instrument.device.driver import check, driver
-from scheduler.errors import CaptureError
-from scheduler.program import Node, NodeKind
-from scheduler.segments import topological
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.driver import check, driver
+from paellapy.scheduler.errors import CaptureError
+from paellapy.scheduler.program import Node, NodeKind
+from paellapy.scheduler.segments import topological
 
 _TIMED_RUNS = 7
 _LEAST_NS = 100.0  # no node takes less; clocks of events are coarser than that

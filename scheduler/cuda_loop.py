@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled
-from scheduler.atomics import call_write, load_at, store_at
-from scheduler.core import run, step, wake_fronts
-from scheduler.core_clock import read_clock
-from scheduler.core_lanes import reading_matters
-from scheduler.loop import arm, notice_edits
-from scheduler.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.atomics import call_write, load_at, store_at
+from paellapy.scheduler.core import run, step, wake_fronts
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_lanes import reading_matters
+from paellapy.scheduler.loop import arm, notice_edits
+from paellapy.scheduler.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words
 
 _ZERO = np.uint64(0)
 INTERRUPTED, BROKEN = 1, 2

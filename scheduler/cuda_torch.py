@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from scheduler.capture import users_line_of
-from scheduler.errors import CaptureError
+from paellapy.scheduler.capture import users_line_of
+from paellapy.scheduler.errors import CaptureError
 
 
 def torch_in_use(wanted: bool) -> bool:

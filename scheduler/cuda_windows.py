@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.cuda import CudaDevice
-from instrument.device.cuda_memory import CudaStream
-from instrument.device.driver import check, driver
-from instrument.errors import LaunchError
-from scheduler.cuda_graphs import SegmentGraph, instantiate, is_kernel
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.errors import LaunchError
+from paellapy.scheduler.cuda_graphs import SegmentGraph, instantiate, is_kernel
 
 _GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
 

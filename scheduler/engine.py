@@ -20,28 +20,28 @@ from typing import Any, Self
 
 import numpy as np
 
-from instrument.device import CudaDevice, Device, VirtualDevice
-from instrument.errors import PaellaError
-from scheduler import core
-from scheduler import state as st
-from scheduler.backend import LEAST_WINDOWS, Backend
-from scheduler.core_crowd import CROWDED
-from scheduler.core_models import ModelProfile, remove
-from scheduler.engine_stats import engine_stats
-from scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
-from scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
-from scheduler.frontend import FrontEnd, Waiter
-from scheduler.install import capacity, install, install_windows
-from scheduler.lanes import MemoryPlan
-from scheduler.loader import LoadedModel, Loader
-from scheduler.loop import Bell
-from scheduler.model import Model
-from scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
-from scheduler.profile import model_profile
-from scheduler.requests import Requester, Slot
-from scheduler.shared import SharedBlock
-from scheduler.state import Limits, new_state, state_bytes
-from scheduler.tap import Tap
+from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler import core
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend import LEAST_WINDOWS, Backend
+from paellapy.scheduler.core_crowd import CROWDED
+from paellapy.scheduler.core_models import ModelProfile, remove
+from paellapy.scheduler.engine_stats import engine_stats
+from paellapy.scheduler.engine_trace import EngineTrace, TracedBlocks, trace_engine
+from paellapy.scheduler.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
+from paellapy.scheduler.frontend import FrontEnd, Waiter
+from paellapy.scheduler.install import capacity, install, install_windows
+from paellapy.scheduler.lanes import MemoryPlan
+from paellapy.scheduler.loader import LoadedModel, Loader
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.policy import DEFAULT_ACTIVE, Policy, find_policy
+from paellapy.scheduler.profile import model_profile
+from paellapy.scheduler.requests import Requester, Slot
+from paellapy.scheduler.shared import SharedBlock
+from paellapy.scheduler.state import Limits, new_state, state_bytes
+from paellapy.scheduler.tap import Tap
 
 QUANTUM_US = 100.0
 WINDOWS_QUANTUM_US = 150.0  # to begin a segment costs the GPU more where it moves to another window of SMs
@@ -220,7 +220,7 @@ class Engine(Requester):
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
 
-        A virtual GPU knows; of a real one only kernels that report tell (`instrument.live.counts`).
+        A virtual GPU knows; of a real one only kernels that report tell (`paellapy.instrument.live.counts`).
         """
         return self._backend.sm_totals()
 
@@ -373,11 +373,11 @@ os.register_at_fork(after_in_child=_forget_all)
 
 def _backend(device: Device) -> Backend:
     if isinstance(device, VirtualDevice):
-        from scheduler.backend_virtual import VirtualBackend
+        from paellapy.scheduler.backend_virtual import VirtualBackend
 
         return VirtualBackend(device)
     assert isinstance(device, CudaDevice)
-    from scheduler.backend_cuda import CudaBackend
+    from paellapy.scheduler.backend_cuda import CudaBackend
 
     return CudaBackend(device)
 

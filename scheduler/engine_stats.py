@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scheduler import state as st
-from scheduler.state import State
+from paellapy.scheduler import state as st
+from paellapy.scheduler.state import State
 
 if TYPE_CHECKING:
-    from scheduler.engine import Engine
+    from paellapy.scheduler.engine import Engine
 
 
 def model_stats(state: State, row: int) -> dict[str, Any]:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument import trace_file
-from instrument.errors import TraceError
-from instrument.records import BLOCK, LAUNCH, Records
-from instrument.summary import counted
-from instrument.trace import DeviceFacts, Trace
-from instrument.versions import versions
-from scheduler import state as st
+from paellapy.instrument import trace_file
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.summary import counted
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.versions import versions
+from paellapy.scheduler import state as st
 
 if TYPE_CHECKING:
-    from scheduler.engine import Engine
+    from paellapy.scheduler.engine import Engine
 
 # One request that ended during the trace. Times are ns on the clock of the trace's blocks.
 JOB_RECORD = np.dtype(
@@ -29,7 +29,7 @@ JOB_RECORD = np.dtype(
         ("lane", "<i2"),  # -1: it never had one
         ("slot", "<i2"),
         ("batch", "<u2"),  # requests that ran together
-        ("status", "<u2"),  # scheduler.state.STATUS
+        ("status", "<u2"),  # paellapy.scheduler.state.STATUS
         ("client", "<i4"),
         ("priority", "<i4"),
         ("arrival_ns", "<i8"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instrument.errors import PaellaError
+from paellapy.instrument.errors import PaellaError
 
 
 class ModelError(PaellaError):

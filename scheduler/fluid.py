@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from instrument.device import heaps
-from instrument.device.heaps import heap_pop, heap_push
-from instrument.device.jit import compiled, inlined
-from scheduler.atomics import store_at
-from scheduler.core import step
-from scheduler.core_admission import leaves, lets_in
-from scheduler.core_rings import RING_FULL, post, take_done
-from scheduler.fluid_rates import least_ns, next_in_queue, share
-from scheduler.fluid_state import (
+from paellapy.instrument.device import heaps
+from paellapy.instrument.device.heaps import heap_pop, heap_push
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.scheduler.atomics import store_at
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core_admission import leaves, lets_in
+from paellapy.scheduler.core_rings import RING_FULL, post, take_done
+from paellapy.scheduler.fluid_rates import least_ns, next_in_queue, share
+from paellapy.scheduler.fluid_state import (
     BIN_NS,
     CORE_FREE,
     EVENTS,
@@ -36,8 +36,8 @@ from scheduler.fluid_state import (
     TIMERS,
     Fluid,
 )
-from scheduler.loop import notice_edits
-from scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, ROOM_AT, SUBMIT, WHOLE, State
+from paellapy.scheduler.loop import notice_edits
+from paellapy.scheduler.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, ROOM_AT, SUBMIT, WHOLE, State
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again

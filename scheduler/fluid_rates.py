@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.jit import inlined
-from scheduler.core_windows import ROOMY
-from scheduler.demand import MOST_BUSY
-from scheduler.fluid_state import ISSUE, MEMORY, NOW, QUEUES, RUN_N, SLOTS, Fluid
-from scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core_windows import ROOMY
+from paellapy.scheduler.demand import MOST_BUSY
+from paellapy.scheduler.fluid_state import ISSUE, MEMORY, NOW, QUEUES, RUN_N, SLOTS, Fluid
+from paellapy.scheduler.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
 DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for

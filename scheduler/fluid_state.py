@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.device.heaps import Floats, Ints
-from scheduler.core_admission import WINDOW
-from scheduler.state import COMPLETION, State, Table
+from paellapy.instrument.device.heaps import Floats, Ints
+from paellapy.scheduler.core_admission import WINDOW
+from paellapy.scheduler.state import COMPLETION, State, Table
 
 # F.g
 # NEWS: something for the core to see; QUEUES: of the hardware, 0: one for every job; LAUNCHED: so far

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled, inlined
-from scheduler import state as st
-from scheduler.atomics import add_at, and_at, call_write, copy_bytes, exchange_at, load_at, or_at, store_at
-from scheduler.core_rings import SLOTS, STAGED, reserve_at
-from scheduler.loop import notice_edits, wakes
-from scheduler.state import COMPLETION, SUBMISSION, State, Words
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.scheduler import state as st
+from paellapy.scheduler.atomics import add_at, and_at, call_write, copy_bytes, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core_rings import SLOTS, STAGED, reserve_at
+from paellapy.scheduler.loop import notice_edits, wakes
+from paellapy.scheduler.state import COMPLETION, SUBMISSION, State, Words
 
 # Indices of a view. Addresses, but for the last.
 (V_FILLING, V_LANE_WORD, V_SLOT_FRONT, V_READY, V_HOLD, V_SUBMIT_TAIL, V_SUBMIT, V_DONE_HEAD, V_DONE_TAIL, V_DONE,

@@ -23,15 +23,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler import front_calls as calls
-from scheduler import state as st
-from scheduler.core_rings import SLOTS
-from scheduler.errors import InputError, QueueFullError
-from scheduler.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
-from scheduler.lanes import Lane
-from scheduler.loop import Bell
-from scheduler.model import Model
-from scheduler.state import COMPLETION, Limits, State, front_rows
+from paellapy.scheduler import front_calls as calls
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_rings import SLOTS
+from paellapy.scheduler.errors import InputError, QueueFullError
+from paellapy.scheduler.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from paellapy.scheduler.lanes import Lane
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.state import COMPLETION, Limits, State, front_rows
 
 _DRAIN = 256  # completions read at once
 _MANY = 16  # those that keep lanes are read early from so many on: fewer cost throughput, and make for small batches

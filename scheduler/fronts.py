@@ -6,11 +6,11 @@ import os
 import threading
 import time
 
-from instrument.device.jit import compile_for
-from scheduler import core
-from scheduler.engine import Engine
-from scheduler.errors import ModelError
-from scheduler.shared import SharedBlock
+from paellapy.instrument.device.jit import compile_for
+from paellapy.scheduler import core
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.shared import SharedBlock
 
 STAGE_BYTES = 256 << 20  # of inputs without a slot, per front end; pages take memory once they are touched
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from instrument.device.base import Device
-from instrument.device.timing import Timing
-from scheduler import core_models
-from scheduler import state as st
-from scheduler.backend import Launches
-from scheduler.loader import LoadedModel
-from scheduler.profile import model_profile
-from scheduler.state import State
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.timing import Timing
+from paellapy.scheduler import core_models
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend import Launches
+from paellapy.scheduler.loader import LoadedModel
+from paellapy.scheduler.profile import model_profile
+from paellapy.scheduler.state import State
 
 
 def capacity(state: State, device: Device) -> None:

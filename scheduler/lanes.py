@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.errors import CaptureError, MemoryPlanError
-from scheduler.model import Model, TensorSpec
-from scheduler.shared import SharedBlock
+from paellapy.scheduler.errors import CaptureError, MemoryPlanError
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.shared import SharedBlock
 
 ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
 

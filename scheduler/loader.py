@@ -6,17 +6,17 @@ import contextlib
 import threading
 from dataclasses import dataclass, field, replace
 
-from instrument.device.base import Device
-from scheduler import profile as profiles
-from scheduler.backend import Backend, Launches
-from scheduler.demand import TOGETHER
-from scheduler.errors import ModelError
-from scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
-from scheduler.model import Arrays, Model
-from scheduler.profile import ProgramProfile
-from scheduler.program import Program, last_kernels
-from scheduler.segments import cut, plan_slices
-from scheduler.state import CHOICES, Limits
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler import profile as profiles
+from paellapy.scheduler.backend import Backend, Launches
+from paellapy.scheduler.demand import TOGETHER
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.lanes import Lane, MemoryPlan, Reservation, plan_lane
+from paellapy.scheduler.model import Arrays, Model
+from paellapy.scheduler.profile import ProgramProfile
+from paellapy.scheduler.program import Program, last_kernels
+from paellapy.scheduler.segments import cut, plan_slices
+from paellapy.scheduler.state import CHOICES, Limits
 
 _REPEATS = 15
 _BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device import jit
-from instrument.device.jit import inlined
-from scheduler.atomics import add_at, exchange_at, store_at
-from scheduler.state import Words
+from paellapy.instrument.device import jit
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.atomics import add_at, exchange_at, store_at
+from paellapy.scheduler.state import Words
 
 # What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
 # outputs that have been read, because nobody waits for their lanes.

@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.device.base import Device
-from scheduler.errors import ModelError
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.errors import ModelError
 
 Arrays = dict[str, Any]
 ModelFunction = Callable[[Arrays, Arrays, Arrays], None]
@@ -150,7 +150,7 @@ class Model:
 
             pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
         """
-        from scheduler.torch_model import from_torch
+        from paellapy.scheduler.torch_model import from_torch
 
         return from_torch(
             module, example_inputs, name=name, input_names=input_names, dtype=dtype, autocast=autocast,

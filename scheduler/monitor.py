@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from instrument.live import counts
-from instrument.versions import versions
-from scheduler import state as st
-from scheduler.monitor_slow import SlowRequests
-from scheduler.monitor_sms import SmSampler
-from scheduler.occupancy import RESOURCES
-from scheduler.policy import BUILT_IN, Policy, PolicyError, policy_names
+from paellapy.instrument.live import counts
+from paellapy.instrument.versions import versions
+from paellapy.scheduler import state as st
+from paellapy.scheduler.monitor_slow import SlowRequests
+from paellapy.scheduler.monitor_sms import SmSampler
+from paellapy.scheduler.occupancy import RESOURCES
+from paellapy.scheduler.policy import BUILT_IN, Policy, PolicyError, policy_names
 
 if TYPE_CHECKING:
-    from scheduler.engine import Engine
-    from scheduler.loader import LoadedModel
+    from paellapy.scheduler.engine import Engine
+    from paellapy.scheduler.loader import LoadedModel
 
 WINDOW_S = 10.0  # of latencies and batches
 RATE_S = 2.0  # of throughput

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler import state as st
-from scheduler.engine_trace import segment_times
-from scheduler.state import State
+from paellapy.scheduler import state as st
+from paellapy.scheduler.engine_trace import segment_times
+from paellapy.scheduler.state import State
 
 KEPT = 8
 PER_MODEL = 4  # so that one slow model does not hide the others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.state import ACTIVE_N, FLIGHT_N, LIVE, QUEUED_N, READY_N, State
+from paellapy.scheduler.state import ACTIVE_N, FLIGHT_N, LIVE, QUEUED_N, READY_N, State
 
 RESOURCES = ("blocks", "warps", "registers", "shared_bytes", "issue")
 

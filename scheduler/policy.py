@@ -26,12 +26,12 @@ import numpy as np
 from numba import types
 from numba.core.errors import NumbaError
 
-from instrument.errors import PaellaError
-from scheduler.policy_code import forbidden, text_in
-from scheduler.policy_words import reason
-from scheduler.state import GPU, JOB
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.policy_code import forbidden, text_in
+from paellapy.scheduler.policy_words import reason
+from paellapy.scheduler.state import GPU, JOB
 
-BUILT_IN = "scheduler.policies"
+BUILT_IN = "paellapy.scheduler.policies"
 DEFAULT_ACTIVE = 8  # jobs at once where neither a policy nor what the models demand says how many
 
 
@@ -129,7 +129,7 @@ class Policy:
     @property
     def cost_ns(self) -> float:
         """Measured cost of one ranking."""
-        from scheduler.policy_check import call_cost_ns
+        from paellapy.scheduler.policy_check import call_cost_ns
 
         return call_cost_ns(self.addresses[0])
 
@@ -192,7 +192,7 @@ def _make(
     for role, function in functions.items():
         compiled.append(compile_function(role, function, cache=own) if function is not None else None)
     if not own:  # ours are checked by the tests: start-up is part of the product
-        from scheduler.policy_check import check
+        from paellapy.scheduler.policy_check import check
 
         for (role, function), each in zip(functions.items(), compiled, strict=True):
             if function is not None:

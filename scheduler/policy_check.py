@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numba import cloudpickle
 
-from instrument.device.jit import compiled
-from scheduler.atomics import call_rank
-from scheduler.policy import PolicyError, compile_function, may_loop, place
-from scheduler.state import GPU, JOB, NEVER, Table
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.atomics import call_rank
+from paellapy.scheduler.policy import PolicyError, compile_function, may_loop, place
+from paellapy.scheduler.state import GPU, JOB, NEVER, Table
 
 # A decision ranks about ten jobs: at this cost each, dispatch would take as long as a launch.
 MAX_CALL_NS = 2000.0
@@ -129,7 +129,7 @@ def check(role: str, function: Any, compiled_function: Any) -> None:
 
 
 def _check_apart(role: str, function: Any) -> None:
-    code = "from scheduler.policy_check import check_from_stdin; check_from_stdin()"
+    code = "from paellapy.scheduler.policy_check import check_from_stdin; check_from_stdin()"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from instrument import cache
-from instrument.device.parts import SmLimits
-from instrument.occupancy import footprint
-from instrument.versions import versions
-from scheduler.core_models import ModelProfile, SegmentProfile
-from scheduler.model import Model
-from scheduler.program import Cuts, Node
+from paellapy.instrument import cache
+from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.occupancy import footprint
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.program import Cuts, Node
 
 _FORMAT = "5"
 _MOST_STRETCH = 1.35  # what fills more SMs than a window has would rather have them all

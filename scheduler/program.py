@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instrument import cache
-from instrument.device.parts import SmLimits
-from instrument.occupancy import occupancy
-from scheduler.model import Model
+from paellapy.instrument import cache
+from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.occupancy import occupancy
+from paellapy.scheduler.model import Model
 
 NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
 Part = tuple[int, int]  # first block and number of blocks of a slice

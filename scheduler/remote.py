@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler import core
-from scheduler.engine_stats import core_stats, live_stats, model_stats
-from scheduler.errors import EngineAwayError, EngineFailedError, QueueFullError, UnknownModelError
-from scheduler.frontend import FrontEnd, Stage
-from scheduler.lanes import Lane, LanePlan, Memory
-from scheduler.loop import Bell
-from scheduler.model import Model
-from scheduler.policy import Policy
-from scheduler.requests import Requester, Slot
-from scheduler.shared import SharedBlock
-from scheduler.state import FN_SIZE, GPU, JOB, Limits, State, new_state, over
+from paellapy.scheduler import core
+from paellapy.scheduler.engine_stats import core_stats, live_stats, model_stats
+from paellapy.scheduler.errors import EngineAwayError, EngineFailedError, QueueFullError, UnknownModelError
+from paellapy.scheduler.frontend import FrontEnd, Stage
+from paellapy.scheduler.lanes import Lane, LanePlan, Memory
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.policy import Policy
+from paellapy.scheduler.requests import Requester, Slot
+from paellapy.scheduler.shared import SharedBlock
+from paellapy.scheduler.state import FN_SIZE, GPU, JOB, Limits, State, new_state, over
 
 AWAY = "the engine's process has ended and is being started again; try again in a moment"
 

@@ -1,7 +1,7 @@
 """Requests on their way through an engine: checked inputs, a slot to write them into, an answer to wait for.
 
 `Requester` is the part of an engine that its callers use for every request. The engine is in this process
-(`scheduler.engine`) or in another one (`scheduler.remote`).
+(`paellapy.scheduler.engine`) or in another one (`paellapy.scheduler.remote`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler import state as st
-from scheduler.errors import (
+from paellapy.scheduler import state as st
+from paellapy.scheduler.errors import (
     DeadlineError,
     EngineAwayError,
     EngineClosedError,
@@ -25,11 +25,11 @@ from scheduler.errors import (
     QueueFullError,
     UnknownModelError,
 )
-from scheduler.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
-from scheduler.frontend import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
-from scheduler.model import Model
-from scheduler.occupancy import Occupancy, occupancy
-from scheduler.state import State
+from paellapy.scheduler.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.frontend import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.occupancy import Occupancy, occupancy
+from paellapy.scheduler.state import State
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, NDArray[Any]]

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import ArgumentError
-from scheduler.core_models import ModelProfile
-from scheduler.engine_trace import EngineTrace
-from scheduler.state import NEVER, OK, QUEUE_FULL, STATUS, Table
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core_models import ModelProfile
+from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.state import NEVER, OK, QUEUE_FULL, STATUS, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Results:
 
     def table(self) -> Any:
         """A rich table: one line per model, and one for all."""
-        from scheduler.number_table import number_table
+        from paellapy.scheduler.number_table import number_table
 
         title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
         refusals = ["refused"] if self.admission or self.all.refused else []

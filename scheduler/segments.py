@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from scheduler.errors import CaptureError
-from scheduler.program import Cuts, Node, Part
+from paellapy.scheduler.errors import CaptureError
+from paellapy.scheduler.program import Cuts, Node, Part
 
 SLICE_FACTOR = 2.0  # a kernel is sliced once it takes this many quanta
 

@@ -1,6 +1,6 @@
 """`simulate`: a workload on a simulated GPU, under the same core and policies that run a real one. Timing only.
 
-    from scheduler.simulate_mix import MIX, mix_profiles
+    from paellapy.scheduler.simulate_mix import MIX, mix_profiles
     result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
     print(result); result.plot()
 """
@@ -14,23 +14,23 @@ from typing import Literal
 
 import numpy as np
 
-from instrument.device.heaps import heap_push
-from instrument.device.parts import Part, part
-from instrument.device.timing import Timing
-from instrument.errors import ArgumentError, NoDeviceError
-from scheduler import fluid_state as fluid
-from scheduler import state as st
-from scheduler.core import attach_policy
-from scheduler.core_admission import new_windows
-from scheduler.core_crowd import CROWDED
-from scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
-from scheduler.demand import TOGETHER, busy_alone
-from scheduler.fluid import MORE_RECORDS, run_fluid
-from scheduler.policy import Policy, Rank, find_policy
-from scheduler.results import Results
-from scheduler.simulate_blocks import BlocksGpu
-from scheduler.simulate_trace import OwnKernels, TracedGpu
-from scheduler.workload import Workload, WorkloadError
+from paellapy.instrument.device.heaps import heap_push
+from paellapy.instrument.device.parts import Part, part
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.scheduler import fluid_state as fluid
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core import attach_policy
+from paellapy.scheduler.core_admission import new_windows
+from paellapy.scheduler.core_crowd import CROWDED
+from paellapy.scheduler.core_models import ModelProfile, ProfileError, install, open_model, set_capacity
+from paellapy.scheduler.demand import TOGETHER, busy_alone
+from paellapy.scheduler.fluid import MORE_RECORDS, run_fluid
+from paellapy.scheduler.policy import Policy, Rank, find_policy
+from paellapy.scheduler.results import Results
+from paellapy.scheduler.simulate_blocks import BlocksGpu
+from paellapy.scheduler.simulate_trace import OwnKernels, TracedGpu
+from paellapy.scheduler.workload import Workload, WorkloadError
 
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
@@ -72,8 +72,8 @@ def simulate(
     `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep on
     an H200; for segments of models whose demand was measured (without windows).
 
-    >>> from scheduler.core_models import ModelProfile, SegmentProfile
-    >>> from scheduler.workload import Poisson
+    >>> from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
+    >>> from paellapy.scheduler.workload import Poisson
     >>> net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 4})
     >>> simulate([net], Poisson(1000, "net", duration=0.1), "fifo").all.completed
     90

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.heaps import heap_pop, heap_push
-from instrument.device.jit import compiled
-from instrument.device.parts import WARP, Part
-from instrument.device.sm_costs import BlockCost
-from instrument.device.sm_model import SmModel
-from instrument.device.sm_program import Kernel, Program
-from instrument.device.timing import Timing
-from instrument.records import WARP_SHIFT
-from scheduler import fluid_state as fluid
-from scheduler import state as st
-from scheduler.atomics import store_at
-from scheduler.core import step
-from scheduler.core_models import ModelProfile, SegmentProfile
-from scheduler.core_rings import post, take_done
-from scheduler.fluid import occupy
+from paellapy.instrument.device.heaps import heap_pop, heap_push
+from paellapy.instrument.device.jit import compiled
+from paellapy.instrument.device.parts import WARP, Part
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel, Program
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.records import WARP_SHIFT
+from paellapy.scheduler import fluid_state as fluid
+from paellapy.scheduler import state as st
+from paellapy.scheduler.atomics import store_at
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
+from paellapy.scheduler.core_rings import post, take_done
+from paellapy.scheduler.fluid import occupy
 
 
 @compiled

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from instrument.device.parts import part
-from scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
+from paellapy.instrument.device.parts import part
+from paellapy.scheduler.core_models import ModelProfile, ProfileError, SegmentProfile
 
 # Shares of Paella's figure 11.
 MIX = MappingProxyType(

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.parts import Part
-from instrument.device.sm_program import Program
-from instrument.device.timing import Timing
-from instrument.device.virtual import VirtualDevice
-from instrument.records import BLOCK, LAUNCH
-from instrument.trace import DeviceFacts
-from instrument.versions import versions
-from scheduler import fluid_state as fluid
-from scheduler import state as st
-from scheduler.backend_virtual import VirtualBackend
-from scheduler.core_models import ModelProfile
-from scheduler.engine import Engine
-from scheduler.engine_trace import EngineTrace, fill_engine_trace
-from scheduler.simulate_blocks import BlocksGpu
-from scheduler.virtual_pieces import Piece, PieceTracer
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.sm_program import Program
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.records import BLOCK, LAUNCH
+from paellapy.instrument.trace import DeviceFacts
+from paellapy.instrument.versions import versions
+from paellapy.scheduler import fluid_state as fluid
+from paellapy.scheduler import state as st
+from paellapy.scheduler.backend_virtual import VirtualBackend
+from paellapy.scheduler.core_models import ModelProfile
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine_trace import EngineTrace, fill_engine_trace
+from paellapy.scheduler.simulate_blocks import BlocksGpu
+from paellapy.scheduler.virtual_pieces import Piece, PieceTracer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

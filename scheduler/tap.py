@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.state import TAP_TAIL, TAPPED, State
+from paellapy.scheduler.state import TAP_TAIL, TAPPED, State
 
 LOOK_S = 0.01  # completions are seen at most so late
 _SLACK = 256  # entries that may be overwritten while they are read

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from instrument.device.base import Device
-from scheduler.capture import Counting
-from scheduler.errors import CaptureError, ModelError
-from scheduler.model import Arrays, Model, TensorSpec
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.capture import Counting
+from paellapy.scheduler.errors import CaptureError, ModelError
+from paellapy.scheduler.model import Arrays, Model, TensorSpec
 
 
 def needs_torch() -> Any:
@@ -144,13 +144,13 @@ class TorchModel(Model):
         return {"call": call}
 
     def _run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-        from scheduler.torch_ops import record_or_run
+        from paellapy.scheduler.torch_ops import record_or_run
 
         torch = needs_torch()
         call = weights["call"]
         if isinstance(next(iter(inputs.values())), np.ndarray):
             return record_or_run(torch, self, call, inputs, outputs)
-        from scheduler.cuda_torch import refusing_to_wait
+        from paellapy.scheduler.cuda_torch import refusing_to_wait
 
         with refusing_to_wait() if isinstance(Device.current().capture, Counting) else contextlib.nullcontext():
             self.compute(torch, call, inputs, outputs)

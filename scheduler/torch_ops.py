@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from instrument.device.base import Device
-from instrument.device.sm_costs import BlockCost
-from scheduler.capture import Counting, Recording
-from scheduler.program import Node
-from scheduler.torch_waits import Waits
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.scheduler.capture import Counting, Recording
+from paellapy.scheduler.program import Node
+from paellapy.scheduler.torch_waits import Waits
 
 if TYPE_CHECKING:
-    from scheduler.model import Arrays
-    from scheduler.torch_model import TorchModel
+    from paellapy.scheduler.model import Arrays
+    from paellapy.scheduler.torch_model import TorchModel
 
 TILE = 64 * 64  # outputs of one block of a product
 STRIP = 1024  # elements of one block of anything else

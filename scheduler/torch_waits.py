@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from scheduler.capture import users_line
-from scheduler.errors import CaptureError
+from paellapy.scheduler.capture import users_line
+from paellapy.scheduler.errors import CaptureError
 
 _TO_HOST = ("cpu", "numpy", "tolist", "__array__")
 _DECIDES = (

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device import sm_core
-from instrument.device.heaps import Ints
-from instrument.device.jit import compiled, inlined
-from instrument.device.sm_layout import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
-from instrument.device.sm_layout import NOW as SM_NOW
-from instrument.device.sm_layout import State as SmState
-from scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
-from scheduler.core import step, wake_fronts
-from scheduler.core_clock import read_clock
-from scheduler.core_lanes import reading_matters
-from scheduler.loop import arm, notice_edits
-from scheduler.state import DUE_N, NEVER, OUT_N, ROOM_AT, WHOLE, State, Words
+from paellapy.instrument.device import sm_core
+from paellapy.instrument.device.heaps import Ints
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.instrument.device.sm_layout import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
+from paellapy.instrument.device.sm_layout import NOW as SM_NOW
+from paellapy.instrument.device.sm_layout import State as SmState
+from paellapy.scheduler.atomics import call_back, call_ppoll, call_write, load_at, store_at
+from paellapy.scheduler.core import step, wake_fronts
+from paellapy.scheduler.core_clock import read_clock
+from paellapy.scheduler.core_lanes import reading_matters
+from paellapy.scheduler.loop import arm, notice_edits
+from paellapy.scheduler.state import DUE_N, NEVER, OUT_N, ROOM_AT, WHOLE, State, Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
 # Flight: launches whose end is awaited. Drain: kernels of which all blocks are to be on the SMs. Columns of both:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.virtual import VirtualArray
-from scheduler.lanes import ALIGN, Memory
-from scheduler.shared import SharedBlock
+from paellapy.instrument.device.virtual import VirtualArray
+from paellapy.scheduler.lanes import ALIGN, Memory
+from paellapy.scheduler.shared import SharedBlock
 
 
 class VirtualMemory(Memory):

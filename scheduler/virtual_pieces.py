@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from instrument.device.sm_model import SmModel
-from instrument.device.sm_program import Placed
-from instrument.device.sm_program import Program as SmProgram
-from instrument.device.virtual import VirtualDevice
-from instrument.records import Records
-from instrument.tracing import Session
-from scheduler.capture import Recorded
-from scheduler.engine_trace import TracedBlocks, TracedPiece
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Placed
+from paellapy.instrument.device.sm_program import Program as SmProgram
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.records import Records
+from paellapy.instrument.tracing import Session
+from paellapy.scheduler.capture import Recorded
+from paellapy.scheduler.engine_trace import TracedBlocks, TracedPiece
 
 _PREPARE_AFTER = 3  # runs: by then the evaluator has recorded what it can
 

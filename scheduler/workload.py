@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import PaellaError
-from scheduler.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
-from scheduler.state import NEVER, Table
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
+from paellapy.scheduler.state import NEVER, Table
 
 Mix = str | Mapping[str, float] | Sequence[str]
 Row = tuple[float, str, float | None, int | None, int]

@@ -4,7 +4,7 @@ Two grounds. The core predicts when a request would be done, from the profiles o
 what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
 other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
 so many requests in flight at a time, a number that follows their latencies, and predictions may use up only part of the
-limit: `scheduler.core_admission` has the arithmetic.
+limit: `paellapy.scheduler.core_admission` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scheduler import core_admission
-from scheduler import state as st
-from scheduler.core_predict import predict_finish
-from scheduler.engine import Engine
-from scheduler.model import Model
-from scheduler.remote import RemoteEngine
-from serving.errors import RefusedError
+from paellapy.scheduler import core_admission
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_predict import predict_finish
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.remote import RemoteEngine
+from paellapy.serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler.model import Model
-    from serving.config import Config, Source
+    from paellapy.scheduler.model import Model
+    from paellapy.serving.config import Config, Source
 
 
 def serve(
@@ -27,8 +27,8 @@ def serve(
     what it says. `workers` is the number of HTTP processes in front of the engine, which then has a process of its own;
     0: all in this one. `announce` is called with the URL once every model is loaded.
     """
-    from serving.config import Source, load_config
-    from serving.options import file_with_options
+    from paellapy.serving.config import Source, load_config
+    from paellapy.serving.options import file_with_options
 
     server = options.get("server", {})
     if not isinstance(server, Mapping):
@@ -52,12 +52,12 @@ def serve_config(
     announce: Callable[[str], None] | None = None,
 ) -> None:
     """Serves what a configuration describes, and models that exist already beside it."""
-    from serving.build import build_engine, build_entries, build_keys, build_tls
-    from serving.registry import Registry, entry_of
-    from serving.server import Server, run_server
+    from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
+    from paellapy.serving.registry import Registry, entry_of
+    from paellapy.serving.server import Server, run_server
 
     if config.server.workers:
-        from serving.workers import serve_workers
+        from paellapy.serving.workers import serve_workers
 
         serve_workers(config, source, list(models), announce)
         return

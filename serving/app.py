@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from scheduler.engine import Engine
-from serving.admission import Mode
-from serving.dashboard_routes import add_dashboard
-from serving.metrics import add_metrics
-from serving.middleware import SERVICE, outermost
-from serving.openapi import add_docs
-from serving.registry import Catalogue, registry_of
-from serving.routes import add_routes
-from serving.service import Service
+from paellapy.scheduler.engine import Engine
+from paellapy.serving.admission import Mode
+from paellapy.serving.dashboard_routes import add_dashboard
+from paellapy.serving.metrics import add_metrics
+from paellapy.serving.middleware import SERVICE, outermost
+from paellapy.serving.openapi import add_docs
+from paellapy.serving.registry import Catalogue, registry_of
+from paellapy.serving.routes import add_routes
+from paellapy.serving.service import Service
 
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 30.0

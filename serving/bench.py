@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scheduler.engine import Engine
-from serving.bench_arrivals import ARRIVALS, Arrival, Arrivals, Load, arrivals, gaps, read_trace
-from serving.bench_client import BenchError
-from serving.bench_engine import EngineTarget
-from serving.bench_http import HttpTarget
+from paellapy.scheduler.engine import Engine
+from paellapy.serving.bench_arrivals import ARRIVALS, Arrival, Arrivals, Load, arrivals, gaps, read_trace
+from paellapy.serving.bench_client import BenchError
+from paellapy.serving.bench_engine import EngineTarget
+from paellapy.serving.bench_http import HttpTarget
 
 Progress = Callable[[float, int, int], None]  # seconds, requests counted, refused
 
@@ -199,8 +199,8 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
 
 def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:
     """One run against an endpoint's URL or an engine; a summary for JSON. `clients`: so many processes of them."""
-    from serving.bench_processes import run_processes
-    from serving.server import loop_factory
+    from paellapy.serving.bench_processes import run_processes
+    from paellapy.serving.server import loop_factory
 
     load.check()
     if clients > 1:

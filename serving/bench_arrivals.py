@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.workload import MOST_SIGMA, Trace
-from serving.bench_client import BenchError
-from serving.protocol import DEFAULT_LEVEL
+from paellapy.scheduler.workload import MOST_SIGMA, Trace
+from paellapy.serving.bench_client import BenchError
+from paellapy.serving.protocol import DEFAULT_LEVEL
 
 Arrivals = Literal["poisson", "lognormal", "even"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
-from instrument.errors import PaellaError
+from paellapy.instrument.errors import PaellaError
 
 READ_BYTES = 1 << 20  # at once
 LONGEST_HEAD = 1 << 16

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.errors import PaellaError
-from scheduler.engine import Engine
-from serving.bench_arrivals import Load
-from serving.bench_client import BenchError
-from serving.bench_http import BODIES, Inputs, made_up
-from serving.describe import model_metadata
-from serving.errors import status_of
-from serving.protocol import engine_priority
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.engine import Engine
+from paellapy.serving.bench_arrivals import Load
+from paellapy.serving.bench_client import BenchError
+from paellapy.serving.bench_http import BODIES, Inputs, made_up
+from paellapy.serving.describe import model_metadata
+from paellapy.serving.errors import status_of
+from paellapy.serving.protocol import engine_priority
 
 
 class EngineTarget:

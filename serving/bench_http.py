@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.bench_arrivals import Load
-from serving.bench_client import BenchError, Endpoint, Pool
-from serving.datatypes import DTYPES
+from paellapy.serving.bench_arrivals import Load
+from paellapy.serving.bench_client import BenchError, Endpoint, Pool
+from paellapy.serving.datatypes import DTYPES
 
 BODIES = 16  # different inputs per model, made beforehand
 SAID_BYTES = 120  # of an error are kept

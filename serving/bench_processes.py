@@ -9,11 +9,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from serving.bench_arrivals import Load
-from serving.bench_client import BenchError
+from paellapy.serving.bench_arrivals import Load
+from paellapy.serving.bench_client import BenchError
 
 if TYPE_CHECKING:
-    from serving.bench import Outcome, Progress
+    from paellapy.serving.bench import Outcome, Progress
 
 Run = tuple[dict[str, "Outcome"], float, float]  # outcomes, seconds, lateness
 
@@ -101,9 +101,9 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 def _client(url: str, load: Load, pipe: Connection) -> None:
     """A client process: prepares, says so, waits for the moment to start, and sends what it saw."""
-    from serving.bench import Bench
-    from serving.bench_http import HttpTarget
-    from serving.server import loop_factory
+    from paellapy.serving.bench import Bench
+    from paellapy.serving.bench_http import HttpTarget
+    from paellapy.serving.server import loop_factory
 
     def begin() -> float:
         pipe.send(("ready", None))

@@ -10,15 +10,15 @@ import sys
 from functools import partial
 from typing import Any
 
-from instrument.errors import PaellaError
-from scheduler.engine import Engine
-from scheduler.errors import ModelError
-from scheduler.model import Model
-from scheduler.policy import Policy, find_policy
-from scheduler.state import OWN_ROWS, Limits
-from serving.config import Config, ModelConfig, Path_, Source
-from serving.errors import ConfigError
-from serving.registry import Entry
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.policy import Policy, find_policy
+from paellapy.scheduler.state import OWN_ROWS, Limits
+from paellapy.serving.config import Config, ModelConfig, Path_, Source
+from paellapy.serving.errors import ConfigError
+from paellapy.serving.registry import Entry
 
 
 def build_policy(config: Config, source: Source) -> Policy:

@@ -16,10 +16,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from scheduler.monitor import Monitor
-from serving.logs import log
-from serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
-from serving.registry import Registry
+from paellapy.scheduler.monitor import Monitor
+from paellapy.serving.logs import log
+from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
+from paellapy.serving.registry import Registry
 
 LONGEST_TRACE_S = 60.0
 UNWATCHED_S = 10.0  # after its last snapshot a monitor stops looking

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from instrument.errors import PaellaError
-from scheduler.errors import EngineAwayError
-from scheduler.shared import SharedBlock
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.errors import EngineAwayError
+from paellapy.scheduler.shared import SharedBlock
 
 PACKET_BYTES = 1 << 15
 MOST_DESCRIPTORS = 250  # of one packet; Linux takes 253

@@ -27,11 +27,11 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from serving.admission import Mode
-from serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
-from serving.errors import ConfigError
-from serving.logs import Format
-from serving.toml_lines import line_of
+from paellapy.serving.admission import Mode
+from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
+from paellapy.serving.errors import ConfigError
+from paellapy.serving.logs import Format
+from paellapy.serving.toml_lines import line_of
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]

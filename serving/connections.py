@@ -14,8 +14,8 @@ from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from multidict import CIMultiDict
 
-from serving.logs import log
-from serving.middleware import SERVICE, json_response
+from paellapy.serving.logs import log
+from paellapy.serving.middleware import SERVICE, json_response
 
 _BODY = b'{"error":"the header did not arrive in time"}'
 _LATE = (

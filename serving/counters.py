@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import compiled
-from scheduler.model import Model
-from scheduler.state import OK, Table
-from serving.registry import MOST_MODELS, Catalogue
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.state import OK, Table
+from paellapy.serving.registry import MOST_MODELS, Catalogue
 
 # Seconds, from 50 µs: a small model takes less than a millisecond, which the usual buckets cannot tell apart.
 TIME_BUCKETS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from serving.logs import log
+from paellapy.serving.logs import log
 
 Take = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[bytes], Awaitable[None]]

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from scheduler.monitor import Monitor
-from scheduler.policy import PolicyError
-from serving.dashboard_events import Hub
-from serving.errors import RequestError
-from serving.infer import read
-from serving.middleware import SERVICE, json_response, open_to_all
-from serving.protocol import NOT_JSON
-from serving.registry import READY, UNAVAILABLE, Entry
-from serving.remote_monitor import RemoteMonitor
-from serving.service import Service
+from paellapy.scheduler.monitor import Monitor
+from paellapy.scheduler.policy import PolicyError
+from paellapy.serving.dashboard_events import Hub
+from paellapy.serving.errors import RequestError
+from paellapy.serving.infer import read
+from paellapy.serving.middleware import SERVICE, json_response, open_to_all
+from paellapy.serving.protocol import NOT_JSON
+from paellapy.serving.registry import READY, UNAVAILABLE, Entry
+from paellapy.serving.remote_monitor import RemoteMonitor
+from paellapy.serving.service import Service
 
 HUB = web.AppKey("dashboard_hub", Hub)
 MONITOR = web.AppKey[Monitor | RemoteMonitor]("dashboard_monitor")
@@ -105,7 +105,8 @@ def add_dashboard(app: web.Application) -> None:
     service = app[SERVICE]
     monitor = app[MONITOR] = service.monitor()
     hub = app[HUB] = Hub(lambda: snapshot(monitor, service), monitor.start, monitor.stop)
-    pages = {each.name: each.read_bytes() for each in (files("serving") / "dashboard").iterdir() if each.is_file()}
+    folder = files("paellapy.serving") / "dashboard"
+    pages = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
     def answer(name: str) -> web.Response:
         return web.Response(

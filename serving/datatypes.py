@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from scheduler.errors import ModelError
-from scheduler.model import Model
-from serving.errors import RequestError
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.model import Model
+from paellapy.serving.errors import RequestError
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),

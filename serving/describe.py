@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.versions import versions
-from scheduler.engine import Engine
-from scheduler.model import Model
-from scheduler.remote import RemoteEngine
-from serving.counters import ModelCounters
-from serving.datatypes import datatype
-from serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS
-from serving.registry import VERSION, Catalogue
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.remote import RemoteEngine
+from paellapy.serving.counters import ModelCounters
+from paellapy.serving.datatypes import datatype
+from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS
+from paellapy.serving.registry import VERSION, Catalogue
 
 PLATFORM = "paellapy"
 EXTENSIONS = [

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.errors import PaellaError
-from scheduler.fronts import Fronts
-from scheduler.loader import LoadedModel
-from serving.calls import Calls
-from serving.channel import CALL, MOST_DESCRIPTORS, Channel, Message
-from serving.datatypes import datatype
-from serving.kept import Kept
-from serving.logs import log
-from serving.registry import READY, Entry, Registry
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.fronts import Fronts
+from paellapy.scheduler.loader import LoadedModel
+from paellapy.serving.calls import Calls
+from paellapy.serving.channel import CALL, MOST_DESCRIPTORS, Channel, Message
+from paellapy.serving.datatypes import datatype
+from paellapy.serving.kept import Kept
+from paellapy.serving.logs import log
+from paellapy.serving.registry import READY, Entry, Registry
 
 HELLO = "hello"
 STATE = "state"

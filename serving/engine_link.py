@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instrument.errors import PaellaError
-from scheduler.core import predict_finish
-from scheduler.errors import EngineAwayError
-from scheduler.lanes import LanePlan
-from scheduler.model import Model, TensorSpec
-from scheduler.policy import Policy
-from scheduler.remote import AWAY, Link, RemoteEngine, RemoteModel
-from scheduler.shared import SharedBlock
-from scheduler.state import Limits
-from serving.channel import Channel, Message
-from serving.datatypes import DTYPES
-from serving.engine_host import HELLO, STATE
-from serving.logs import log
-from serving.registry import LOADING, READY, Catalogue, Entry
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core import predict_finish
+from paellapy.scheduler.errors import EngineAwayError
+from paellapy.scheduler.lanes import LanePlan
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.policy import Policy
+from paellapy.scheduler.remote import AWAY, Link, RemoteEngine, RemoteModel
+from paellapy.scheduler.shared import SharedBlock
+from paellapy.scheduler.state import Limits
+from paellapy.serving.channel import Channel, Message
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.engine_host import HELLO, STATE
+from paellapy.serving.logs import log
+from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
 
 _AGAIN_S = 0.05  # between two attempts to reach the engine's process
 _STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"

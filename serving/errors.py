@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from instrument.errors import PaellaError
-from scheduler.errors import (
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.errors import (
     CaptureError,
     DeadlineError,
     EngineAwayError,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from serving.fast_lane import FastConnection
+    from paellapy.serving.fast_lane import FastConnection
 
 READ_BYTES = 1 << 20  # at once; what the kernel holds of a connection is usually less
 FIRST_BYTES = 1 << 20  # of a body; a longer one grows as it comes: a length alone takes no memory

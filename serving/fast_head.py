@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from email.utils import formatdate
 
-from serving.fast_bytes import read_buffer
-from serving.infer import HEADER_LENGTH
-from serving.service import Service
+from paellapy.serving.fast_bytes import read_buffer
+from paellapy.serving.infer import HEADER_LENGTH
+from paellapy.serving.service import Service
 
 _LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
 _HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")

@@ -15,19 +15,19 @@ import time
 import zlib
 from typing import Any
 
-from instrument.errors import PaellaError
-from scheduler.errors import UnknownModelError
-from scheduler.model import Model
-from serving.connections import Connection
-from serving.errors import retry_after_s, status_of
-from serving.fast_bytes import AHEAD_BYTES, Body, Reader, write
-from serving.fast_head import LONGEST_HEAD, Head, Lane
-from serving.fast_work import Item, Work
-from serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_coding
-from serving.logs import log, request_id
-from serving.middleware import encode_json
-from serving.protocol import Request, decode
-from serving.service import met_unload
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.errors import UnknownModelError
+from paellapy.scheduler.model import Model
+from paellapy.serving.connections import Connection
+from paellapy.serving.errors import retry_after_s, status_of
+from paellapy.serving.fast_bytes import AHEAD_BYTES, Body, Reader, write
+from paellapy.serving.fast_head import LONGEST_HEAD, Head, Lane
+from paellapy.serving.fast_work import Item, Work
+from paellapy.serving.infer import COMPRESS_FROM_BYTES, COMPRESS_IN_THREAD_BYTES, choose_coding
+from paellapy.serving.logs import log, request_id
+from paellapy.serving.middleware import encode_json
+from paellapy.serving.protocol import Request, decode
+from paellapy.serving.service import met_unload
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"

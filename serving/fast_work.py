@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler import state as st
-from scheduler.errors import DeadlineError, UnknownModelError
-from scheduler.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
-from scheduler.frontend import Entry, FrontEnd, Pending
-from scheduler.model import Model
-from scheduler.requests import Outputs
-from serving.admission import Ticket
-from serving.fast_head import Head
-from serving.protocol import Request, encode
-from serving.registry import VERSION
-from serving.service import met_unload
+from paellapy.scheduler import state as st
+from paellapy.scheduler.errors import DeadlineError, UnknownModelError
+from paellapy.scheduler.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.frontend import Entry, FrontEnd, Pending
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.requests import Outputs
+from paellapy.serving.admission import Ticket
+from paellapy.serving.fast_head import Head
+from paellapy.serving.protocol import Request, encode
+from paellapy.serving.registry import VERSION
+from paellapy.serving.service import met_unload
 
 if TYPE_CHECKING:
-    from serving.fast_lane import FastConnection
+    from paellapy.serving.fast_lane import FastConnection
 
 
 class Work:

@@ -7,10 +7,10 @@ import time
 
 from aiohttp import web
 
-from serving.middleware import CLIENT, SERVICE
-from serving.protocol import decode, encode
-from serving.registry import VERSION
-from serving.service import Service
+from paellapy.serving.middleware import CLIENT, SERVICE
+from paellapy.serving.protocol import decode, encode
+from paellapy.serving.registry import VERSION
+from paellapy.serving.service import Service
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 COMPRESS_FROM_BYTES = 1024  # below, the headers weigh more than what is saved

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from serving.logs import log
-from serving.registry import Registry
+from paellapy.serving.logs import log
+from paellapy.serving.registry import Registry
 
 
 class _Choices(msgspec.Struct):

@@ -17,14 +17,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from scheduler.engine import Engine
-from scheduler.errors import EngineAwayError
-from scheduler.occupancy import RESOURCES
-from serving.counters import Histogram, ModelCounters
-from serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
-from serving.middleware import SERVICE
-from serving.registry import READY, VERSION
-from serving.service import Service
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import EngineAwayError
+from paellapy.scheduler.occupancy import RESOURCES
+from paellapy.serving.counters import Histogram, ModelCounters
+from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
+from paellapy.serving.middleware import SERVICE
+from paellapy.serving.registry import READY, VERSION
+from paellapy.serving.service import Service
 
 _Number = Callable[[ModelCounters], float]
 

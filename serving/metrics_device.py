@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from instrument.live import counts
-from scheduler.engine import Engine
+from paellapy.instrument.live import counts
+from paellapy.scheduler.engine import Engine
 
 
 def sm_metrics(engine: Engine) -> Iterator[Metric]:

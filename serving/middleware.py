@@ -13,10 +13,10 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from instrument.errors import PaellaError
-from serving.errors import RequestError, retry_after_s, status_of
-from serving.logs import child_span, log, request_id
-from serving.service import Service
+from paellapy.instrument.errors import PaellaError
+from paellapy.serving.errors import RequestError, retry_after_s, status_of
+from paellapy.serving.logs import child_span, log, request_id
+from paellapy.serving.service import Service
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from instrument.versions import versions
-from serving.middleware import json_response, open_to_all
-from serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
+from paellapy.instrument.versions import versions
+from paellapy.serving.middleware import json_response, open_to_all
+from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from serving.config import Config, Path_, Source, load_config
-from serving.errors import ConfigError
+from paellapy.serving.config import Config, Path_, Source, load_config
+from paellapy.serving.errors import ConfigError
 
 
 class _Source(Source):

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.model import Model, TensorSpec
-from serving.datatypes import check_datatype, datatype
-from serving.errors import RequestError, short
-from serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.serving.datatypes import check_datatype, datatype
+from paellapy.serving.errors import RequestError, short
+from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
 
 Parameters = dict[str, Any]
 

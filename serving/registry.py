@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from instrument.errors import PaellaError
-from scheduler.core_predict import predict_finish
-from scheduler.engine import Engine
-from scheduler.errors import ModelError, UnknownModelError
-from scheduler.model import Model
-from scheduler.remote import RemoteEngine
-from serving.datatypes import check_servable
-from serving.errors import RefusedError, short
-from serving.logs import log
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core_predict import predict_finish
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import ModelError, UnknownModelError
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.remote import RemoteEngine
+from paellapy.serving.datatypes import check_servable
+from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.logs import log
 
 T = TypeVar("T")
 

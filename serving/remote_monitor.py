@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from scheduler.errors import EngineAwayError
-from scheduler.remote import RemoteEngine
+from paellapy.scheduler.errors import EngineAwayError
+from paellapy.scheduler.remote import RemoteEngine
 
 _PATIENCE_S = 10.0
 

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from serving import describe
-from serving.errors import RequestError, short
-from serving.infer import infer, read
-from serving.middleware import SERVICE, json_response, open_to_all
-from serving.protocol import NOT_JSON
-from serving.registry import READY, Entry
+from paellapy.serving import describe
+from paellapy.serving.errors import RequestError, short
+from paellapy.serving.infer import infer, read
+from paellapy.serving.middleware import SERVICE, json_response, open_to_all
+from paellapy.serving.protocol import NOT_JSON
+from paellapy.serving.registry import READY, Entry
 
 
 async def server(request: web.Request) -> web.Response:

@@ -19,20 +19,20 @@ from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
-from instrument.errors import PaellaError
-from scheduler.engine import Engine
-from scheduler.errors import EngineFailedError
-from scheduler.remote import RemoteEngine
-from serving.app import create_app
-from serving.config import ServerConfig
-from serving.connections import Connection, Runner
-from serving.fast_head import Lane
-from serving.fast_lane import FastConnection
-from serving.logs import configure, log
-from serving.middleware import SERVICE
-from serving.registry import Catalogue, Registry
-from serving.service import Service
-from serving.warm import warm_up
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import EngineFailedError
+from paellapy.scheduler.remote import RemoteEngine
+from paellapy.serving.app import create_app
+from paellapy.serving.config import ServerConfig
+from paellapy.serving.connections import Connection, Runner
+from paellapy.serving.fast_head import Lane
+from paellapy.serving.fast_lane import FastConnection
+from paellapy.serving.logs import configure, log
+from paellapy.serving.middleware import SERVICE
+from paellapy.serving.registry import Catalogue, Registry
+from paellapy.serving.service import Service
+from paellapy.serving.warm import warm_up
 
 T = TypeVar("T")
 

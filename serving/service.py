@@ -8,19 +8,19 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from instrument.errors import PaellaError
-from scheduler.engine import Engine
-from scheduler.errors import DeadlineError, UnknownModelError
-from scheduler.model import Model
-from scheduler.monitor import Monitor
-from scheduler.remote import RemoteEngine
-from serving.admission import Admission, Mode
-from serving.calls import Calls, LoggedMonitor
-from serving.counters import Counters
-from serving.errors import RefusedError, status_of
-from serving.protocol import Request
-from serving.registry import READY, Catalogue, Registry
-from serving.remote_monitor import RemoteMonitor
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import DeadlineError, UnknownModelError
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.monitor import Monitor
+from paellapy.scheduler.remote import RemoteEngine
+from paellapy.serving.admission import Admission, Mode
+from paellapy.serving.calls import Calls, LoggedMonitor
+from paellapy.serving.counters import Counters
+from paellapy.serving.errors import RefusedError, status_of
+from paellapy.serving.protocol import Request
+from paellapy.serving.registry import READY, Catalogue, Registry
+from paellapy.serving.remote_monitor import RemoteMonitor
 
 Call = Callable[..., Awaitable[Any]]
 

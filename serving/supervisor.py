@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from instrument.errors import PaellaError
-from scheduler.shared import die_with_parent, name_process
-from serving.logs import log
-from serving.server import BACKLOG, cannot_listen
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.shared import die_with_parent, name_process
+from paellapy.serving.logs import log
+from paellapy.serving.server import BACKLOG, cannot_listen
 
 READY = "ready"
 LEAST_LIFE_S = 10.0  # who lives shorter is started again later and later

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler import front_calls
-from scheduler.core import attach_policy, predict_finish
-from scheduler.core_models import ModelProfile, SegmentProfile, install
-from scheduler.policy import Policy
-from scheduler.state import COMPLETION, Limits, new_state
-from serving.counters import counter_table, note_items
+from paellapy.scheduler import front_calls
+from paellapy.scheduler.core import attach_policy, predict_finish
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install
+from paellapy.scheduler.policy import Policy
+from paellapy.scheduler.state import COMPLETION, Limits, new_state
+from paellapy.serving.counters import counter_table, note_items
 
 
 def warm_up(policy: Policy) -> None:

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from scheduler.model import Model
-from scheduler.policy import Policy, find_policy, policy_names
-from serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
-from serving.config import Config, Source
-from serving.counters import Counters, Numbers, counter_table
-from serving.engine_host import EngineHost
-from serving.engine_link import EngineLink
-from serving.kept import Kept
-from serving.logs import configure, log
-from serving.registry import Registry, entry_of
-from serving.server import (
+from paellapy.scheduler.model import Model
+from paellapy.scheduler.policy import Policy, find_policy, policy_names
+from paellapy.serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
+from paellapy.serving.config import Config, Source
+from paellapy.serving.counters import Counters, Numbers, counter_table
+from paellapy.serving.engine_host import EngineHost
+from paellapy.serving.engine_link import EngineLink
+from paellapy.serving.kept import Kept
+from paellapy.serving.logs import configure, log
+from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.server import (
     Announce,
     Server,
     end_now,
@@ -36,9 +36,9 @@ from serving.server import (
     run,
     url_of,
 )
-from serving.service import Service
-from serving.supervisor import READY, Process, Supervisor, Tell, listen
-from serving.warm import warm_up
+from paellapy.serving.service import Service
+from paellapy.serving.supervisor import READY, Process, Supervisor, Tell, listen
+from paellapy.serving.warm import warm_up
 
 SOCKET, KEPT = "engine", "kept"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this

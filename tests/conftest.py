@@ -7,8 +7,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from instrument.device import Device
-from instrument.errors import NoDeviceError
+from paellapy.instrument.device import Device
+from paellapy.instrument.errors import NoDeviceError
 
 # On a machine shared with others an example may take any time: that says nothing about the code.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])

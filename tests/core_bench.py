@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.parts import part
-from scheduler import core, core_rings
-from scheduler import state as st
-from scheduler.core_check import check_integrity
-from scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
-from scheduler.policy import Policy, find_policy
+from paellapy.instrument.device.parts import part
+from paellapy.scheduler import core, core_rings
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_check import check_integrity
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
+from paellapy.scheduler.policy import Policy, find_policy
 
 LIMITS = st.Limits(
     models=4, lanes=16, lanes_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2

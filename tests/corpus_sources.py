@@ -7,9 +7,9 @@ import functools
 import numpy as np
 from corpus import Case, CudaCase
 
-from instrument.compiled import Source
-from instrument.cuda_source import CudaSource
-from instrument.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.compiled import Source
+from paellapy.instrument.cuda_source import CudaSource
+from paellapy.instrument.triton_source import TritonSource, TypeHandlers
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
-from instrument.records import DESCRIPTOR
+from paellapy.instrument.records import DESCRIPTOR
 
 _ids = itertools.count(1000)
 _OK = real.CUresult.CUDA_SUCCESS
@@ -460,8 +460,8 @@ def _scale(parameters: bytes, blocks: int) -> None:
 
 def install() -> FakeCuda:
     """Puts the fake in the driver's place, for the rest of the process."""
-    from instrument.device import cuda, cuda_launch, cuda_memory
-    from instrument.device import driver as driver_module
+    from paellapy.instrument.device import cuda, cuda_launch, cuda_memory
+    from paellapy.instrument.device import driver as driver_module
 
     fake = FakeCuda()
     library = _Library(fake)

@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from scheduler.engine import Engine
-from scheduler.model import Model, TensorSpec
-from scheduler.requests import Slot
-from scheduler.state import Limits
-from serving.config import ServerConfig
-from serving.datatypes import DTYPES
-from serving.registry import Entry, Registry, entry_of
-from serving.server import Server
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.requests import Slot
+from paellapy.scheduler.state import Limits
+from paellapy.serving.config import ServerConfig
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.registry import Entry, Registry, entry_of
+from paellapy.serving.server import Server
 
 DEVICE = "virtual:h200"
 

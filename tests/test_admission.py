@@ -9,14 +9,14 @@ from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
 
-from scheduler import core
-from scheduler.core_admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
-from scheduler.core_models import ModelProfile, SegmentProfile
-from scheduler.policy import policy_names
-from scheduler.simulate import simulate
-from scheduler.state import MAX_ACTIVE, OK, QUEUE_FULL
-from scheduler.workload import ClosedLoop, Poisson, Trace
-from serving.admission import Window
+from paellapy.scheduler import core
+from paellapy.scheduler.core_admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
+from paellapy.scheduler.policy import policy_names
+from paellapy.scheduler.simulate import simulate
+from paellapy.scheduler.state import MAX_ACTIVE, OK, QUEUE_FULL
+from paellapy.scheduler.workload import ClosedLoop, Poisson, Trace
+from paellapy.serving.admission import Window
 
 MS = 1_000_000
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from stand_in_device import Launch, StandInDevice
 
-from instrument.errors import ArgumentError, LaunchError
-from instrument.kernel import TritonKernel, kernel
+from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.kernel import TritonKernel, kernel
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument import cache
+from paellapy.instrument import cache
 
 
 @pytest.fixture(autouse=True)

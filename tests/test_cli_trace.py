@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 from viz_traces import MIX, make
 
-from instrument.errors import TraceError
-from instrument.trace import Trace
-from instrument.versions import versions
 from paellapy import cli
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import Trace
+from paellapy.instrument.versions import versions
 from paellapy.output_path import OutputError
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")

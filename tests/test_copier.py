@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 
-from scheduler.copier import Copier
-from scheduler.core_check import check_at_rest
-from scheduler.core_slots import LONG_COPY
-from scheduler.cpus import usable_cpus
-from scheduler.engine import Engine
-from scheduler.errors import DeadlineError
-from scheduler.loop import Bell
-from scheduler.state import COPY_BELL, LIVE, new_state
+from paellapy.scheduler.copier import Copier
+from paellapy.scheduler.core_check import check_at_rest
+from paellapy.scheduler.core_slots import LONG_COPY
+from paellapy.scheduler.cpus import usable_cpus
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import DeadlineError
+from paellapy.scheduler.loop import Bell
+from paellapy.scheduler.state import COPY_BELL, LIVE, new_state
 
 N = LONG_COPY // 4 + 3
 

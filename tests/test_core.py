@@ -14,12 +14,12 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
-from scheduler import core, core_rings
-from scheduler import state as st
-from scheduler.core_ahead import JUST_AHEAD_NS, MOST_STRETCH
-from scheduler.core_check import IntegrityError, check_integrity
-from scheduler.core_crowd import MOST_CONFINED, MOST_DEMANDED
-from scheduler.core_models import (
+from paellapy.scheduler import core, core_rings
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_ahead import JUST_AHEAD_NS, MOST_STRETCH
+from paellapy.scheduler.core_check import IntegrityError, check_integrity
+from paellapy.scheduler.core_crowd import MOST_CONFINED, MOST_DEMANDED
+from paellapy.scheduler.core_models import (
     ModelProfile,
     ProfileError,
     SegmentProfile,
@@ -29,9 +29,9 @@ from scheduler.core_models import (
     remove,
     save_profiles,
 )
-from scheduler.install import install_windows
-from scheduler.occupancy import occupancy
-from scheduler.policy import Policy, find_policy, policy_names
+from paellapy.scheduler.install import install_windows
+from paellapy.scheduler.occupancy import occupancy
+from paellapy.scheduler.policy import Policy, find_policy, policy_names
 
 # --- one request ----------------------------------------------------------------------------------------------------
 
@@ -1026,7 +1026,7 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
 
 
 def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
-    from scheduler.policies.paella import with_threshold
+    from paellapy.scheduler.policies.paella import with_threshold
 
     models = [profile("a", segments=1, ns=1e6, lanes=2, share=3.0), profile("b", segments=1, ns=1e6, lanes=2)]
     bench = Bench(models, policy=with_threshold(0.0))

@@ -8,10 +8,10 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from scheduler import core, front_calls
-from scheduler import state as st
-from scheduler.core_check import check_integrity
-from scheduler.core_rings import SLOTS, STAGED
+from paellapy.scheduler import core, front_calls
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_check import check_integrity
+from paellapy.scheduler.core_rings import SLOTS, STAGED
 
 FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
 STEPS = ("claim", "post", "write", "run", "read")  # what a front end does, in order

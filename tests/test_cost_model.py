@@ -12,9 +12,9 @@ import triton.language as tl
 from corpus import TRITON_CASES
 
 import paellapy as pp
-from instrument.device.cost_model import CostModel
-from instrument.device.parts import part
-from instrument.device.timing import Timing
+from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.parts import part
+from paellapy.instrument.device.timing import Timing
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.cuda_torch import TorchPool
+from paellapy.scheduler.cuda_torch import TorchPool
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_models import scale_model
 from serving_server import infer_body, running
 
-from scheduler.engine import Engine
-from serving.app import create_app
-from serving.dashboard_events import Hub
-from serving.dashboard_routes import HUB, SWITCH_HEADER
-from serving.registry import Entry, entry_of
+from paellapy.scheduler.engine import Engine
+from paellapy.serving.app import create_app
+from paellapy.serving.dashboard_events import Hub
+from paellapy.serving.dashboard_routes import HUB, SWITCH_HEADER
+from paellapy.serving.registry import Entry, entry_of
 
 SWITCH = {"Content-Type": "application/json", SWITCH_HEADER: "1"}
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from instrument.device import Device
 from paellapy import demo
 from paellapy.demo import reference
-from scheduler.errors import UnknownModelError
+from paellapy.instrument.device import Device
+from paellapy.scheduler.errors import UnknownModelError
 
 NAMES = demo.names()
 KERNELS = {"mlp": 3, "cnn": 11, "transformer": 75}

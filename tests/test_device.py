@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from stand_in_device import StandInDevice
 
-from instrument.device import Device, driver
-from instrument.errors import NoDeviceError
+from paellapy.instrument.device import Device, driver
+from paellapy.instrument.errors import NoDeviceError
 
 
 class Numbered(StandInDevice):

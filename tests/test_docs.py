@@ -22,7 +22,7 @@ from aiohttp.test_utils import TestClient, TestServer
 import paellapy as pp
 from paellapy import demo, serve_demo
 from paellapy.demo import reference
-from serving.config import Config, ModelConfig, ServerConfig, TlsConfig
+from paellapy.serving.config import Config, ModelConfig, ServerConfig, TlsConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

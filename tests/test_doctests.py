@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    ".".join(("paellapy", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__").replace(
+        "paellapy.paellapy", "paellapy"
+    )
     for package in ("paellapy", "serving", "scheduler", "instrument")
     for path in (ROOT / package).rglob("*.py")
     if ">>> " in path.read_text()

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from instrument import versions
-from instrument.errors import NoDeviceError
 from paellapy import cli, doctor
+from paellapy.instrument import versions
+from paellapy.instrument.errors import NoDeviceError
 
 
 def test_doctor_tries_every_feature_and_says_what_to_do() -> None:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 
-from instrument.errors import TraceError
-from instrument.records import Records
-from instrument.trace import Trace
-from scheduler import state
-from scheduler.engine_trace import (
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import Records
+from paellapy.instrument.trace import Trace
+from paellapy.scheduler import state
+from paellapy.scheduler.engine_trace import (
     JOB_RECORD,
     OWNER,
     SEGMENT_RECORD,
@@ -28,7 +28,7 @@ from scheduler.engine_trace import (
     TracedPiece,
     fill_engine_trace,
 )
-from scheduler.model import Model, TensorSpec
+from paellapy.scheduler.model import Model, TensorSpec
 
 
 def numbers(dtype: np.dtype[Any]) -> st.SearchStrategy[Records]:

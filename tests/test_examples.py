@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from instrument.errors import TraceError
-from instrument.trace import Trace
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import Trace
+from paellapy.scheduler.engine_trace import EngineTrace
 from paellapy.viz.requests import requests
-from scheduler.engine_trace import EngineTrace
 
 
 def test_every_example_loads_and_is_whole() -> None:

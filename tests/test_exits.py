@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ptx_pieces import entry, module
 
-from instrument.errors import InstrumentError
-from instrument.exits import barrier_at_exit_is_safe, refuse_exit_in_functions
-from instrument.ptx import Module
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.exits import barrier_at_exit_is_safe, refuse_exit_in_functions
+from paellapy.instrument.ptx import Module
 
 PARAMS = "(.param .u64 x, .param .u32 n)"
 TID = "mov.u32 %r1, %tid.x;"

@@ -19,15 +19,15 @@ import triton.language as tl
 from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
 
 import paellapy as pp
-from instrument.device.cuda_memory import CudaEvent
-from instrument.device.driver import check as check_status
-from instrument.device.driver import driver
-from scheduler import state as st
-from scheduler.core_check import check_at_rest
-from scheduler.engine import Engine
-from scheduler.errors import CaptureError, InputError, MemoryPlanError
-from scheduler.model import Model, TensorSpec
-from scheduler.policy import find_policy, policy_names
+from paellapy.instrument.device.cuda_memory import CudaEvent
+from paellapy.instrument.device.driver import check as check_status
+from paellapy.instrument.device.driver import driver
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_check import check_at_rest
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import CaptureError, InputError, MemoryPlanError
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.policy import find_policy, policy_names
 
 pytestmark = pytest.mark.gpu
 
@@ -387,8 +387,8 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     code = """
         import asyncio
         import numpy as np
-        from scheduler.engine import Engine
-        from scheduler.errors import EngineFailedError
+        from paellapy.scheduler.engine import Engine
+        from paellapy.scheduler.errors import EngineFailedError
         from engine_models import faulty_model, scale_model
 
         engine = Engine("cuda")

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from stand_in_device import StandInDevice
 
-from instrument.errors import ArgumentError, InstrumentError, LaunchError
-from instrument.kernel import CudaKernel, TritonKernel, kernel
-from instrument.ptx import Module
+from paellapy.instrument.errors import ArgumentError, InstrumentError, LaunchError
+from paellapy.instrument.kernel import CudaKernel, TritonKernel, kernel
+from paellapy.instrument.ptx import Module
 
 SAXPY = """
 extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {

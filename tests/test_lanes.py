@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from scheduler.errors import CaptureError, MemoryPlanError
-from scheduler.lanes import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
-from scheduler.model import Model, TensorSpec
-from scheduler.virtual_memory import VirtualMemory
+from paellapy.scheduler.errors import CaptureError, MemoryPlanError
+from paellapy.scheduler.lanes import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.virtual_memory import VirtualMemory
 
 
 def model(**options):

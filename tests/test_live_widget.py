@@ -19,8 +19,8 @@ from aiohttp import web
 from engine_models import random_inputs, scale_model
 
 import paellapy as pp
+from paellapy.scheduler.engine import Engine
 from paellapy.viz import live_widget
-from scheduler.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

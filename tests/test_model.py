@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instrument.errors import PaellaError
-from scheduler.errors import ModelError
-from scheduler.model import Model, TensorSpec
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.model import Model, TensorSpec
 
 SPECS = {"x": TensorSpec((4,))}
 

@@ -10,15 +10,15 @@ import pytest
 from engine_models import mlp_model, random_inputs, scale_model
 
 import paellapy as pp
-from instrument.device.parts import part
-from instrument.device.sm_model import SmModel
-from instrument.live import counts
-from instrument.records import WARP_SHIFT
-from scheduler import backend_virtual, monitor_sms
-from scheduler import state as st
-from scheduler.engine import Engine
-from scheduler.monitor import EDGES_MS, Monitor
-from scheduler.policy import PolicyError
+from paellapy.instrument.device.parts import part
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.live import counts
+from paellapy.instrument.records import WARP_SHIFT
+from paellapy.scheduler import backend_virtual, monitor_sms
+from paellapy.scheduler import state as st
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.monitor import EDGES_MS, Monitor
+from paellapy.scheduler.policy import PolicyError
 
 RNG = np.random.default_rng(3)
 

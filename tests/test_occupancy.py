@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.device.parts import KIB, Part, SmLimits, limits_for_capability, part
-from instrument.errors import LaunchError
-from instrument.occupancy import Occupancy, active_clusters, footprint, occupancy
+from paellapy.instrument.device.parts import KIB, Part, SmLimits, limits_for_capability, part
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.occupancy import Occupancy, active_clusters, footprint, occupancy
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)

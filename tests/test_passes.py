@@ -9,11 +9,11 @@ from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
 from corpus_sources import source_of
 from ptx_pieces import entry, module
 
-from instrument import passes
-from instrument.assemble import assemble
-from instrument.errors import InstrumentError, PtxError
-from instrument.passes import PassConfig
-from instrument.ptx import Function, Module
+from paellapy.instrument import passes
+from paellapy.instrument.assemble import assemble
+from paellapy.instrument.errors import InstrumentError, PtxError
+from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx import Function, Module
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

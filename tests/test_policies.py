@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from core_bench import Bench, profile
 
-from scheduler import policy_check
-from scheduler import state as st
-from scheduler.policies import edf, hrrn, paella, priority, slack, srpt
-from scheduler.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
+from paellapy.scheduler import policy_check
+from paellapy.scheduler import state as st
+from paellapy.scheduler.policies import edf, hrrn, paella, priority, slack, srpt
+from paellapy.scheduler.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
 
 
 def job(**facts: float) -> Any:

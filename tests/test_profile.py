@@ -9,17 +9,17 @@ from engine_models import mlp_model, scale_model
 from typer.testing import CliRunner
 
 import paellapy as pp
-from instrument import cache
-from instrument.errors import PaellaError
 from paellapy import cli
-from scheduler import profile as profiles
-from scheduler.backend_virtual import VirtualBackend
-from scheduler.core_models import SegmentProfile
-from scheduler.lanes import MemoryPlan
-from scheduler.loader import Loader
-from scheduler.profile import ProgramProfile, model_profile, segment_profile
-from scheduler.program import Node
-from scheduler.state import Limits
+from paellapy.instrument import cache
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler import profile as profiles
+from paellapy.scheduler.backend_virtual import VirtualBackend
+from paellapy.scheduler.core_models import SegmentProfile
+from paellapy.scheduler.lanes import MemoryPlan
+from paellapy.scheduler.loader import Loader
+from paellapy.scheduler.profile import ProgramProfile, model_profile, segment_profile
+from paellapy.scheduler.program import Node
+from paellapy.scheduler.state import Limits
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ptx_pieces import HEADER, entry, module
 
-from instrument.errors import PtxError
-from instrument.ptx import Function, Kind, Module, Statement, statements, tokenize
+from paellapy.instrument.errors import PtxError
+from paellapy.instrument.ptx import Function, Kind, Module, Statement, statements, tokenize
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from instrument.device import queues
+from paellapy.instrument.device import queues
 
 
 def in_process(code: str, **env: str) -> str:
@@ -19,7 +19,7 @@ def in_process(code: str, **env: str) -> str:
     return done.stdout.strip() + done.stderr.strip()
 
 
-@pytest.mark.parametrize("package", ["paellapy", "scheduler.engine", "instrument.device.driver"])
+@pytest.mark.parametrize("package", ["paellapy", "paellapy.scheduler.engine", "paellapy.instrument.device.driver"])
 def test_an_import_asks_for_all_of_them_before_anything_uses_the_gpu(package: str) -> None:
     assert in_process(f"import os, {package}; print(os.environ['{queues.VARIABLE}'])") == "32"
 
@@ -48,7 +48,7 @@ def test_few_queues_are_told_of_where_nobody_chose_them(
 
 def test_to_ask_whether_the_gpu_is_in_use_does_not_load_its_driver() -> None:
     loaded = "'libcuda.so' in open('/proc/self/maps').read()"
-    code = f"from instrument.device import queues; print(queues.gpu_in_use(), {loaded})"
+    code = f"from paellapy.instrument.device import queues; print(queues.gpu_in_use(), {loaded})"
     assert in_process(code) == "False False"
 
 

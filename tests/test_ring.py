@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.errors import TraceError
-from instrument.records import BLOCK, LAUNCH, RING_RECORD, Records
-from instrument.ring import Mark, decode
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, RING_RECORD, Records
+from paellapy.instrument.ring import Mark, decode
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 EPOCH = 1_780_000_000 * S  # %globaltimer counts from 1970 on most parts

@@ -21,8 +21,8 @@ from engine_models import gemm, mlp_model, random_inputs, scale, scale_model
 from serving_server import infer_body, running
 
 import paellapy as pp
+from paellapy.scheduler.engine import Engine
 from paellapy.viz import data
-from scheduler.engine import Engine
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

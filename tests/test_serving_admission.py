@@ -11,7 +11,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import DEVICE, infer_body, running
 
-from scheduler.core_admission import (
+from paellapy.scheduler.core_admission import (
     FEW_MARGIN,
     FIRST_MARGIN,
     LEAST_MARGIN,
@@ -20,9 +20,9 @@ from scheduler.core_admission import (
     new_windows,
     note_latency,
 )
-from scheduler.engine import Engine
-from serving.admission import Admission, Window
-from serving.errors import RefusedError, retry_after_s
+from paellapy.scheduler.engine import Engine
+from paellapy.serving.admission import Admission, Window
+from paellapy.serving.errors import RefusedError, retry_after_s
 
 X = {"x": np.ones(64, np.float32)}
 

@@ -19,14 +19,14 @@ from rich.console import Console
 from serving_server import echo_model, running
 from typer.testing import CliRunner
 
-from instrument.errors import PaellaError
 from paellapy import bench_report
 from paellapy.bench_report import table
 from paellapy.cli import app
+from paellapy.instrument.errors import PaellaError
 from paellapy.output_path import OutputError
-from serving.bench import PAUSE_S, Arrival, Bench, Load, Outcome, gaps, hdr, read_trace, run_bench, summarize
-from serving.bench_client import BenchError, Endpoint, Pool
-from serving.protocol import DEFAULT_LEVEL
+from paellapy.serving.bench import PAUSE_S, Arrival, Bench, Load, Outcome, gaps, hdr, read_trace, run_bench, summarize
+from paellapy.serving.bench_client import BenchError, Endpoint, Pool
+from paellapy.serving.protocol import DEFAULT_LEVEL
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from scheduler import state as st
-from scheduler.model import Model, TensorSpec
-from serving.build import build_engine, build_entries, build_keys, build_tls
-from serving.config import load_config
-from serving.errors import ConfigError
-from serving.toml_lines import line_of
+from paellapy.scheduler import state as st
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
+from paellapy.serving.config import load_config
+from paellapy.serving.errors import ConfigError
+from paellapy.serving.toml_lines import line_of
 
 GOOD = """\
 device = "virtual:t4"
@@ -222,7 +222,8 @@ def test_the_python_interface_checks_its_options():
 
 def test_workers_are_one_of_the_options(write, monkeypatch):
     served = []
-    monkeypatch.setattr("serving.api.serve_config", lambda config, *found, **more: served.append(config.server))
+    keep = lambda config, *found, **more: served.append(config.server)  # noqa: E731
+    monkeypatch.setattr("paellapy.serving.api.serve_config", keep)
     model = Model("m", lambda w, i, o: None, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)})
     for models in ([model], write(GOOD)):
         given = {"port": 1, "workers": 3}
@@ -243,7 +244,7 @@ def test_workers_are_one_of_the_options(write, monkeypatch):
 
 def test_options_come_before_what_a_file_says(write, monkeypatch):
     served = []
-    monkeypatch.setattr("serving.api.serve_config", lambda *found, **more: served.append(found))
+    monkeypatch.setattr("paellapy.serving.api.serve_config", lambda *found, **more: served.append(found))
     pp.serve(write(GOOD), workers=2, policy="srpt", server={"port": 1}, keys={"bob": "known"})
     config, source = served[0]
     assert (config.device, config.policy, config.server.port, config.server.workers) == ("virtual:t4", "srpt", 1, 2)

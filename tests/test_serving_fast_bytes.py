@@ -17,8 +17,8 @@ from hypothesis import strategies as some
 from serving_server import running
 from test_serving_fast_lane import Client
 
-from serving import fast_bytes
-from serving.fast_bytes import Body, write
+from paellapy.serving import fast_bytes
+from paellapy.serving.fast_bytes import Body, write
 
 LARGE = 50_000  # floats
 

@@ -14,8 +14,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as some
 from serving_server import infer_body, running
 
-from scheduler.errors import QueueFullError, UnknownModelError
-from serving import fast_lane
+from paellapy.scheduler.errors import QueueFullError, UnknownModelError
+from paellapy.serving import fast_lane
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import infer_body, read_until, running, serving
 
-from serving.connections import Connection
+from paellapy.serving.connections import Connection
 
 X = np.arange(64, dtype=np.float32)[np.newaxis]
 BODY = json.dumps(infer_body("x", X)).encode()

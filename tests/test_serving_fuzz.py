@@ -26,8 +26,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from serving_server import read_until, serving
 
-from serving.datatypes import DTYPES
-from serving.openapi import document
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.openapi import document
 
 CONFIG = """
 device = "virtual:h200"

@@ -21,12 +21,12 @@ from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
 from serving_server import DEVICE, ask, infer_body, running
 
-from scheduler.engine import Engine
-from scheduler.errors import ModelError
-from scheduler.state import Limits
-from serving.app import create_app
-from serving.openapi import document
-from serving.registry import Entry
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import ModelError
+from paellapy.scheduler.state import Limits
+from paellapy.serving.app import create_app
+from paellapy.serving.openapi import document
+from paellapy.serving.registry import Entry
 
 ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()

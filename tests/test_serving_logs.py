@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from serving.logs import _Lines
+from paellapy.serving.logs import _Lines
 
 
 def line(message="request", style="text", exc_info=None, **fields):

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from scheduler.model import Model, TensorSpec
-from serving.datatypes import DTYPES
-from serving.errors import RequestError
-from serving.infer import choose_coding
-from serving.protocol import DEFAULT_LEVEL, decode, encode
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.errors import RequestError
+from paellapy.serving.infer import choose_coding
+from paellapy.serving.protocol import DEFAULT_LEVEL, decode, encode
 
 
 def model_of(**inputs):

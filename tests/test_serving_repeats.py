@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from scheduler.model import Model, TensorSpec
-from serving import repeats
-from serving.errors import RequestError
-from serving.protocol import Request, decode, encode
+from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.serving import repeats
+from paellapy.serving.errors import RequestError
+from paellapy.serving.protocol import Request, decode, encode
 
 DTYPES = ("float32", "int8", "float64", "bool", "uint16")
 

@@ -20,7 +20,7 @@ import pytest
 from serving_server import infer_body, read_until, running, serving
 
 from paellapy import demo, serve_demo
-from serving.logs import log
+from paellapy.serving.logs import log
 
 TLS = Path(__file__).parent / "tls"  # a certificate for localhost that signs itself
 IMAGES, LABELS = demo.held_out()
@@ -265,8 +265,8 @@ def test_whoever_waits_for_what_is_compiled_before_the_models_hears_of_it(monkey
                 told.set()
 
     handler = Handler()
-    monkeypatch.setattr("serving.server.PATIENCE_S", 0.01)
-    monkeypatch.setattr("serving.server.warm_up", lambda policy: told.wait())
+    monkeypatch.setattr("paellapy.serving.server.PATIENCE_S", 0.01)
+    monkeypatch.setattr("paellapy.serving.server.warm_up", lambda policy: told.wait())
     monkeypatch.setattr(log, "handlers", [handler])
     monkeypatch.setattr(log, "propagate", False)
     log.setLevel(logging.INFO)

@@ -14,8 +14,8 @@ from serving_server import echo_model, running
 from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
-from serving.datatypes import DTYPES
-from serving.protocol import DEFAULT_LEVEL
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.protocol import DEFAULT_LEVEL
 
 IMAGES, LABELS = demo.held_out()
 SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")

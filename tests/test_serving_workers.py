@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
-from scheduler import core
-from scheduler.engine import Engine
-from scheduler.fronts import Fronts
-from scheduler.state import Limits
+from paellapy.scheduler import core
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.fronts import Fronts
+from paellapy.scheduler.state import Limits
 
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)

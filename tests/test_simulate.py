@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st_
 
-from instrument.errors import PaellaError
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler import state as st
+from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
+from paellapy.scheduler.demand import TOGETHER, busy_alone, usual_demand
+from paellapy.scheduler.fluid import HAND_OVER_NS, run_fluid
+from paellapy.scheduler.simulate import COPY_GBPS, Fidelity, simulate
+from paellapy.scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
+from paellapy.scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
 from paellapy.viz.palette import OKABE_ITO
-from scheduler import state as st
-from scheduler.core_models import ModelProfile, SegmentProfile
-from scheduler.demand import TOGETHER, busy_alone, usual_demand
-from scheduler.fluid import HAND_OVER_NS, run_fluid
-from scheduler.simulate import COPY_GBPS, Fidelity, simulate
-from scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
-from scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
 
 
 def net(name: str = "net", us: float = 50.0, segments: int = 4, blocks: int = 66, **more: object) -> ModelProfile:
@@ -359,7 +359,7 @@ def test_what_a_program_keeps_busy_follows_from_its_demand(demand: float, togeth
 
 
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
-    """As Paella's CNNs do on an H200: see `scheduler.fluid_rates`."""
+    """As Paella's CNNs do on an H200: see `paellapy.scheduler.fluid_rates`."""
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from instrument.errors import ArgumentError
 from paellapy import demo
-from scheduler.engine_trace import EngineTrace
-from scheduler.results import Results
-from scheduler.simulate_mix import mix_profiles
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.results import Results
+from paellapy.scheduler.simulate_mix import mix_profiles
 
 LOAD = pp.Poisson(30_000, {"mlp": 2, "cnn": 1}, duration=0.001)
 

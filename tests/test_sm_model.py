@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instrument.device.parts import KIB, part
-from instrument.device.sm_costs import BlockCost
-from instrument.device.sm_model import DeadlockError, SmModel
-from instrument.device.sm_program import Kernel
-from instrument.device.timing import Timing
-from instrument.errors import LaunchError, NoDeviceError
-from instrument.occupancy import Footprint, footprint, occupancy
-from instrument.records import BLOCK, SM_LINE, WARP_SHIFT
+from paellapy.instrument.device.parts import KIB, part
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import DeadlockError, SmModel
+from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.errors import LaunchError, NoDeviceError
+from paellapy.instrument.occupancy import Footprint, footprint, occupancy
+from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
 H200 = part("h200")
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.

@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import _allocation
 
-from instrument import torch_hook
-from instrument.errors import InstrumentError
-from instrument.kernel import kernel
-from instrument.torch_hook import instrument_torch
-from instrument.triton_source import TRITON_VERSION
+from paellapy.instrument import torch_hook
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.kernel import kernel
+from paellapy.instrument.torch_hook import instrument_torch
+from paellapy.instrument.triton_source import TRITON_VERSION
 
 
 @triton.jit

@@ -19,12 +19,12 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import create_function_from_signature
 
-from instrument import assemble, cache
-from instrument.arguments import of_int, param_layout, triton_dtype
-from instrument.errors import ArgumentError, CompileError
-from instrument.kernel import TritonKernel
-from instrument.ptx import Module
-from instrument.triton_source import TritonSource, TypeHandlers, launch_values, target_capability
+from paellapy.instrument import assemble, cache
+from paellapy.instrument.arguments import of_int, param_layout, triton_dtype
+from paellapy.instrument.errors import ArgumentError, CompileError
+from paellapy.instrument.kernel import TritonKernel
+from paellapy.instrument.ptx import Module
+from paellapy.instrument.triton_source import TritonSource, TypeHandlers, launch_values, target_capability
 
 HANDLERS = TypeHandlers()
 

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
-from instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, UnsupportedOpError
-from instrument.ttir import TtirProgram, program
+from paellapy.instrument.errors import ArgumentError, LaunchError, OutOfBoundsError, UnsupportedOpError
+from paellapy.instrument.ttir import TtirProgram, program
 
 EVALUABLE = [case for case in TRITON_CASES if case.evaluable]
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.errors import UnsupportedOpError
-from instrument.ttir.constants import constant
-from instrument.ttir.parser import parse
-from instrument.ttir.syntax import split_top
-from instrument.ttir.tree import walk
-from instrument.ttir.types import ELEMENTS, parse_type
+from paellapy.instrument.errors import UnsupportedOpError
+from paellapy.instrument.ttir.constants import constant
+from paellapy.instrument.ttir.parser import parse
+from paellapy.instrument.ttir.syntax import split_top
+from paellapy.instrument.ttir.tree import walk
+from paellapy.instrument.ttir.types import ELEMENTS, parse_type
 
 TEXT = r"""
 #loc = loc("/src/kernels.py":10:1)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ttir_tape import compiled
 
-from instrument.errors import OutOfBoundsError
-from instrument.ttir import TtirProgram, program
-from instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
+from paellapy.instrument.errors import OutOfBoundsError
+from paellapy.instrument.ttir import TtirProgram, program
+from paellapy.instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
 
 B = 32
 CALLS = 4  # direct, recorded, replayed; a split run records a call later

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
-from instrument.ttir import TtirProgram, libdevice, tape
-from instrument.ttir.conversion import decode, encode, rounder
-from instrument.ttir.types import ELEMENTS
+from paellapy.instrument.ttir import TtirProgram, libdevice, tape
+from paellapy.instrument.ttir.conversion import decode, encode, rounder
+from paellapy.instrument.ttir.types import ELEMENTS
 
 
 def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paellapy as pp
-from instrument.device.parts import PARTS
-from instrument.occupancy import occupancy
+from paellapy.instrument.device.parts import PARTS
+from paellapy.instrument.occupancy import occupancy
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from viz_traces import EPOCH, MIX, NAMES, TOY, WARPS, engine_trace, make, many, schedules
 
 import paellapy as pp
-from instrument.errors import TraceError
-from instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.scheduler.engine_trace import EngineTrace
 from paellapy.viz import data, palette
 from paellapy.viz.requests import requests
-from scheduler.engine_trace import EngineTrace
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")
 

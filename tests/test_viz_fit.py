@@ -10,9 +10,9 @@ import pytest
 from viz_traces import EPOCH, MIX, TOY, engine_trace, make
 
 import paellapy as pp
-from instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.scheduler.engine_trace import EngineTrace
 from paellapy.viz import palette
-from scheduler.engine_trace import EngineTrace
 
 pytest.importorskip("matplotlib", reason="the extra `viz` is not installed")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from instrument.records import BLOCK, LAUNCH
-from instrument.trace import DeviceFacts, Trace
-from scheduler.engine_trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
+from paellapy.instrument.records import BLOCK, LAUNCH
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.scheduler.engine_trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
 
 EPOCH = 1_780_000_000_000_000_000
 TOY = DeviceFacts("toy", n_sm=3, max_warps_per_sm=64, compute_capability=(9, 0), versions={"driver": "580"})

@@ -1,11 +1,11 @@
 """Devices: the real GPU and the virtual one, behind one interface."""
 
-from instrument.device import queues
-from instrument.device.base import Array, Device, Event, Launcher, Stream
-from instrument.device.cuda import CudaDevice
-from instrument.device.parts import PARTS
-from instrument.device.virtual import VirtualDevice
-from instrument.errors import NoDeviceError
+from paellapy.instrument.device import queues
+from paellapy.instrument.device.base import Array, Device, Event, Launcher, Stream
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.parts import PARTS
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.errors import NoDeviceError
 
 queues.ask_for_all()
 
@@ -14,7 +14,7 @@ __all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream", "Virt
 
 def devices() -> list[str]:
     """Names of the devices that can be opened here: GPUs first, then the virtual parts."""
-    from instrument.device.driver import check, driver
+    from paellapy.instrument.device.driver import check, driver
 
     try:
         found = [f"cuda:{i}" for i in range(check(driver().cuDeviceGetCount(), "counting GPUs"))]

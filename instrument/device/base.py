@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.arguments import Handlers
-from instrument.compiled import Source
-from instrument.device.parts import SmLimits
-from instrument.errors import ArgumentError, NoDeviceError
-from instrument.passes import PassConfig
-from instrument.records import Records
+from paellapy.instrument.arguments import Handlers
+from paellapy.instrument.compiled import Source
+from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.records import Records
 
 _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar("paellapy_device", default=None)
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.compiled import Compiled
-from instrument.device.parts import Part
-from instrument.device.sm_costs import BlockCost
-from instrument.device.timing import PROFILES, Timing
-from instrument.records import Records
+from paellapy.instrument.compiled import Compiled
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.timing import PROFILES, Timing
+from paellapy.instrument.records import Records
 
 # What a product's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
 _TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}

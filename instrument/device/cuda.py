@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
-from instrument.compiled import Source
-from instrument.device.base import Device
-from instrument.device.cuda_launch import CudaLauncher
-from instrument.device.cuda_memory import CudaArray, CudaStream
-from instrument.device.driver import check, driver, fail, library, relaxed_capture
-from instrument.device.parts import limits_for_capability
-from instrument.errors import ArgumentError, NoDeviceError
-from instrument.passes import PassConfig
-from instrument.records import RING_RECORD, SM_LINE, Records
+from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from paellapy.instrument.compiled import Source
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.cuda_launch import CudaLauncher
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
+from paellapy.instrument.device.parts import limits_for_capability
+from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096
 _LOOKS = 5  # at the clock: with one alone, blocks began up to 8 µs before their request was launched

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.compiled import Compiled
-from instrument.device.base import Launcher, check_grid
-from instrument.device.driver import check, driver, fail, library
-from instrument.errors import ArgumentError, LaunchError
-from instrument.records import DESCRIPTOR, MAGIC, field_offset
+from paellapy.instrument.compiled import Compiled
+from paellapy.instrument.device.base import Launcher, check_grid
+from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
 
 if TYPE_CHECKING:
-    from instrument.device.cuda import CudaDevice
+    from paellapy.instrument.device.cuda import CudaDevice
 
 _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.base import Event, Stream
-from instrument.device.driver import check, driver
+from paellapy.instrument.device.base import Event, Stream
+from paellapy.instrument.device.driver import check, driver
 
 if TYPE_CHECKING:
-    from instrument.device.cuda import CudaDevice
+    from paellapy.instrument.device.cuda import CudaDevice
 
 # Element types NumPy does not know travel under the name of their bits.
 _INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from instrument.errors import LaunchError, NoDeviceError
+from paellapy.instrument.errors import LaunchError, NoDeviceError
 
 _NO_GPU = (
     "{why} Install NVIDIA's driver and paellapy[cuda12] or paellapy[cuda13], or use the virtual GPU: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.jit import inlined
+from paellapy.instrument.device.jit import inlined
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

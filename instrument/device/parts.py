@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from instrument.errors import NoDeviceError
+from paellapy.instrument.errors import NoDeviceError
 
 WARP = 32
 KIB = 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.heaps import heap_pop
-from instrument.device.jit import inlined
-from instrument.device.sm_layout import (
+from paellapy.instrument.device.heaps import heap_pop
+from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.sm_layout import (
     ACTIVE,
     B_BLOCK,
     B_COMMAND,
@@ -51,9 +51,9 @@ from instrument.device.sm_layout import (
     WARPS,
     State,
 )
-from instrument.device.sm_pools import pool_activate, pool_add, pool_rekey, pool_sync
-from instrument.device.sm_streams import finish_work, set_timer
-from instrument.records import WARP_SHIFT
+from paellapy.instrument.device.sm_pools import pool_activate, pool_add, pool_rekey, pool_sync
+from paellapy.instrument.device.sm_streams import finish_work, set_timer
+from paellapy.instrument.records import WARP_SHIFT
 
 
 @inlined

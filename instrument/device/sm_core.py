@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from instrument.device.heaps import Floats, Ints, heap_pop, tree_first
-from instrument.device.jit import compiled, inlined, notice_edits
-from instrument.device.sm_blocks import pool_serve, slot_timer
-from instrument.device.sm_layout import (
+from paellapy.instrument.device.heaps import Floats, Ints, heap_pop, tree_first
+from paellapy.instrument.device.jit import compiled, inlined, notice_edits
+from paellapy.instrument.device.sm_blocks import pool_serve, slot_timer
+from paellapy.instrument.device.sm_layout import (
     ACTIVE,
     C_ACTIVE,
     C_CLOCK,
@@ -37,9 +37,9 @@ from instrument.device.sm_layout import (
     UNREPORTED,
     State,
 )
-from instrument.device.sm_place import place, start_grid
-from instrument.device.sm_pools import pool_due
-from instrument.device.sm_streams import drain_todo, finish_work, link_new, look_at
+from paellapy.instrument.device.sm_place import place, start_grid
+from paellapy.instrument.device.sm_pools import pool_due
+from paellapy.instrument.device.sm_streams import drain_todo, finish_work, link_new, look_at
 
 
 @inlined

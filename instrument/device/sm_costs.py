@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from instrument.device import sm_layout as lay
-from instrument.device.sm_state import unfinished_launches
-from instrument.errors import LaunchError
+from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.sm_state import unfinished_launches
+from paellapy.instrument.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.heaps import Floats, Ints
+from paellapy.instrument.device.heaps import Floats, Ints
 
 INF = np.inf
 MEMORY, FP32, TENSOR = 0, 1, 2

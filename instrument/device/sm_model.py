@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from instrument.device import sm_core as core
-from instrument.device import sm_layout as lay
-from instrument.device.parts import Part
-from instrument.device.sm_costs import BlockCost, Costs, cost_table
-from instrument.device.sm_program import Kernel, Placed, Program
-from instrument.device.sm_state import (
+from paellapy.instrument.device import sm_core as core
+from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.sm_costs import BlockCost, Costs, cost_table
+from paellapy.instrument.device.sm_program import Kernel, Placed, Program
+from paellapy.instrument.device.sm_state import (
     doubled,
     more_commands,
     more_streams,
@@ -31,9 +31,9 @@ from instrument.device.sm_state import (
     unfinished_launches,
     who_waits,
 )
-from instrument.device.timing import Timing
-from instrument.errors import LaunchError, PaellaError
-from instrument.occupancy import footprint, occupancy
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.instrument.occupancy import footprint, occupancy
 
 CopyKind = Literal["h2d", "d2h", "d2d"]
 _ENGINES: dict[CopyKind, int] = {"h2d": 0, "d2h": 1, "d2d": 2}

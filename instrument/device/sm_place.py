@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.device.heaps import tree_first, tree_rebuild, tree_set
-from instrument.device.jit import inlined
-from instrument.device.sm_blocks import make_dirty, start_block
-from instrument.device.sm_layout import (
+from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
+from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.sm_blocks import make_dirty, start_block
+from paellapy.instrument.device.sm_layout import (
     ACTIVE,
     BACKFILL,
     BLOCK_ISSUE,

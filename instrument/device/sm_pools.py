@@ -8,9 +8,9 @@ per SM therefore give processor sharing of the whole GPU at O(log) per block, wh
 
 from __future__ import annotations
 
-from instrument.device.heaps import heap_push, tree_set
-from instrument.device.jit import inlined
-from instrument.device.sm_layout import (
+from paellapy.instrument.device.heaps import heap_push, tree_set
+from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.sm_layout import (
     C_ACTIVE,
     C_CLOCK,
     C_PER_SM,

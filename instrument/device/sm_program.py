@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_costs import BlockCost
 
 
 @dataclass(frozen=True, slots=True)

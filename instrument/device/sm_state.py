@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device import sm_layout as lay
-from instrument.device.heaps import new_tree
-from instrument.device.parts import Part
-from instrument.device.timing import Timing
-from instrument.errors import LaunchError
-from instrument.records import BLOCK, SM_LINE
+from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.heaps import new_tree
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.timing import Timing
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.records import BLOCK, SM_LINE
 
 _KINDS = ("launch", "copy", "record", "wait")
 

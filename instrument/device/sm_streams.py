@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from instrument.device.heaps import heap_push
-from instrument.device.jit import inlined
-from instrument.device.sm_layout import (
+from paellapy.instrument.device.heaps import heap_push
+from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.sm_layout import (
     COPY,
     DONE,
     DONE_HEAD,

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from instrument.device.parts import Part
-from instrument.errors import NoDeviceError
+from paellapy.instrument.device.parts import Part
+from paellapy.instrument.errors import NoDeviceError
 
 PROFILES = Path(__file__).parent / "profiles"
 

@@ -14,16 +14,16 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
-from instrument.compiled import Source
-from instrument.device.base import Device, Event, Stream
-from instrument.device.cost_model import CostModel
-from instrument.device.parts import part
-from instrument.device.sm_model import SmModel
-from instrument.device.virtual_launch import VirtualLauncher
-from instrument.errors import ArgumentError
-from instrument.passes import PassConfig
-from instrument.records import RING_RECORD, SM_LINE, Records
+from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from paellapy.instrument.compiled import Source
+from paellapy.instrument.device.base import Device, Event, Stream
+from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.parts import part
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.virtual_launch import VirtualLauncher
+from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _HISTORY = 1 << 16  # finished commands the model remembers
 

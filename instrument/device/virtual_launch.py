@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from instrument.compiled import Compiled
-from instrument.device.base import Launcher, check_grid
-from instrument.device.sm_costs import BlockCost
-from instrument.errors import LaunchError
-from instrument.occupancy import occupancy
-from instrument.records import Records
-from instrument.ttir import TtirProgram
+from paellapy.instrument.compiled import Compiled
+from paellapy.instrument.device.base import Launcher, check_grid
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.occupancy import occupancy
+from paellapy.instrument.records import Records
+from paellapy.instrument.ttir import TtirProgram
 
 if TYPE_CHECKING:
-    from instrument.device.virtual import VirtualDevice
+    from paellapy.instrument.device.virtual import VirtualDevice
 
 
 class VirtualNotification:

@@ -8,6 +8,6 @@ memory               `arguments`, `access`, `memory` (checked), `plans` (address
 recorded runs        `tape`, `products` (tiles joined to matrices), `replay`
 """
 
-from instrument.ttir.program import COST_DTYPE, TtirProgram
+from paellapy.instrument.ttir.program import COST_DTYPE, TtirProgram
 
 __all__ = ["COST_DTYPE", "TtirProgram"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from instrument.ttir import elementwise as ew
-from instrument.ttir.lower import Lowering
-from instrument.ttir.machine import LOADED, STORED, Active
-from instrument.ttir.memory import Site
-from instrument.ttir.tree import Op
-from instrument.ttir.types import Element
-from instrument.ttir.values import Ptr, Value
+from paellapy.instrument.ttir import elementwise as ew
+from paellapy.instrument.ttir.lower import Lowering
+from paellapy.instrument.ttir.machine import LOADED, STORED, Active
+from paellapy.instrument.ttir.memory import Site
+from paellapy.instrument.ttir.tree import Op
+from paellapy.instrument.ttir.types import Element
+from paellapy.instrument.ttir.values import Ptr, Value
 
 Shape = tuple[int, ...]
 

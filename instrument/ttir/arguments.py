@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import ArgumentError
-from instrument.ttir.conversion import rounder
-from instrument.ttir.machine import Buffers
-from instrument.ttir.types import Array, Element, Type
-from instrument.ttir.values import Ptr
+from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.ttir.conversion import rounder
+from paellapy.instrument.ttir.machine import Buffers
+from paellapy.instrument.ttir.types import Array, Element, Type
+from paellapy.instrument.ttir.values import Ptr
 
 _PLAIN = (int, float)  # and not zero: 0.0 and -0.0 would be the same key
 

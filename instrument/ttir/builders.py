@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import elementwise as ew
-from instrument.ttir import libdevice, reduction, shapes
-from instrument.ttir.code import Code, Run, Slots
-from instrument.ttir.conversion import rounder
-from instrument.ttir.lower import Lowering, builds, copy_slot, each, pure
-from instrument.ttir.machine import Active, Machine
-from instrument.ttir.tree import Op, walk
-from instrument.ttir.types import Type
-from instrument.ttir.values import Ptr, is_array
+from paellapy.instrument.ttir import elementwise as ew
+from paellapy.instrument.ttir import libdevice, reduction, shapes
+from paellapy.instrument.ttir.code import Code, Run, Slots
+from paellapy.instrument.ttir.conversion import rounder
+from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, pure
+from paellapy.instrument.ttir.machine import Active, Machine
+from paellapy.instrument.ttir.tree import Op, walk
+from paellapy.instrument.ttir.types import Type
+from paellapy.instrument.ttir.values import Ptr, is_array
 
 Ints = tuple[int, ...]
 

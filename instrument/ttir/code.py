@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.machine import Active
-from instrument.ttir.types import Array
-from instrument.ttir.values import Value, is_array
+from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.types import Array
+from paellapy.instrument.ttir.values import Value, is_array
 
 Slots = list[Any]
 Run = Callable[[Active, Slots], None]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.conversion import decode
-from instrument.ttir.types import ELEMENTS, Element, Type
+from paellapy.instrument.ttir.conversion import decode
+from paellapy.instrument.ttir.types import ELEMENTS, Element, Type
 
 _NUMBER = re.compile(r"[-+]?(?:0x[0-9A-Fa-f]+|[\w.]+(?:[eE][-+]\d+)?)")
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"[-+]?(?:0x[0-9A-Fa-f]+|[\w.]+(?:[eE][-+]\d+)?)")
 def constant(text: str, type: Type | None) -> Any:
     """A scalar for a splat, an array with a leading block axis for a list.
 
-    >>> from instrument.ttir.types import parse_type
+    >>> from paellapy.instrument.ttir.types import parse_type
     >>> constant("dense<0xFF800000>", parse_type("tensor<4xf32>"))
     np.float32(-inf)
     """

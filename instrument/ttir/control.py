@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from instrument.ttir import code
-from instrument.ttir.code import Run, Slots
-from instrument.ttir.lower import Lowering, builds, waits_for_memory
-from instrument.ttir.machine import Active
-from instrument.ttir.tree import Op
+from paellapy.instrument.ttir import code
+from paellapy.instrument.ttir.code import Run, Slots
+from paellapy.instrument.ttir.lower import Lowering, builds, waits_for_memory
+from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.tree import Op
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]

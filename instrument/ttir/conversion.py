@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import native
-from instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir import native
+from paellapy.instrument.ttir.types import Array, Element
 
 MIN_COMPILED = 64  # elements from which a compiled loop beats NumPy's conversion
 

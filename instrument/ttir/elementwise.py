@@ -10,9 +10,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from instrument.ttir.conversion import decode, encode, narrowed, rounder
-from instrument.ttir.types import Element
-from instrument.ttir.values import is_array
+from paellapy.instrument.ttir.conversion import decode, encode, narrowed, rounder
+from paellapy.instrument.ttir.types import Element
+from paellapy.instrument.ttir.values import is_array
 
 Function = Callable[..., Any]
 

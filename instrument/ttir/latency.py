@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from instrument.ttir.parser import Op
-from instrument.ttir.types import Array
+from paellapy.instrument.ttir.parser import Op
+from paellapy.instrument.ttir.types import Array
 
 # pressure: thousandths of an atomic update per sector of the array updated, as if spread evenly over it
 PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure")

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.elementwise import FLOAT, erf, high_product, leading_zeros, round_half_away, rsqrt, unsigned
+from paellapy.instrument.ttir.elementwise import (
+    FLOAT,
+    erf,
+    high_product,
+    leading_zeros,
+    round_half_away,
+    rsqrt,
+    unsigned,
+)
 
 Function = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from instrument.ttir.syntax import closing
+from paellapy.instrument.ttir.syntax import closing
 
 _FILE = re.compile(r'^"((?:[^"\\]|\\.)*)":(\d+):\d+(?: to .*)?$')
 _NAMED = re.compile(r'^"(?:[^"\\]|\\.)*"\((.*)\)$', re.S)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from instrument.errors import UnsupportedOpError
-from instrument.ttir import code
-from instrument.ttir.code import Code, Function, Run, Step
-from instrument.ttir.constants import constant
-from instrument.ttir.elementwise import elementwise
-from instrument.ttir.latency import critical_path
-from instrument.ttir.machine import Active
-from instrument.ttir.tree import Block, Func, Module, Op, Region, walk
-from instrument.ttir.types import Array
+from paellapy.instrument.errors import UnsupportedOpError
+from paellapy.instrument.ttir import code
+from paellapy.instrument.ttir.code import Code, Function, Run, Step
+from paellapy.instrument.ttir.constants import constant
+from paellapy.instrument.ttir.elementwise import elementwise
+from paellapy.instrument.ttir.latency import critical_path
+from paellapy.instrument.ttir.machine import Active
+from paellapy.instrument.ttir.tree import Block, Func, Module, Op, Region, walk
+from paellapy.instrument.ttir.types import Array
 
 Builder = Callable[["Lowering", Op, tuple[int, ...], tuple[int, ...]], Run | None]
 BUILDERS: dict[str, Builder] = {}

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import memory, plans
-from instrument.ttir.latency import PATH_FIELDS
-from instrument.ttir.memory import Site
-from instrument.ttir.tape import BufferRef, Tape
-from instrument.ttir.types import Array, Element
-from instrument.ttir.values import Ptr, Sym, Value, Window, merge_blocks, take_blocks
+from paellapy.instrument.ttir import memory, plans
+from paellapy.instrument.ttir.latency import PATH_FIELDS
+from paellapy.instrument.ttir.memory import Site
+from paellapy.instrument.ttir.tape import BufferRef, Tape
+from paellapy.instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.values import Ptr, Sym, Value, Window, merge_blocks, take_blocks
 
 COST_FIELDS = ("bytes_loaded", "bytes_stored", "flops", "dot_flops", *PATH_FIELDS)
 LOADED, STORED, FLOPS, DOT = range(4)

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from instrument.errors import LaunchError, OutOfBoundsError
-from instrument.ttir import native
-from instrument.ttir.conversion import decode, encode
-from instrument.ttir.types import Array, Element
-from instrument.ttir.values import full, is_array
+from paellapy.instrument.errors import LaunchError, OutOfBoundsError
+from paellapy.instrument.ttir import native
+from paellapy.instrument.ttir.conversion import decode, encode
+from paellapy.instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.values import full, is_array
 
 
 @dataclass(slots=True, frozen=True)

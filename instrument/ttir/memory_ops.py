@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import elementwise as ew
-from instrument.ttir import memory
-from instrument.ttir.access import Access
-from instrument.ttir.code import Run, Slots
-from instrument.ttir.latency import PRESSURE, pressure
-from instrument.ttir.lower import Lowering, builds
-from instrument.ttir.machine import LOADED, STORED, Active
-from instrument.ttir.tape import BufferRef
-from instrument.ttir.tree import Op
-from instrument.ttir.types import ELEMENTS
-from instrument.ttir.values import Ptr, Sym
-from instrument.ttir.windows import PAD_NAN, window_access
+from paellapy.instrument.ttir import elementwise as ew
+from paellapy.instrument.ttir import memory
+from paellapy.instrument.ttir.access import Access
+from paellapy.instrument.ttir.code import Run, Slots
+from paellapy.instrument.ttir.latency import PRESSURE, pressure
+from paellapy.instrument.ttir.lower import Lowering, builds
+from paellapy.instrument.ttir.machine import LOADED, STORED, Active
+from paellapy.instrument.ttir.tape import BufferRef
+from paellapy.instrument.ttir.tree import Op
+from paellapy.instrument.ttir.types import ELEMENTS
+from paellapy.instrument.ttir.values import Ptr, Sym
+from paellapy.instrument.ttir.windows import PAD_NAN, window_access
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-from instrument.errors import UnsupportedOpError
-from instrument.ttir.locations import Locations
-from instrument.ttir.syntax import STRING, attributes_of, closing, split_top, take_locations
-from instrument.ttir.tree import Block, Func, Module, Op, Region, walk
-from instrument.ttir.types import Type, parse_type
+from paellapy.instrument.errors import UnsupportedOpError
+from paellapy.instrument.ttir.locations import Locations
+from paellapy.instrument.ttir.syntax import STRING, attributes_of, closing, split_top, take_locations
+from paellapy.instrument.ttir.tree import Block, Func, Module, Op, Region, walk
+from paellapy.instrument.ttir.types import Type, parse_type
 
 __all__ = ["Block", "Func", "Module", "Op", "Region", "parse", "walk"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import memory, native
-from instrument.ttir.conversion import decode, encode
-from instrument.ttir.memory import Site
-from instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
-from instrument.ttir.types import Array, Element
-from instrument.ttir.values import is_array
+from paellapy.instrument.ttir import memory, native
+from paellapy.instrument.ttir.conversion import decode, encode
+from paellapy.instrument.ttir.memory import Site
+from paellapy.instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
+from paellapy.instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.values import is_array
 
 MIN_RUN = 4  # elements per run below which an index array is as quick
 MAX_JOINED = 1 << 20  # addresses of one load that are kept for joining it with others

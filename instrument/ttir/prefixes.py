@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.conversion import decode, encode
-from instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.conversion import decode, encode
+from paellapy.instrument.ttir.types import Array, Element
 
 
 def prefix(offset: Array, mask: Array) -> tuple[int, int] | None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.plans import StaticLoad, reader
-from instrument.ttir.reduction import Dot, accumulate
-from instrument.ttir.shapes import Transpose
-from instrument.ttir.tape import BufferRef, Entry, Ref
-from instrument.ttir.types import Array
+from paellapy.instrument.ttir.plans import StaticLoad, reader
+from paellapy.instrument.ttir.reduction import Dot, accumulate
+from paellapy.instrument.ttir.shapes import Transpose
+from paellapy.instrument.ttir.tape import BufferRef, Entry, Ref
+from paellapy.instrument.ttir.types import Array
 
 MAX_JOINED = 1 << 23  # addresses of one side
 WASTE = 2  # how many products too many may be computed for the sake of one large one

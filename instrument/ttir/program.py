@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import LaunchError, UnsupportedOpError
-from instrument.ttir import builders, code, control, memory_ops, windows  # noqa: F401  (they register translations)
-from instrument.ttir.arguments import Bound, Signature
-from instrument.ttir.lower import Facts, Lowering
-from instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
-from instrument.ttir.parser import parse
-from instrument.ttir.tape import Replay, Tape
-from instrument.ttir.tree import Module
-from instrument.ttir.turns import take_turns
-from instrument.ttir.types import Array
+from paellapy.instrument.errors import LaunchError, UnsupportedOpError
+from paellapy.instrument.ttir import builders, code, control, memory_ops, windows  # noqa: F401  (they register translations)
+from paellapy.instrument.ttir.arguments import Bound, Signature
+from paellapy.instrument.ttir.lower import Facts, Lowering
+from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
+from paellapy.instrument.ttir.parser import parse
+from paellapy.instrument.ttir.tape import Replay, Tape
+from paellapy.instrument.ttir.tree import Module
+from paellapy.instrument.ttir.turns import take_turns
+from paellapy.instrument.ttir.types import Array
 
 COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.tree import Region
-from instrument.ttir.types import Array
-from instrument.ttir.values import full, is_array
+from paellapy.instrument.ttir.tree import Region
+from paellapy.instrument.ttir.types import Array
+from paellapy.instrument.ttir.values import full, is_array
 
 Combine = Callable[..., tuple[Any, ...]]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.plans import StaticLoad, ViewStore, reinterpret
-from instrument.ttir.products import join_products
-from instrument.ttir.tape import COST, BufferRef, Entry, Ref, Replay
-from instrument.ttir.types import Element
+from paellapy.instrument.ttir.plans import StaticLoad, ViewStore, reinterpret
+from paellapy.instrument.ttir.products import join_products
+from paellapy.instrument.ttir.tape import COST, BufferRef, Entry, Ref, Replay
+from paellapy.instrument.ttir.types import Element
 
 
 def compile_tape(entries: list[Entry], declared: Sequence[Element | None]) -> Replay:

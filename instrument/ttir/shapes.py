@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.errors import OutOfBoundsError
-from instrument.ttir.values import full, is_array
+from paellapy.instrument.errors import OutOfBoundsError
+from paellapy.instrument.ttir.values import full, is_array
 
 Shape = tuple[int, ...]
 Function = Callable[..., Any]

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.conversion import decode
-from instrument.ttir.elementwise import is_elementwise
-from instrument.ttir.plans import StaticLoad, ViewStore
-from instrument.ttir.prefixes import PrefixRead, PrefixStore
-from instrument.ttir.tape import Entry, Ref
-from instrument.ttir.types import Array
+from paellapy.instrument.ttir.conversion import decode
+from paellapy.instrument.ttir.elementwise import is_elementwise
+from paellapy.instrument.ttir.plans import StaticLoad, ViewStore
+from paellapy.instrument.ttir.prefixes import PrefixRead, PrefixStore
+from paellapy.instrument.ttir.tape import Entry, Ref
+from paellapy.instrument.ttir.types import Array
 
 
 def shorten(entries: list[Entry]) -> list[Entry] | None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import memory
-from instrument.ttir.memory import Site
-from instrument.ttir.plans import StaticLoad
-from instrument.ttir.types import Array, Element
-from instrument.ttir.values import Sym
+from paellapy.instrument.ttir import memory
+from paellapy.instrument.ttir.memory import Site
+from paellapy.instrument.ttir.plans import StaticLoad
+from paellapy.instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.values import Sym
 
 MAX_ENTRIES = 20_000
 MAX_BYTES = 256 << 20
@@ -116,14 +116,14 @@ class Tape:
 
     def shorten(self) -> bool:
         """Leaves out what is masked, where all of it can work on slices of memory instead."""
-        from instrument.ttir.shorten import shorten
+        from paellapy.instrument.ttir.shorten import shorten
 
         short = shorten(self.entries)
         self.entries = self.entries if short is None else short
         return short is not None
 
     def compile(self, declared: Sequence[Element | None]) -> Replay:
-        from instrument.ttir.replay import compile_tape
+        from paellapy.instrument.ttir.replay import compile_tape
 
         return compile_tape(self.entries, declared)
 

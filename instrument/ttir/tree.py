@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from instrument.ttir.locations import Locations
-from instrument.ttir.types import Type
+from paellapy.instrument.ttir.locations import Locations
+from paellapy.instrument.ttir.types import Type
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from instrument.errors import LaunchError
+from paellapy.instrument.errors import LaunchError
 
 MAX_WAITING = 4096  # threads; more blocks than any GPU holds at once
 MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes

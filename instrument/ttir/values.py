@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir.types import Array, Element
+from paellapy.instrument.ttir.types import Array, Element
 
 Value = Any  # np.generic | Array | Sym | Ptr | Window
 

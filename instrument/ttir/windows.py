@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from instrument.ttir import memory
-from instrument.ttir.access import Access
-from instrument.ttir.code import Run, Slots
-from instrument.ttir.lower import Lowering, builds
-from instrument.ttir.machine import LOADED, STORED, Active
-from instrument.ttir.tape import BufferRef
-from instrument.ttir.tree import Op
-from instrument.ttir.values import Ptr, Value, Window
+from paellapy.instrument.ttir import memory
+from paellapy.instrument.ttir.access import Access
+from paellapy.instrument.ttir.code import Run, Slots
+from paellapy.instrument.ttir.lower import Lowering, builds
+from paellapy.instrument.ttir.machine import LOADED, STORED, Active
+from paellapy.instrument.ttir.tape import BufferRef
+from paellapy.instrument.ttir.tree import Op
+from paellapy.instrument.ttir.values import Ptr, Value, Window
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.device.base import Device
 from paellapy.demo import kernels as _kernels
-from scheduler.errors import UnknownModelError
-from scheduler.model import Arrays, Model, ModelFunction, TensorSpec
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.errors import UnknownModelError
+from paellapy.scheduler.model import Arrays, Model, ModelFunction, TensorSpec
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 

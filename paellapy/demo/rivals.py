@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from instrument.device.base import Device
 from paellapy.demo import kernels as _kernels
-from scheduler.model import Arrays, Model, TensorSpec
-from scheduler.workload import Trace
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.model import Arrays, Model, TensorSpec
+from paellapy.scheduler.workload import Trace
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 

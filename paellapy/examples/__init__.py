@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from importlib.resources import as_file, files
 
-from instrument.errors import TraceError
-from instrument.trace import Trace
-from scheduler.engine_trace import EngineTrace
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import Trace
+from paellapy.scheduler.engine_trace import EngineTrace
 
 __all__ = ["load", "names", "origin"]
 

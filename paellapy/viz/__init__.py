@@ -5,7 +5,8 @@ The libraries of the extra `viz` are imported when the first picture is drawn.
 
 from __future__ import annotations
 
-from instrument.trace import Trace
+from paellapy.instrument.trace import Trace
+from paellapy.scheduler.results import Results
 from paellapy.viz.chrome_file import to_chrome
 from paellapy.viz.explorer import explore
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency
@@ -16,7 +17,6 @@ from paellapy.viz.report import to_html
 from paellapy.viz.run_figure import plot_run
 from paellapy.viz.static import save_comparison, save_figure
 from paellapy.viz.still import Still, compare_picture, picture
-from scheduler.results import Results
 
 __all__ = [
     "MissingExtraError",

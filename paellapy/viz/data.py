@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import TraceError
-from instrument.records import Records
-from instrument.summary import allowed_by, readable_time, times_launched
-from instrument.trace import Occupancy2D, Trace, time_means
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import Records
+from paellapy.instrument.summary import allowed_by, readable_time, times_launched
+from paellapy.instrument.trace import Occupancy2D, Trace, time_means
+from paellapy.scheduler.engine_trace import EngineTrace
 from paellapy.viz.palette import OKABE_ITO
-from scheduler.engine_trace import EngineTrace
 
 By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
 Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of each

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from instrument.errors import TraceError
-from instrument.trace import Trace
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import BINS, By, Moment, Picture, TimeAxis
 from paellapy.viz.needs import need

@@ -9,11 +9,11 @@ import threading
 from importlib.resources import files
 from typing import Any
 
-from instrument.errors import ArgumentError, PaellaError
+from paellapy.instrument.errors import ArgumentError, PaellaError
+from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.errors import EngineClosedError
+from paellapy.scheduler.monitor import Monitor
 from paellapy.viz.needs import need
-from scheduler.engine import Engine
-from scheduler.errors import EngineClosedError
-from scheduler.monitor import Monitor
 
 # Each after those it imports.
 _MODULES = ("format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "slow.js", "view.js")
@@ -40,14 +40,14 @@ def live(engine: Engine, *, hz: float = 6.0) -> Any:
 
 def javascript() -> str:
     """The widget as one ES module: Jupyter loads it from a string, where modules cannot import each other."""
-    texts = [(files("serving") / "dashboard" / name).read_text(encoding="utf-8") for name in _MODULES]
+    texts = [(files("paellapy.serving") / "dashboard" / name).read_text(encoding="utf-8") for name in _MODULES]
     texts = [re.sub(r"^export ", "", text, flags=re.M) for text in texts]
     texts.append((files("paellapy.viz") / "live_widget.js").read_text(encoding="utf-8"))
     return "\n".join(re.sub(r'^import \{[^}]*\} from "\./[^"]+";\n', "", text, flags=re.M) for text in texts)
 
 
 def css() -> str:
-    return (files("serving") / "dashboard" / "view.css").read_text(encoding="utf-8") + _FRAME
+    return (files("paellapy.serving") / "dashboard" / "view.css").read_text(encoding="utf-8") + _FRAME
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _widget_class() -> Any:
     traitlets = need("traitlets", "live()")
 
     class LiveWidget(anywidget.AnyWidget):  # type: ignore[misc, name-defined]
-        """`snapshot` is what `scheduler.monitor` says of the engine; `paused` holds it."""
+        """`snapshot` is what `paellapy.scheduler.monitor` says of the engine; `paused` holds it."""
 
         _esm = javascript()
         _css = css()

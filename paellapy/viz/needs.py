@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from instrument.errors import PaellaError
+from paellapy.instrument.errors import PaellaError
 
 
 class MissingExtraError(PaellaError, ImportError):

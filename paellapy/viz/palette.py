@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from instrument.errors import TraceError
+from paellapy.instrument.errors import TraceError
 
 Theme = Literal["light", "dark"]
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.records import Records
-from instrument.summary import readable_time
-from instrument.trace import Trace
+from paellapy.instrument.records import Records
+from paellapy.instrument.summary import readable_time
+from paellapy.instrument.trace import Trace
+from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.state import OK, STATUS
 from paellapy.viz import data
 from paellapy.viz.data import Picture, lanes
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OTHERS, WARNING, further_colours, rgba
 from paellapy.viz.views import Place
-from scheduler.engine_trace import EngineTrace
-from scheduler.state import OK, STATUS
 
 MOST = 1500  # requests drawn: each is a bar for its wait, one for its run, and one for each segment
 APART_NS = 100_000  # that the host's clock, which jobs have, and the GPU's, which segments have, may be apart
@@ -35,7 +35,7 @@ HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.22}  # of a lane; l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    jobs: Records  # of scheduler.engine_trace.JOB_RECORD, in order of arrival
+    jobs: Records  # of paellapy.scheduler.engine_trace.JOB_RECORD, in order of arrival
     segments: Records  # of SEGMENT_RECORD
     models: tuple[str, ...]
     lane: NDArray[np.int64]  # of each job

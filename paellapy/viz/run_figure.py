@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.scheduler.results import Results
+from paellapy.scheduler.state import OK
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OKABE_ITO
-from scheduler.results import Results
-from scheduler.state import OK
 
 _DASHES = ("-", "--", ":", "-.")  # beyond the palette a colour comes again with the next of these
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from instrument.device import Device
-from instrument.errors import NestedTraceError, TraceError
-from instrument.trace import Trace
-from instrument.tracing import trace
+from paellapy.instrument.device import Device
+from paellapy.instrument.errors import NestedTraceError, TraceError
+from paellapy.instrument.trace import Trace
+from paellapy.instrument.tracing import trace
 
 _INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import TraceError
-from instrument.trace import Trace
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.trace import Trace
 from paellapy.viz import data, fit
 from paellapy.viz import requests as rq
 from paellapy.viz.data import BINS, By, Moment, Picture
@@ -42,7 +42,7 @@ def save_figure(
     >>> from paellapy import examples
     >>> save_figure(examples.load(examples.names()[0]), "/dev/null.txt")
     Traceback (most recent call last):
-    instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
+    paellapy.instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
     """
     path = checked(path)
     picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.records import Records
-from instrument.summary import runs
-from instrument.trace import Trace
+from paellapy.instrument.records import Records
+from paellapy.instrument.summary import runs
+from paellapy.instrument.trace import Trace
 from paellapy.viz.data import lanes
 from paellapy.viz.requests import requests
 
