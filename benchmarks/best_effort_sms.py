@@ -30,9 +30,9 @@ from torch_graphs import capture, half_net
 from paellapy.instrument.device import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver, library
-from paellapy.scheduler.atomics import call_launch, load_at, store_at
-from paellapy.scheduler.core_clock import monotonic_ns
-from paellapy.scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, read_graph, segment
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, instantiate, launch_once, read_graph, segment
+from paellapy.scheduler.core.atomics import call_launch, load_at, store_at
+from paellapy.scheduler.core.clocks import monotonic_ns
 
 compiled = numba.njit(nogil=True, error_model="numpy")
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch_graphs import capture, half_net, median_us
 
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.cuda_graphs import instantiate, launch_once
+from paellapy.scheduler.backends.cuda_graphs import instantiate, launch_once
 
 FLUSH_BYTES = 256 << 20  # an H200's cache holds 50 MB
 

@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
 from paellapy.instrument.device.parts import part
-from paellapy.scheduler import state as st
-from paellapy.scheduler.atomics import store_at
-from paellapy.scheduler.core import attach_policy, step
-from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity
-from paellapy.scheduler.core_rings import post, take_done
-from paellapy.scheduler.policy import find_policy
-from paellapy.scheduler.simulate import simulate
-from paellapy.scheduler.simulate_mix import MIX, mix_profiles
-from paellapy.scheduler.workload import Lognormal
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.atomics import store_at
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity
+from paellapy.scheduler.core.rings import post, take_done
+from paellapy.scheduler.core.step import attach_policy, step
+from paellapy.scheduler.policies.policy import find_policy
+from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import Lognormal
 
 ROUNDS = 7
 STEPS = 20_000

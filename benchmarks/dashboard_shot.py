@@ -28,7 +28,7 @@ from browser import Browser
 from common import commit
 
 from paellapy import demo
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serve_demo import digit_request
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.registry import Registry, entry_of

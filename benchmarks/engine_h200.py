@@ -37,9 +37,9 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device import CudaDevice
 from paellapy.instrument.device.queues import VARIABLE as QUEUES
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.model import Model, TensorSpec
-from paellapy.scheduler.policy import Policy, find_policy
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.policies.policy import Policy, find_policy
 
 OUTPUT = 64
 INPUTS = 4  # different inputs per model

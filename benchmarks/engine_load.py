@@ -13,14 +13,14 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler import core_rings as rings
-from paellapy.scheduler import state as st
-from paellapy.scheduler.atomics import call_launch, call_write, copy_bytes, load_at, store_at
-from paellapy.scheduler.core_admission import leaves, lets_in, new_windows
-from paellapy.scheduler.core_clock import read_clock
-from paellapy.scheduler.core_slots import copy_inputs
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.loop import wakes
+from paellapy.scheduler.core import rings
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.admission import leaves, lets_in, new_windows
+from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.loop import wakes
+from paellapy.scheduler.core.slots import copy_inputs
+from paellapy.scheduler.engine.engine import Engine
 
 # Not kept on disk: what it calls changes more often than this file.
 compiled = numba.njit(nogil=True, error_model="numpy")
@@ -212,7 +212,7 @@ class Generator:
         self.engine, self.names, self.inputs = engine, names, inputs
         state = engine.state
         if not state.fn[st.F_CLOCK]:  # loops in Python bring their own clock
-            from paellapy.scheduler.core import attach_libc
+            from paellapy.scheduler.core.step import attach_libc
 
             attach_libc(state)
         by_name = {loaded.model.name: loaded for loaded in engine.loaded_rows().values()}

@@ -17,9 +17,9 @@ from common import save
 from rich.progress import Progress
 
 import paellapy as pp
-from paellapy.scheduler.core_check import check_at_rest
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.policy import policy_names
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.policies.policy import policy_names
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from engine_models import mlp_model, mlp_reference, random_inputs, scale_model, scale_reference

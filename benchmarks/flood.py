@@ -17,9 +17,9 @@ from common import RESULTS, save
 from rich.console import Console
 from rich.table import Table
 
-from paellapy.scheduler.core_models import load_profiles
-from paellapy.scheduler.simulate import simulate
-from paellapy.scheduler.workload import ClosedLoop, Poisson
+from paellapy.scheduler.core.models import load_profiles
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 
 SHORT, LONG = "squeezenet1_1", "densenet121"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -22,8 +22,8 @@ from common import RESULTS, save
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler import state as st
-from paellapy.scheduler.monitor import Monitor
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.engine.monitor import Monitor
 
 HZ = 6.0
 

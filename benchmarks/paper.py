@@ -33,10 +33,10 @@ from rich.progress import Progress
 import paellapy as pp
 from paellapy.instrument.device.queues import VARIABLE as QUEUES
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_models import save_profiles
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.models import save_profiles
 from paellapy.scheduler.policies.paella import with_threshold
-from paellapy.scheduler.policy import Policy, find_policy
+from paellapy.scheduler.policies.policy import Policy, find_policy
 
 RATES = (1000, 2000, 2500, 3000, 4000, 5000, 6000, 7000)
 BATCHED_RATES = (1000, 2000, 3000, 4000, 5000, 6000, 8000, 12000, 16000)

@@ -13,13 +13,13 @@ from gpu_probe import probe
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_crowd import CROWDED
-from paellapy.scheduler.core_models import ModelProfile
-from paellapy.scheduler.engine import WINDOWS_QUANTUM_US, Engine
-from paellapy.scheduler.policy import Policy
-from paellapy.scheduler.profile import model_profile
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.crowd import CROWDED
+from paellapy.scheduler.core.models import ModelProfile
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.engine import WINDOWS_QUANTUM_US, Engine
+from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

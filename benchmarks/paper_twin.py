@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paellapy.scheduler.core_models import load_profiles
-from paellapy.scheduler.simulate import simulate
-from paellapy.scheduler.state import OK, QUEUE_FULL
-from paellapy.scheduler.workload import Trace
+from paellapy.scheduler.core.models import load_profiles
+from paellapy.scheduler.core.state import OK, QUEUE_FULL
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import Trace
 
 FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
 

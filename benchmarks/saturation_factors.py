@@ -32,8 +32,8 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device.queues import VARIABLE
 from paellapy.scheduler.policies.fifo import rank as fifo
+from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.policies.srpt import rank as srpt
-from paellapy.scheduler.policy import policy
 
 QUEUES = (8, 32)
 QUANTA_US = (50.0, 100.0, 200.0, 400.0)

@@ -23,8 +23,8 @@ from rich.table import Table
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler.engine import Engine
-from paellapy.serving.bench import Load, run_bench
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.serving.bench.load import Load, run_bench
 
 MANY = 128  # clients at once
 

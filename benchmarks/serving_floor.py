@@ -26,7 +26,7 @@ from typing import Any
 
 from common import save
 
-from paellapy.serving.bench import Load, run_bench
+from paellapy.serving.bench.load import Load, run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}
@@ -36,7 +36,7 @@ def models() -> list[Any]:
     import triton
     from serving_kernels import copy
 
-    from paellapy.scheduler.model import Model, TensorSpec
+    from paellapy.scheduler.models.model import Model, TensorSpec
 
     def echo(name: str, n: int, batch: tuple[int, ...]) -> Model:
         def fn(weights: Any, inputs: Any, outputs: Any) -> None:

@@ -33,9 +33,9 @@ from rich.table import Table
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.device.queues import VARIABLE as QUEUES
-from paellapy.scheduler.backend import WINDOW_SHARE
-from paellapy.scheduler.cuda_graphs import instantiate, read_graph, segment_graph
-from paellapy.scheduler.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.base import WINDOW_SHARE
+from paellapy.scheduler.backends.cuda_graphs import instantiate, read_graph, segment_graph
+from paellapy.scheduler.backends.cuda_windows import CudaWindows
 
 WINDOWS = 4
 SETTLE_S = 0.002  # without a word: what can run has run by then

@@ -10,7 +10,7 @@ import torch
 from paper_models import Kind
 
 from paellapy.instrument.device.driver import driver
-from paellapy.scheduler.cuda_graphs import CapturedGraph, read_graph
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, read_graph
 
 
 def half_net(kind: Kind) -> torch.nn.Module:

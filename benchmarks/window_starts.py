@@ -25,9 +25,9 @@ from torch_graphs import capture, half_net
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backend import WINDOW_SHARE
-from paellapy.scheduler.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
-from paellapy.scheduler.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.base import WINDOW_SHARE
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
+from paellapy.scheduler.backends.cuda_windows import CudaWindows
 
 WINDOWS = 8
 STREAMS = 32

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paellapy as pp
-from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import save_comparison, save_figure
 
 DOCS = Path(__file__).parent

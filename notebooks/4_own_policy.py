@@ -21,7 +21,7 @@ for m in models:
     print(f"{m.name:14} {m.alone_ns() / 1e6:.2f} ms alone, {len(m.sizes[1]):2} segments, target {m.target_ms:.1f} ms")
 
 # %% [markdown]
-# Eight networks, with profiles made from times measured on an H200 (`scheduler/simulate_mix.py`). A policy sees a
+# Eight networks, with profiles made from times measured on an H200 (`scheduler/sim/mix.py`). A policy sees a
 # profile, not the network: its segments and how long each takes. So a simulation runs thousands of requests in no
 # time.
 #

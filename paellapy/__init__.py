@@ -37,12 +37,12 @@ from paellapy.instrument.live import Counts, counts
 from paellapy.instrument.torch_hook import instrument_torch
 from paellapy.instrument.trace import Trace
 from paellapy.instrument.tracing import trace
-from paellapy.scheduler.core_models import ModelProfile, load_profiles, save_profiles
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.model import Model, TensorSpec
-from paellapy.scheduler.policy import Policy, policy, policy_names
-from paellapy.scheduler.workload import ClosedLoop, Lognormal, Poisson
-from paellapy.scheduler.workload import Trace as TraceWorkload
+from paellapy.scheduler.core.models import ModelProfile, load_profiles, save_profiles
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.policies.policy import Policy, policy, policy_names
+from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson
+from paellapy.scheduler.sim.workload import Trace as TraceWorkload
 from paellapy.serving.api import serve
 from paellapy.simulation import simulate
 from paellapy.viz import MissingExtraError, compare, live

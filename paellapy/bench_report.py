@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.number_table import number_table
-from paellapy.serving.bench import Load, run_bench
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.sim.number_table import number_table
+from paellapy.serving.bench.load import Load, run_bench
 
 LATE_MS = 10.0  # a timer and a turn of the loop take less, also on a busy machine
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from paellapy.scheduler.engine import Engine
+    from paellapy.scheduler.engine.engine import Engine
 
 DEFAULT_CONCURRENCY = 8
 
@@ -54,7 +54,7 @@ def bench(
     """Load a v2 endpoint, or an engine, and show what clients see: latency percentiles, refusals, errors."""
     from paellapy import bench_report
     from paellapy.output_path import check_output
-    from paellapy.serving.bench import ARRIVALS, BenchError, Load, read_trace
+    from paellapy.serving.bench.load import ARRIVALS, BenchError, Load, read_trace
 
     if (url is None) == (engine is None):
         raise BenchError("give the address of an endpoint, or --engine with a device, one of the two")

@@ -31,7 +31,7 @@ def simulate(
 ) -> None:
     """Try scheduling policies without a GPU: what each does to latency, slowdown, targets and throughput."""
     from paellapy.output_path import check_picture
-    from paellapy.scheduler.policy import find_policy
+    from paellapy.scheduler.policies.policy import find_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run

@@ -4,7 +4,7 @@ Two grounds. The core predicts when a request would be done, from the profiles o
 what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
 other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
 so many requests in flight at a time, a number that follows their latencies, and predictions may use up only part of the
-limit: `paellapy.scheduler.core_admission` has the arithmetic.
+limit: `paellapy.scheduler.core.admission` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paellapy.scheduler import core_admission
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_predict import predict_finish
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.core import admission
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RefusedError
 
 Mode = Literal["targets", "deadlines", "off"]
 
-_reach_ns: Any = core_admission.reach_ns.py_func  # type: ignore[attr-defined]
-_note_latency: Any = core_admission.note_latency.py_func  # type: ignore[attr-defined]
+_reach_ns: Any = admission.reach_ns.py_func  # type: ignore[attr-defined]
+_note_latency: Any = admission.note_latency.py_func  # type: ignore[attr-defined]
 
 
 class Window:
@@ -38,7 +38,7 @@ class Window:
     def __init__(self, size: float, generation: int = 0) -> None:
         self.size, self.generation, self.in_flight = size, generation, 0
         self.since_ns, self.shortest_ns = 0, math.inf
-        self.margin, self.margin_ns, self.lowered_ns, self.floor = core_admission.FIRST_MARGIN, 0, 0, 0.0
+        self.margin, self.margin_ns, self.lowered_ns, self.floor = admission.FIRST_MARGIN, 0, 0, 0.0
 
     def reach_ns(self, limit_ns: float, alone_ns: float, live: int, now_ns: int) -> float:
         """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""

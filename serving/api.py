@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paellapy.scheduler.model import Model
+    from paellapy.scheduler.models.model import Model
     from paellapy.serving.config import Config, Source
 
 
@@ -57,7 +57,7 @@ def serve_config(
     from paellapy.serving.server import Server, run_server
 
     if config.server.workers:
-        from paellapy.serving.workers import serve_workers
+        from paellapy.serving.workers.processes import serve_workers
 
         serve_workers(config, source, list(models), announce)
         return

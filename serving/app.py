@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.metrics import add_metrics

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import ModelError
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.policy import Policy, find_policy
-from paellapy.scheduler.state import OWN_ROWS, Limits
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.state import OWN_ROWS, Limits
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.config import Config, ModelConfig, Path_, Source
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.registry import Entry

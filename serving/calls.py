@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from paellapy.scheduler.monitor import Monitor
+from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.serving.logs import log
 from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
 from paellapy.serving.registry import Registry

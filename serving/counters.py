@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.state import OK, Table
+from paellapy.scheduler.core.state import OK, Table
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.registry import MOST_MODELS, Catalogue
 
 # Seconds, from 50 µs: a small model takes less than a millisecond, which the usual buckets cannot tell apart.

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from paellapy.scheduler.monitor import Monitor
-from paellapy.scheduler.policy import PolicyError
+from paellapy.scheduler.engine.monitor import Monitor
+from paellapy.scheduler.policies.policy import PolicyError
 from paellapy.serving.dashboard_events import Hub
 from paellapy.serving.errors import RequestError
 from paellapy.serving.infer import read

@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from paellapy.scheduler.errors import ModelError
-from paellapy.scheduler.model import Model
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.errors import RequestError
 
 DTYPES: dict[str, np.dtype[Any]] = {

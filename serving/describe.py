@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from paellapy.instrument.versions import versions
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.counters import ModelCounters
 from paellapy.serving.datatypes import datatype
 from paellapy.serving.protocol import DEFAULT_LEVEL, PRIORITY_LEVELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.errors import (
+from paellapy.scheduler.core.errors import (
     CaptureError,
     DeadlineError,
     EngineAwayError,

@@ -17,9 +17,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import EngineAwayError
-from paellapy.scheduler.occupancy import RESOURCES
+from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.occupancy import RESOURCES
 from paellapy.serving.counters import Histogram, ModelCounters
 from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
 from paellapy.serving.middleware import SERVICE

@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from paellapy.instrument.live import counts
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 
 
 def sm_metrics(engine: Engine) -> Iterator[Metric]:

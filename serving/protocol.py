@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import check_datatype, datatype
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at

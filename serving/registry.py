@@ -15,11 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core_predict import predict_finish
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import ModelError, UnknownModelError
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.core.errors import ModelError, UnknownModelError
+from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.datatypes import check_servable
 from paellapy.serving.errors import RefusedError, short
 from paellapy.serving.logs import log

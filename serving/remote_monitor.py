@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from paellapy.scheduler.errors import EngineAwayError
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.engine.remote import RemoteEngine
 
 _PATIENCE_S = 10.0
 

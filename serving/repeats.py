@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.model import Model
+from paellapy.scheduler.models.model import Model
 
 REMEMBERED = 256  # of a model
 LONGEST = 4096  # bytes; a longer one is read again

@@ -20,14 +20,14 @@ from typing import Any, NoReturn, TypeVar
 from aiohttp import web
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import EngineFailedError
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.core.errors import EngineFailedError
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.app import create_app
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.connections import Connection, Runner
-from paellapy.serving.fast_head import Lane
-from paellapy.serving.fast_lane import FastConnection
+from paellapy.serving.fast_path.connection import FastConnection
+from paellapy.serving.fast_path.head import Lane
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry

@@ -9,11 +9,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import DeadlineError, UnknownModelError
-from paellapy.scheduler.model import Model
-from paellapy.scheduler.monitor import Monitor
-from paellapy.scheduler.remote import RemoteEngine
+from paellapy.scheduler.core.errors import DeadlineError, UnknownModelError
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.monitor import Monitor
+from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.scheduler.models.model import Model
 from paellapy.serving.admission import Admission, Mode
 from paellapy.serving.calls import Calls, LoggedMonitor
 from paellapy.serving.counters import Counters

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.scheduler import front_calls
-from paellapy.scheduler.core import attach_policy, predict_finish
-from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install
-from paellapy.scheduler.policy import Policy
-from paellapy.scheduler.state import COMPLETION, Limits, new_state
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install
+from paellapy.scheduler.core.state import COMPLETION, Limits, new_state
+from paellapy.scheduler.core.step import attach_policy, predict_finish
+from paellapy.scheduler.engine import front_calls
+from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.counters import counter_table, note_items
 
 

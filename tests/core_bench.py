@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.parts import part
-from paellapy.scheduler import core, core_rings
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_check import check_integrity
-from paellapy.scheduler.core_models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
-from paellapy.scheduler.policy import Policy, find_policy
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.check import check_integrity
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
+from paellapy.scheduler.core.step import rings, step
+from paellapy.scheduler.policies.policy import Policy, find_policy
 
 LIMITS = st.Limits(
     models=4, lanes=16, lanes_per_model=4, sizes=3, batch=8, segments=8, requests=48, clients=4, inputs=2
@@ -51,7 +51,7 @@ class Bench:
         self.state = st.new_state(self.limits)
         self.free = list(range(self.limits.requests))
         self._policy = find_policy(self.policy)
-        core.attach_policy(self.state, self._policy)
+        step.attach_policy(self.state, self._policy)
         set_capacity(self.state, part("h200"))
         self.state.g[st.HOLD] = self.hold
         self.state.t[st.DEMAND_LIMIT] = self.demand
@@ -70,15 +70,15 @@ class Bench:
         self.serial += 1
         row = self.free.pop()
         s = self.state
-        answer = core_rings.post(
+        answer = rings.post(
             s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, self.serial,
             1000 + self.serial,
             model, client, priority, self.now, deadline, source, direct,
         )  # fmt: skip
-        assert answer != core_rings.RING_FULL
+        assert answer != rings.RING_FULL
         self.rows[self.serial] = row
         if answer >= 0:
-            self.unready.append(divmod(answer, core_rings.SLOTS))
+            self.unready.append(divmod(answer, rings.SLOTS))
             if ready:
                 self.write()
         return self.serial
@@ -86,12 +86,12 @@ class Bench:
     def write(self) -> None:
         """A front end finishes writing one slot."""
         if self.unready:
-            core_rings.mark_ready(self.state.lane_ready, *self.unready.pop(0))
+            rings.mark_ready(self.state.lane_ready, *self.unready.pop(0))
 
     def read(self) -> None:
         """A front end has read one output."""
         if self.unread:
-            core_rings.release(self.state.lane_hold, *self.unread.pop(0))
+            rings.release(self.state.lane_hold, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
         tell(self.state, st.CANCEL, request=self.rows.get(serial, 0), serial=serial)
@@ -103,7 +103,7 @@ class Bench:
         """Let time pass and the core work; serials that completed."""
         self.now += ns
         s = self.state
-        core.step(s, self.now)
+        step.step(s, self.now)
         for entry in s.out[: s.g[st.OUT_N]]:
             lane, segment = int(entry["lane"]), int(entry["segment"])
             assert s.lane["state"][lane] == st.RUNNING or s.g[st.MODE] == st.FAIL_MODE
@@ -122,7 +122,7 @@ class Bench:
     def take(self) -> list[int]:
         into = np.zeros(64, st.COMPLETION)
         finished = []
-        while n := core_rings.take_done(self.state.ring[0], self.state.done[0], into):
+        while n := rings.take_done(self.state.ring[0], self.state.done[0], into):
             for entry in into[:n].copy():
                 if entry["request"] < 0:
                     self.closed.append(int(entry["model"]))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 
 @pp.kernel

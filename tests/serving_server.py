@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.model import Model, TensorSpec
-from paellapy.scheduler.requests import Slot
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.requests import Slot
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.registry import Entry, Registry, entry_of

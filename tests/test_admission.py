@@ -9,13 +9,13 @@ from core_bench import Bench, profile
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler import core
-from paellapy.scheduler.core_admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
-from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
-from paellapy.scheduler.policy import policy_names
-from paellapy.scheduler.simulate import simulate
-from paellapy.scheduler.state import MAX_ACTIVE, OK, QUEUE_FULL
-from paellapy.scheduler.workload import ClosedLoop, Poisson, Trace
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.state import MAX_ACTIVE, OK, QUEUE_FULL
+from paellapy.scheduler.policies.policy import policy_names
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, Trace
 from paellapy.serving.admission import Window
 
 MS = 1_000_000
@@ -104,7 +104,7 @@ def test_a_full_lane_that_waits_is_work_ahead():
     bench.state.g[MAX_ACTIVE] = 1
     predicted = []
     for _ in range(7):
-        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+        predicted.append(step.predict_finish(bench.state, 0, bench.now))
         bench.submit(0)
         bench.step()
     assert predicted == sorted(predicted)
@@ -117,7 +117,7 @@ def test_who_joins_those_that_the_core_has_not_heard_of_yet_is_predicted_their_b
     bench.step()
     predicted = []
     for _ in range(sizes[-1] + 1):
-        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+        predicted.append(step.predict_finish(bench.state, 0, bench.now))
         bench.submit(0, direct=True)
     assert predicted == sorted(predicted)
     assert predicted[0] < predicted[-2] or sizes == (1,)
@@ -138,11 +138,11 @@ def test_a_crowd_beside_it_makes_a_request_take_longer():
     for policy in policy_names():
         bench = Bench([profile(lanes=1, demand={1: 0.9}), profile("other", lanes=4, demand={1: 0.9})], policy=policy)
         bench.state.g[MAX_ACTIVE] = 16
-        alone = core.predict_finish(bench.state, 0, bench.now)
+        alone = step.predict_finish(bench.state, 0, bench.now)
         for _ in range(4):
             bench.submit(1)
         bench.step()
-        beside = core.predict_finish(bench.state, 0, bench.now)
+        beside = step.predict_finish(bench.state, 0, bench.now)
         assert beside > alone, policy
         bench.run_dry()
 

@@ -18,10 +18,10 @@ HEAD = """
     from fake_cuda import install
     fake = install()
     import paellapy as pp
-    from paellapy.scheduler.engine import Engine
-    from paellapy.scheduler.errors import *
-    from paellapy.scheduler.model import Model, TensorSpec
-    from paellapy.scheduler.policy import PolicyError
+    from paellapy.scheduler.engine.engine import Engine
+    from paellapy.scheduler.core.errors import *
+    from paellapy.scheduler.models.model import Model, TensorSpec
+    from paellapy.scheduler.policies.policy import PolicyError
     from engine_models import random_inputs, scale, scale_model
     ONES = {"x": np.ones(64, np.float32)}
 
@@ -79,7 +79,7 @@ def test_requests_are_answered_right_and_nothing_is_left_behind(run):
 
 def test_a_long_kernel_is_captured_in_slices(run):
     run("""
-        from paellapy.scheduler.backend_cuda import CudaBackend
+        from paellapy.scheduler.backends.cuda import CudaBackend
         CudaBackend.node_times_ns = lambda self, program: [2e5] * len(program.nodes)
         with Engine("cuda", quantum_us=50) as engine:
             engine.load(scale_model("wide", 3.0, n=1 << 20, batch=(1,), lanes=2))
@@ -96,7 +96,7 @@ def test_a_long_kernel_is_captured_in_slices(run):
 def test_the_last_kernel_of_a_segment_tells(run, report):
     run(f"""
         from dataclasses import replace
-        from paellapy.scheduler.policy import find_policy
+        from paellapy.scheduler.policies.policy import find_policy
         kernel = pp.kernel(scale.fn, report={report!r})
         with Engine("cuda", quantum_us=50) as engine:
             engine._backend.node_times_ns = lambda program: [5e4] * len(program.nodes)
@@ -422,7 +422,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs(run, fault):
 def test_an_idle_loop_sleeps(run):
     run("""
         import threading
-        from paellapy.scheduler import state as st
+        from paellapy.scheduler.core import state as st
         with Engine("cuda") as engine:
             engine.load(scale_model(batch=(1,)))
             engine.infer_sync("scale", ONES)
@@ -475,7 +475,7 @@ def test_nothing_is_collected_inside_a_capture(run):
 
 def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
     run("""
-        from paellapy.scheduler.core_check import check_at_rest
+        from paellapy.scheduler.core.check import check_at_rest
         with Engine("cuda") as engine:
             engine.load(scale_model("long", 3.0, n=1 << 14, batch=(1, 2), lanes=1))
 

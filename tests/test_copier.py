@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from engine_models import scale_model
 
-from paellapy.scheduler.copier import Copier
-from paellapy.scheduler.core_check import check_at_rest
-from paellapy.scheduler.core_slots import LONG_COPY
-from paellapy.scheduler.cpus import usable_cpus
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import DeadlineError
-from paellapy.scheduler.loop import Bell
-from paellapy.scheduler.state import COPY_BELL, LIVE, new_state
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.copier import Copier
+from paellapy.scheduler.core.cpus import usable_cpus
+from paellapy.scheduler.core.errors import DeadlineError
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.slots import LONG_COPY
+from paellapy.scheduler.core.state import COPY_BELL, LIVE, new_state
+from paellapy.scheduler.engine.engine import Engine
 
 N = LONG_COPY // 4 + 3
 

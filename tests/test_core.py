@@ -14,12 +14,11 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
-from paellapy.scheduler import core, core_rings
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_ahead import JUST_AHEAD_NS, MOST_STRETCH
-from paellapy.scheduler.core_check import IntegrityError, check_integrity
-from paellapy.scheduler.core_crowd import MOST_CONFINED, MOST_DEMANDED
-from paellapy.scheduler.core_models import (
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.ahead import JUST_AHEAD_NS, MOST_STRETCH
+from paellapy.scheduler.core.check import IntegrityError, check_integrity
+from paellapy.scheduler.core.crowd import MOST_CONFINED, MOST_DEMANDED
+from paellapy.scheduler.core.models import (
     ModelProfile,
     ProfileError,
     SegmentProfile,
@@ -29,9 +28,10 @@ from paellapy.scheduler.core_models import (
     remove,
     save_profiles,
 )
-from paellapy.scheduler.install import install_windows
-from paellapy.scheduler.occupancy import occupancy
-from paellapy.scheduler.policy import Policy, find_policy, policy_names
+from paellapy.scheduler.core.step import rings, step
+from paellapy.scheduler.engine.install import install_windows
+from paellapy.scheduler.engine.occupancy import occupancy
+from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 
 # --- one request ----------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     bench = Bench([profile(lanes=2)])
     bench.state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
     bench.state.g[st.BACKEND] = st.CUDA
-    core.attach_libc(bench.state)
+    step.attach_libc(bench.state)
     bench.state.whole["handle"], bench.state.launch["handle"] = 77, 78
     bench.state.stream[0, :2] = 5, 6
     first = bench.submit()
@@ -299,11 +299,11 @@ def test_the_ring_says_when_it_is_full() -> None:
     state = st.new_state(LIMITS)
     args = (state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front)
     answers = [
-        core_rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False)
+        rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False)
         for _ in range(state.submit.shape[1] + 1)
     ]
-    assert answers[:-1] == [core_rings.STAGED] * state.submit.shape[1]
-    assert answers[-1] == core_rings.RING_FULL
+    assert answers[:-1] == [rings.STAGED] * state.submit.shape[1]
+    assert answers[-1] == rings.RING_FULL
 
 
 # --- in real time ---------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class RealTime:
             return 0
 
         self._launch = launch
-        core.attach_libc(s)
+        step.attach_libc(s)
         s.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
         s.g[st.BACKEND] = st.CUDA
         s.launch["handle"], s.whole["handle"] = s.launch["word"], s.whole["word"]
@@ -334,7 +334,7 @@ class RealTime:
         s.wake_fd[0, 0] = self.eventfd
 
     def run(self, linger_ns: int) -> int:
-        return core.run(self.state, self.stop, linger_ns, np.zeros(4, np.int64))
+        return step.run(self.state, self.stop, linger_ns, np.zeros(4, np.int64))
 
 
 def test_the_loop_runs_until_idle_and_rings_the_bell() -> None:
@@ -358,12 +358,12 @@ def test_many_threads_submit_while_the_core_runs() -> None:
         for i in range(each):
             row = serial = k * each + i
             args = (row, serial, serial, i % 2, k, 0, i, st.NEVER, 0, i % 3 > 0)
-            answer = core_rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, *args)
-            assert answer != core_rings.RING_FULL
+            answer = rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, *args)
+            assert answer != rings.RING_FULL
             if answer >= 0:
-                core_rings.mark_ready(s.lane_ready, *divmod(answer, core_rings.SLOTS))
+                rings.mark_ready(s.lane_ready, *divmod(answer, rings.SLOTS))
 
-    core.step(s, 0)
+    step.step(s, 0)
     loop = threading.Thread(target=real.run, args=(10**15,))
     loop.start()
     front_ends = [threading.Thread(target=front_end, args=(k,)) for k in range(threads)]
@@ -373,21 +373,21 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     serials: list[int] = []
     asked = False
     while len(serials) < each * threads:
-        n = core_rings.take_done(s.ring[0], s.done[0], into)
+        n = rings.take_done(s.ring[0], s.done[0], into)
         assert (into["status"][:n] == st.OK).all()
         serials += into["serial"][:n].tolist()
         if not n and asked:
             os.eventfd_read(real.eventfd)
         asked = not n
         if asked:
-            core_rings.ask_to_be_woken(s.wake, 0)
+            rings.ask_to_be_woken(s.wake, 0)
     for thread in front_ends:
         thread.join()
     real.stop[0] = 1
     loop.join()
     os.close(real.eventfd)
     assert sorted(serials) == list(range(each * threads))
-    core.step(s, 1 << 60)
+    step.step(s, 1 << 60)
     check_integrity(s)
 
 
@@ -439,19 +439,19 @@ def test_occupancy_follows_what_is_launched() -> None:
 
 def test_predictions_grow_with_the_work_ahead() -> None:
     bench = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="fifo")
-    assert core.predict_finish(bench.state, 0, bench.now) == 400_000
+    assert step.predict_finish(bench.state, 0, bench.now) == 400_000
     predicted = []
     for _ in range(6):
         bench.submit(0)
         bench.step()
-        predicted.append(core.predict_finish(bench.state, 0, bench.now))
+        predicted.append(step.predict_finish(bench.state, 0, bench.now))
     assert predicted == sorted(predicted)
     assert predicted[-1] > 2 * 400_000
     shortest_first = Bench([profile(segments=4, ns=100e3, lanes=2), profile("short", ns=1e3, lanes=1)], policy="srpt")
     for _ in range(6):
         shortest_first.submit(0)
         shortest_first.step()
-    assert core.predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
+    assert step.predict_finish(shortest_first.state, 1, 0) < predicted[-1] / 2
     bench.run_dry()
 
 

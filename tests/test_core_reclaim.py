@@ -8,10 +8,11 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from paellapy.scheduler import core, front_calls
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_check import check_integrity
-from paellapy.scheduler.core_rings import SLOTS, STAGED
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.check import check_integrity
+from paellapy.scheduler.core.rings import SLOTS, STAGED
+from paellapy.scheduler.engine import front_calls
 
 FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
 STEPS = ("claim", "post", "write", "run", "read")  # what a front end does, in order
@@ -93,7 +94,7 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
         dying.take()  # and never reads the outputs
     elif upto != "run":
         bench.step()
-    core.reclaim(bench.state, 1, bench.now)
+    step.reclaim(bench.state, 1, bench.now)
     finish_all(bench, other)
     assert [entry[front_calls.E_STATUS] for entry in other.done] == [st.OK]
     assert bench.state.g[st.LIVE] == 0
@@ -110,7 +111,7 @@ def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
     dying, other = Front(bench, 1), Front(bench, 2)
     for _ in range(5):
         dying.submit()
-    core.reclaim(bench.state, 1, bench.now)
+    step.reclaim(bench.state, 1, bench.now)
     other.submit()
     finish_all(bench, other)
     assert len(other.done) == 1
@@ -171,7 +172,7 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
     for who, action in script:
         front = fronts[who]
         if action == "die":
-            core.reclaim(bench.state, who, bench.now)
+            step.reclaim(bench.state, who, bench.now)
             fronts[who], unread[who], unwritten[who] = Front(bench, who), [], []
             bench.step()
         elif action in ("claim", "post", "write", "run", "read") and front.rows:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from paellapy.scheduler.cuda_graphs import without_events
-from paellapy.scheduler.segments import cut
+from paellapy.scheduler.backends.cuda_graphs import without_events
+from paellapy.scheduler.models.segments import cut
 
 US = 1_000.0
 kernels_us = hs.lists(hs.floats(1.5, 300), min_size=1, max_size=80)

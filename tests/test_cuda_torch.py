@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paellapy.scheduler.cuda_torch import TorchPool
+from paellapy.scheduler.models.torch_pool import TorchPool
 
 
 @pytest.fixture

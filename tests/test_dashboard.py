@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_models import scale_model
 from serving_server import infer_body, running
 
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.app import create_app
 from paellapy.serving.dashboard_events import Hub
 from paellapy.serving.dashboard_routes import HUB, SWITCH_HEADER

@@ -13,7 +13,7 @@ import paellapy as pp
 from paellapy import demo
 from paellapy.demo import reference
 from paellapy.instrument.device import Device
-from paellapy.scheduler.errors import UnknownModelError
+from paellapy.scheduler.core.errors import UnknownModelError
 
 NAMES = demo.names()
 KERNELS = {"mlp": 3, "cnn": 11, "transformer": 75}

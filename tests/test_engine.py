@@ -15,10 +15,9 @@ from engine_models import faulty_model, mlp_model, mlp_reference, random_inputs,
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, PaellaError, TraceError
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_check import check_at_rest
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import (
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import (
     CaptureError,
     DeadlineError,
     EngineClosedError,
@@ -29,8 +28,9 @@ from paellapy.scheduler.errors import (
     QueueFullError,
     UnknownModelError,
 )
-from paellapy.scheduler.policy import find_policy, policy, policy_names
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.policies.policy import find_policy, policy, policy_names
 
 DEVICE = "virtual:h200"
 KINDS = {
@@ -162,7 +162,7 @@ def test_inputs_need_not_be_contiguous(loaded):
 def test_several_inputs_and_outputs_find_their_places(engine):
     from engine_models import scale
 
-    from paellapy.scheduler.model import Model, TensorSpec
+    from paellapy.scheduler.models.model import Model, TensorSpec
 
     def fn(weights, inputs, outputs):
         for k, name in enumerate(("a", "b", "c")):
@@ -442,7 +442,7 @@ def test_a_model_that_cannot_be_captured_leaves_the_engine_as_it_was(engine):
         pp.Device.current().synchronize()
         raise AssertionError
 
-    from paellapy.scheduler.model import Model, TensorSpec
+    from paellapy.scheduler.models.model import Model, TensorSpec
 
     with pytest.raises(CaptureError):
         engine.load(Model("bad", fn, inputs={"x": TensorSpec(4)}, outputs={"y": TensorSpec(4)}))

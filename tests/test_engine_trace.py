@@ -18,8 +18,8 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler import state
-from paellapy.scheduler.engine_trace import (
+from paellapy.scheduler.core import state
+from paellapy.scheduler.engine.trace import (
     JOB_RECORD,
     OWNER,
     SEGMENT_RECORD,
@@ -28,7 +28,7 @@ from paellapy.scheduler.engine_trace import (
     TracedPiece,
     fill_engine_trace,
 )
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 
 def numbers(dtype: np.dtype[Any]) -> st.SearchStrategy[Records]:

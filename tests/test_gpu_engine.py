@@ -22,12 +22,12 @@ import paellapy as pp
 from paellapy.instrument.device.cuda_memory import CudaEvent
 from paellapy.instrument.device.driver import check as check_status
 from paellapy.instrument.device.driver import driver
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_check import check_at_rest
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import CaptureError, InputError, MemoryPlanError
-from paellapy.scheduler.model import Model, TensorSpec
-from paellapy.scheduler.policy import find_policy, policy_names
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import CaptureError, InputError, MemoryPlanError
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.policies.policy import find_policy, policy_names
 
 pytestmark = pytest.mark.gpu
 
@@ -387,8 +387,8 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     code = """
         import asyncio
         import numpy as np
-        from paellapy.scheduler.engine import Engine
-        from paellapy.scheduler.errors import EngineFailedError
+        from paellapy.scheduler.engine.engine import Engine
+        from paellapy.scheduler.core.errors import EngineFailedError
         from engine_models import faulty_model, scale_model
 
         engine = Engine("cuda")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from paellapy.scheduler.core_check import check_at_rest
-from paellapy.scheduler.errors import CaptureError, MemoryPlanError
-from paellapy.scheduler.policy import policy_names
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
+from paellapy.scheduler.policies.policy import policy_names
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.gpu
@@ -125,7 +125,7 @@ def test_an_engine_loads_models_whatever_the_number_of_pools_before(engine):
 
 def test_a_crowd_is_confined_to_windows_of_sms_and_answers_the_same(monkeypatch):
     # Beside other processes a window may be measured to be far too slow, and would not be used.
-    monkeypatch.setattr("paellapy.scheduler.profile._MOST_STRETCH", 1000.0)
+    monkeypatch.setattr("paellapy.scheduler.models.profile._MOST_STRETCH", 1000.0)
     net, x = Net(6), images(300)
     expected = reference(net, x)
     with pp.Engine("cuda", "srpt", quantum_us=20, sm_windows=8) as engine:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler.errors import CaptureError, MemoryPlanError
-from paellapy.scheduler.lanes import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
-from paellapy.scheduler.model import Model, TensorSpec
-from paellapy.scheduler.virtual_memory import VirtualMemory
+from paellapy.scheduler.backends.virtual_memory import VirtualMemory
+from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
+from paellapy.scheduler.models.lane_memory import ALIGN, Bump, Lane, MemoryPlan, aligned, plan_lane
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 
 def model(**options):

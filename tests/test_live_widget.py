@@ -19,7 +19,7 @@ from aiohttp import web
 from engine_models import random_inputs, scale_model
 
 import paellapy as pp
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import live_widget
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

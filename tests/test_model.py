@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.errors import ModelError
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 SPECS = {"x": TensorSpec((4,))}
 

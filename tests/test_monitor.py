@@ -14,11 +14,12 @@ from paellapy.instrument.device.parts import part
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.live import counts
 from paellapy.instrument.records import WARP_SHIFT
-from paellapy.scheduler import backend_virtual, monitor_sms
-from paellapy.scheduler import state as st
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.monitor import EDGES_MS, Monitor
-from paellapy.scheduler.policy import PolicyError
+from paellapy.scheduler.backends import virtual
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.engine import monitor_sms
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.monitor import EDGES_MS, Monitor
+from paellapy.scheduler.policies.policy import PolicyError
 
 RNG = np.random.default_rng(3)
 
@@ -69,7 +70,7 @@ def test_nobody_who_looks_waits_for_the_compiler(monkeypatch):
         wanted.set()
         go_on.wait()
 
-    monkeypatch.setattr(backend_virtual, "compile_for", compile_when_told)
+    monkeypatch.setattr(virtual, "compile_for", compile_when_told)
     with Engine("virtual:h200") as engine:
         wanted.wait()
         try:

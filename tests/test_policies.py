@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from core_bench import Bench, profile
 
-from paellapy.scheduler import policy_check
-from paellapy.scheduler import state as st
-from paellapy.scheduler.policies import edf, hrrn, paella, priority, slack, srpt
-from paellapy.scheduler.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.policies import checks, edf, hrrn, paella, priority, slack, srpt
+from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
 
 
 def job(**facts: float) -> Any:
     """A job with these facts, as policies see it."""
-    row = np.rec.array(policy_check.sample_jobs()[:1].copy())
+    row = np.rec.array(checks.sample_jobs()[:1].copy())
     for name, value in facts.items():
         row[name] = value
     return row[0]
@@ -35,7 +34,7 @@ def test_a_built_in_policy_passes_the_check_it_is_spared(name: str) -> None:
         ("rank", "admit", "order"), (found.rank, found.admit, found.order), found.compiled, strict=True
     ):
         if function is not None:
-            policy_check.check(role, function, compiled)
+            checks.check(role, function, compiled)
             assert not may_loop(function)
 
 
@@ -61,7 +60,7 @@ def test_priority_beats_arrival_and_stands_still_beside_a_higher_one() -> None:
     late, early = job(priority=1, arrival_ns=2e15), job(priority=0, arrival_ns=1e15)
     assert priority.rank(late) < priority.rank(early)
     assert priority.rank(job(priority=1, arrival_ns=1e15)) < priority.rank(job(priority=1, arrival_ns=1e15 + 100))
-    gpus = np.rec.array(policy_check.sample_gpus())
+    gpus = np.rec.array(checks.sample_gpus())
     gpus.active_priority = 1
     assert priority.admit(late, gpus[0])
     assert not priority.admit(early, gpus[0])
@@ -286,13 +285,13 @@ def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatc
             total -= job.batch
         return total
 
-    monkeypatch.setattr(policy_check, "TIME_LIMIT_S", 6.0)
+    monkeypatch.setattr(checks, "TIME_LIMIT_S", 6.0)
     with pytest.raises(PolicyError, match="loop for ever"):
         policy(endless)
 
 
 def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_check, "MAX_CALL_NS", 0.0)  # any cost is too much
+    monkeypatch.setattr(checks, "MAX_CALL_NS", 0.0)  # any cost is too much
     with pytest.raises(PolicyError, match="µs per call"):
         policy(lambda job: job.batch)
 

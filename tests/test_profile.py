@@ -12,14 +12,14 @@ import paellapy as pp
 from paellapy import cli
 from paellapy.instrument import cache
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler import profile as profiles
-from paellapy.scheduler.backend_virtual import VirtualBackend
-from paellapy.scheduler.core_models import SegmentProfile
-from paellapy.scheduler.lanes import MemoryPlan
-from paellapy.scheduler.loader import Loader
-from paellapy.scheduler.profile import ProgramProfile, model_profile, segment_profile
-from paellapy.scheduler.program import Node
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.backends.virtual import VirtualBackend
+from paellapy.scheduler.core.models import SegmentProfile
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.loader import Loader
+from paellapy.scheduler.models import profile as profiles
+from paellapy.scheduler.models.lane_memory import MemoryPlan
+from paellapy.scheduler.models.profile import ProgramProfile, model_profile, segment_profile
+from paellapy.scheduler.models.program import Node
 
 
 @pytest.fixture(autouse=True)

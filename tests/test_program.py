@@ -8,10 +8,10 @@ import triton
 from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model
 
 import paellapy as pp
-from paellapy.scheduler.backend_virtual import VirtualBackend
-from paellapy.scheduler.errors import CaptureError
-from paellapy.scheduler.lanes import Lane, plan_lane
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.backends.virtual import VirtualBackend
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.lane_memory import Lane, plan_lane
+from paellapy.scheduler.models.model import Model, TensorSpec
 
 SPECS = {"inputs": {"x": TensorSpec((64,))}, "outputs": {"y": TensorSpec((64,))}}
 

@@ -19,7 +19,9 @@ def in_process(code: str, **env: str) -> str:
     return done.stdout.strip() + done.stderr.strip()
 
 
-@pytest.mark.parametrize("package", ["paellapy", "paellapy.scheduler.engine", "paellapy.instrument.device.driver"])
+@pytest.mark.parametrize(
+    "package", ["paellapy", "paellapy.scheduler.engine.engine", "paellapy.instrument.device.driver"]
+)
 def test_an_import_asks_for_all_of_them_before_anything_uses_the_gpu(package: str) -> None:
     assert in_process(f"import os, {package}; print(os.environ['{queues.VARIABLE}'])") == "32"
 

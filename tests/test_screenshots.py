@@ -21,7 +21,7 @@ from engine_models import gemm, mlp_model, random_inputs, scale, scale_model
 from serving_server import infer_body, running
 
 import paellapy as pp
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import data
 
 pytest.importorskip("plotly", reason="the extra `viz` is not installed")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler.errors import CaptureError
-from paellapy.scheduler.program import Node
-from paellapy.scheduler.segments import SLICE_FACTOR, cut, plan_slices, slices, topological
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.program import Node
+from paellapy.scheduler.models.segments import SLICE_FACTOR, cut, plan_slices, slices, topological
 
 times = some.lists(some.floats(1, 1e6), min_size=1, max_size=60)
 

@@ -11,7 +11,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import DEVICE, infer_body, running
 
-from paellapy.scheduler.core_admission import (
+from paellapy.scheduler.core.admission import (
     FEW_MARGIN,
     FIRST_MARGIN,
     LEAST_MARGIN,
@@ -20,7 +20,7 @@ from paellapy.scheduler.core_admission import (
     new_windows,
     note_latency,
 )
-from paellapy.scheduler.engine import Engine
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.admission import Admission, Window
 from paellapy.serving.errors import RefusedError, retry_after_s
 

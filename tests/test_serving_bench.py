@@ -24,8 +24,19 @@ from paellapy.bench_report import table
 from paellapy.cli import app
 from paellapy.instrument.errors import PaellaError
 from paellapy.output_path import OutputError
-from paellapy.serving.bench import PAUSE_S, Arrival, Bench, Load, Outcome, gaps, hdr, read_trace, run_bench, summarize
-from paellapy.serving.bench_client import BenchError, Endpoint, Pool
+from paellapy.serving.bench.client import BenchError, Endpoint, Pool
+from paellapy.serving.bench.load import (
+    PAUSE_S,
+    Arrival,
+    Bench,
+    Load,
+    Outcome,
+    gaps,
+    hdr,
+    read_trace,
+    run_bench,
+    summarize,
+)
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from paellapy.scheduler import state as st
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
 from paellapy.serving.config import load_config
 from paellapy.serving.errors import ConfigError

@@ -14,8 +14,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as some
 from serving_server import infer_body, running
 
-from paellapy.scheduler.errors import QueueFullError, UnknownModelError
-from paellapy.serving import fast_lane
+from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
+from paellapy.serving.fast_path import connection
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ class Client:
 def ways(monkeypatch):
     """How many requests each way has had."""
     counts = {"short": 0, "aiohttp": 0}
-    begin, give = fast_lane.FastConnection._begin, fast_lane.FastConnection._give
+    begin, give = connection.FastConnection._begin, connection.FastConnection._give
 
     def counted_begin(self, *args):
         counts["short"] += 1
@@ -88,8 +88,8 @@ def ways(monkeypatch):
         counts["aiohttp"] += 1
         give(self, data)
 
-    monkeypatch.setattr(fast_lane.FastConnection, "_begin", counted_begin)
-    monkeypatch.setattr(fast_lane.FastConnection, "_give", counted_give)
+    monkeypatch.setattr(connection.FastConnection, "_begin", counted_begin)
+    monkeypatch.setattr(connection.FastConnection, "_give", counted_give)
     return counts
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
 from serving_server import DEVICE, ask, infer_body, running
 
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import ModelError
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.app import create_app
 from paellapy.serving.openapi import document
 from paellapy.serving.registry import Entry

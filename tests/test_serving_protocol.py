@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
 from paellapy.serving.infer import choose_coding

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paellapy.scheduler.model import Model, TensorSpec
+from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving import repeats
 from paellapy.serving.errors import RequestError
 from paellapy.serving.protocol import Request, decode, encode

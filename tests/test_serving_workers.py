@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
 
-from paellapy.scheduler import core
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.fronts import Fronts
-from paellapy.scheduler.state import Limits
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.fronts import Fronts
 
 INFER = "/v2/models/scale/infer"
 ONES = np.ones((1, 64), np.float32)
@@ -246,11 +246,11 @@ def test_nothing_is_compiled_when_a_worker_dies():
     with Engine("virtual:h200", limits=Limits(fronts=2)) as engine:
         fronts = Fronts(engine)
         fronts.warm_up()
-        compiled = list(core.reclaim.signatures)
+        compiled = list(step.reclaim.signatures)
         assert compiled
         fronts.attach(1)
         assert fronts.detach(1) == 0
-        assert core.reclaim.signatures == compiled
+        assert step.reclaim.signatures == compiled
 
 
 def test_a_worker_that_is_killed_under_load_is_replaced_and_others_never_notice(server):

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler import state as st
-from paellapy.scheduler.core_models import ModelProfile, SegmentProfile
-from paellapy.scheduler.demand import TOGETHER, busy_alone, usual_demand
-from paellapy.scheduler.fluid import HAND_OVER_NS, run_fluid
-from paellapy.scheduler.simulate import COPY_GBPS, Fidelity, simulate
-from paellapy.scheduler.simulate_mix import ALONE_US, MIX, mix_profiles
-from paellapy.scheduler.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.sim.fluid import HAND_OVER_NS, run_fluid
+from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
+from paellapy.scheduler.sim.simulate import COPY_GBPS, Fidelity, simulate
+from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
 from paellapy.viz.palette import OKABE_ITO
 
 
@@ -359,7 +359,7 @@ def test_what_a_program_keeps_busy_follows_from_its_demand(demand: float, togeth
 
 
 def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> None:
-    """As Paella's CNNs do on an H200: see `paellapy.scheduler.fluid_rates`."""
+    """As Paella's CNNs do on an H200: see `paellapy.scheduler.sim.fluid_rates`."""
     rates = {}
     for clients in (1, 2, 6, 24):
         demand = 0.18 / (1 - 0.82**8)

@@ -8,9 +8,9 @@ import pytest
 import paellapy as pp
 from paellapy import demo
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.engine_trace import EngineTrace
-from paellapy.scheduler.results import Results
-from paellapy.scheduler.simulate_mix import mix_profiles
+from paellapy.scheduler.engine.trace import EngineTrace
+from paellapy.scheduler.sim.mix import mix_profiles
+from paellapy.scheduler.sim.results import Results
 
 LOAD = pp.Poisson(30_000, {"mlp": 2, "cnn": 1}, duration=0.001)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from paellapy.scheduler.errors import CaptureError, ModelError
+from paellapy.scheduler.core.errors import CaptureError, ModelError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
 

@@ -11,7 +11,7 @@ from viz_traces import EPOCH, MIX, TOY, engine_trace, make
 
 import paellapy as pp
 from paellapy.instrument.trace import DeviceFacts, Trace
-from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import palette
 
 pytest.importorskip("matplotlib", reason="the extra `viz` is not installed")

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import paellapy as pp
-from paellapy.scheduler import state as st
-from paellapy.scheduler.backend import WINDOW_SHARE
-from paellapy.scheduler.core_check import IntegrityError, check_at_rest, check_integrity
-from paellapy.scheduler.core_models import install, remove
-from paellapy.scheduler.core_windows import ROOMY, STAYING, fill_window
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import ModelError
-from paellapy.scheduler.install import install_windows
-from paellapy.scheduler.policy import policy_names
-from paellapy.scheduler.profile import ProgramProfile
+from paellapy.scheduler.backends.base import WINDOW_SHARE
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.models import install, remove
+from paellapy.scheduler.core.windows import ROOMY, STAYING, fill_window
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.install import install_windows
+from paellapy.scheduler.models.profile import ProgramProfile
+from paellapy.scheduler.policies.policy import policy_names
 
 DEVICE = "virtual:h200"
 WINDOWS = 4

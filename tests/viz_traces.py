@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paellapy.instrument.records import BLOCK, LAUNCH
 from paellapy.instrument.trace import DeviceFacts, Trace
-from paellapy.scheduler.engine_trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
+from paellapy.scheduler.engine.trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
 
 EPOCH = 1_780_000_000_000_000_000
 TOY = DeviceFacts("toy", n_sm=3, max_warps_per_sm=64, compute_capability=(9, 0), versions={"driver": "580"})

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from paellapy.demo import kernels as _kernels
 from paellapy.instrument.device.base import Device
-from paellapy.scheduler.errors import UnknownModelError
-from paellapy.scheduler.model import Arrays, Model, ModelFunction, TensorSpec
+from paellapy.scheduler.core.errors import UnknownModelError
+from paellapy.scheduler.models.model import Arrays, Model, ModelFunction, TensorSpec
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from paellapy.demo import kernels as _kernels
 from paellapy.instrument.device.base import Device
-from paellapy.scheduler.model import Arrays, Model, TensorSpec
-from paellapy.scheduler.workload import Trace
+from paellapy.scheduler.models.model import Arrays, Model, TensorSpec
+from paellapy.scheduler.sim.workload import Trace
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 

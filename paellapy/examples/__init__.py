@@ -9,7 +9,7 @@ from importlib.resources import as_file, files
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler.engine_trace import EngineTrace
+from paellapy.scheduler.engine.trace import EngineTrace
 
 __all__ = ["load", "names", "origin"]
 

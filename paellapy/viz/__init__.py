@@ -6,7 +6,7 @@ The libraries of the extra `viz` are imported when the first picture is drawn.
 from __future__ import annotations
 
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler.results import Results
+from paellapy.scheduler.sim.results import Results
 from paellapy.viz.chrome_file import to_chrome
 from paellapy.viz.explorer import explore
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency

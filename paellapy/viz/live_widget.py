@@ -10,9 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 from paellapy.instrument.errors import ArgumentError, PaellaError
-from paellapy.scheduler.engine import Engine
-from paellapy.scheduler.errors import EngineClosedError
-from paellapy.scheduler.monitor import Monitor
+from paellapy.scheduler.core.errors import EngineClosedError
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.viz.needs import need
 
 # Each after those it imports.
@@ -57,7 +57,7 @@ def _widget_class() -> Any:
     traitlets = need("traitlets", "live()")
 
     class LiveWidget(anywidget.AnyWidget):  # type: ignore[misc, name-defined]
-        """`snapshot` is what `paellapy.scheduler.monitor` says of the engine; `paused` holds it."""
+        """`snapshot` is what `paellapy.scheduler.engine.monitor` says of the engine; `paused` holds it."""
 
         _esm = javascript()
         _css = css()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.records import Records
 from paellapy.instrument.summary import readable_time
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler.engine_trace import EngineTrace
-from paellapy.scheduler.state import OK, STATUS
+from paellapy.scheduler.core.state import OK, STATUS
+from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data
 from paellapy.viz.data import Picture, lanes
 from paellapy.viz.needs import need
@@ -35,7 +35,7 @@ HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.22}  # of a lane; l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    jobs: Records  # of paellapy.scheduler.engine_trace.JOB_RECORD, in order of arrival
+    jobs: Records  # of paellapy.scheduler.engine.trace.JOB_RECORD, in order of arrival
     segments: Records  # of SEGMENT_RECORD
     models: tuple[str, ...]
     lane: NDArray[np.int64]  # of each job

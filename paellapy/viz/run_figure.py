@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.results import Results
-from paellapy.scheduler.state import OK
+from paellapy.scheduler.core.state import OK
+from paellapy.scheduler.sim.results import Results
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OKABE_ITO
 

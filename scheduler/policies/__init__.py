@@ -1,1 +1,1 @@
-"""The policies that come with paellapy, one module each: `rank` is the policy."""
+"""Policies: the decorator that makes one, its checks, and those that come with paellapy, one module each."""

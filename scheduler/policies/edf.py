@@ -1,7 +1,7 @@
 """Earliest deadline first; a job without deadline or target is due after four times its time alone."""
 
-from paellapy.scheduler.policy import Job, policy
-from paellapy.scheduler.state import NEVER
+from paellapy.scheduler.core.state import NEVER
+from paellapy.scheduler.policies.policy import Job, policy
 
 SLOWDOWN = 4.0
 

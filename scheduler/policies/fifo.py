@@ -1,6 +1,6 @@
 """First come, first served."""
 
-from paellapy.scheduler.policy import Job, policy
+from paellapy.scheduler.policies.policy import Job, policy
 
 
 @policy(name="fifo")

@@ -4,7 +4,7 @@ Like `srpt` for those that have just come; but one that has waited as long as it
 slowdowns stay close together and nothing starves.
 """
 
-from paellapy.scheduler.policy import Job, policy
+from paellapy.scheduler.policies.policy import Job, policy
 
 
 def order(job: Job) -> float:

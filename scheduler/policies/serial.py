@@ -1,6 +1,6 @@
 """One job at a time, in order of arrival: one stream, the other baseline."""
 
-from paellapy.scheduler.policy import Job, policy
+from paellapy.scheduler.policies.policy import Job, policy
 
 
 @policy(name="serial", active=1, whole=True)

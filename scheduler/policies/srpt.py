@@ -4,7 +4,7 @@ A batch answers several requests at once, so its time counts per request (Smith'
 that hold little would always leave before full ones, and batches would never form.
 """
 
-from paellapy.scheduler.policy import Job, policy
+from paellapy.scheduler.policies.policy import Job, policy
 
 
 def order(job: Job) -> float:

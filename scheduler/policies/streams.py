@@ -1,6 +1,6 @@
 """Everything at once, whole programs, and the hardware decides: CUDA streams, the baseline."""
 
-from paellapy.scheduler.policy import Job, policy
+from paellapy.scheduler.policies.policy import Job, policy
 
 EVERYTHING = 1 << 30
 

@@ -1,4 +1,4 @@
-// Draws snapshots of an engine (scheduler/monitor.py). The page and the widget in Jupyter share it.
+// Draws snapshots of an engine (scheduler/engine/monitor.py). The page and the widget in Jupyter share it.
 
 import { duration, el, mark, say } from "./format.js";
 import { makeModelsPanel } from "./models.js";

@@ -1,0 +1,192 @@
+"""What a device must offer the engine: memory for lanes, capture of programs, launches cut into segments, a loop."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.models.capture import Counting, ModelCapture, call_model, capturing
+from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.program import Cuts, Marks, Program
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.engine.loader import LoadedModel
+    from paellapy.scheduler.engine.trace import TracedBlocks
+
+Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
+
+WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
+LEAST_WINDOWS = 3  # fewer would leave SMs to nobody
+
+
+@dataclass(slots=True)
+class Launches:
+    """One program ready to be launched: each segment, and the whole. `handles` mean something to the backend only."""
+
+    program: Program
+    bounds: Bounds
+    handles: list[int]
+    whole: int
+    keep: list[Any] = field(default_factory=list)
+    notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
+    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
+
+
+class Backend(ABC):
+    """A device behind the engine. One engine owns one backend."""
+
+    device: Device
+
+    @abstractmethod
+    def default_memory_bytes(self) -> int:
+        """What the engine may use when nobody says."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What measured times depend on beside the program: the part, its driver or its timing model."""
+
+    @abstractmethod
+    def lane_memory(self, plan: LanePlan) -> Memory: ...
+
+    @abstractmethod
+    def upload(self, model: Model) -> Arrays:
+        """The model's weights in device memory."""
+
+    @abstractmethod
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+        """Runs the model's function once and keeps what it launches, between the copies of inputs and outputs.
+
+        Kernels in `marks` say when all their blocks are on the SMs.
+        """
+
+    @abstractmethod
+    def node_times_ns(self, program: Program) -> list[float]:
+        """How long each node takes, run one after the other."""
+
+    @abstractmethod
+    def wave_blocks(self, program: Program) -> list[int]:
+        """For each node: blocks of its kernel that the GPU holds at once; 0 for what is no kernel."""
+
+    @abstractmethod
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+        """Makes the segments launchable; segment k writes to the lane's word k, the whole to its last one.
+
+        `confine`: also inside the lane's windows, as far as its kernels can be.
+        """
+
+    def launch_first(self, launches: Launches, wholes: bool) -> None:
+        """Launches every segment once, and the whole program, where a first launch takes longer than others.
+
+        The lane is not in service yet.
+        """
+        return
+
+    @abstractmethod
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
+        """Time of each segment, of the whole program, and of that inside a window (0: it is not confined).
+
+        `alone`: nothing else runs meanwhile.
+        """
+
+    @abstractmethod
+    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+        """Time per run when every lane launches its whole program again and again, all at once, each on all SMs."""
+
+    @abstractmethod
+    def release(self, launches: Launches) -> None: ...
+
+    @abstractmethod
+    def pool(self, state: State, priority: int) -> int:
+        """The row of `state.stream` whose streams have this priority on the GPU; filled when it is first asked for."""
+
+    @abstractmethod
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        """Starts the loop in a thread of its own. The bell wakes it: there is something new on a submission ring."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function in the loop's thread, between two steps: it may change what the core reads."""
+
+    @abstractmethod
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        """Starts recording the blocks of what is launched from now on."""
+
+    @abstractmethod
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks: ...
+
+    @abstractmethod
+    def to_trace_ns(self, host_ns: int) -> int:
+        """A time of the host's monotonic clock on the clock of the trace."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the loop; the engine has drained before."""
+
+    def close(self) -> None:
+        """Gives back what is left, after the loop has ended and every model is gone."""
+        return
+
+    # -- common to all
+
+    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        """Every batch size once: scratch memory of a lane, and what other libraries' allocators take beside it."""
+        return max(self.rehearse(model, weights, batch) for batch in model.batch), 0
+
+    def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
+        """Compiles and tunes by running the function, then counts the scratch memory of a second run."""
+        inputs, outputs = self._temporaries(model, batch)
+        with self.device:
+            call_model(model, weights, inputs, outputs, batch, "in its first run")
+        try:
+            self.device.synchronize()
+        except PaellaError as e:
+            raise CaptureError(f"model {model.name!r} failed on the GPU in its first run at batch {batch}: {e}") from e
+        counting = Counting(model, self.device)
+        with capturing(self.device, counting), self.counting(counting):
+            call_model(model, weights, inputs, outputs, batch, "in its second run")
+        self.device.synchronize()
+        if not counting.launches and not self.foreign_kernels:
+            raise CaptureError(f"model {model.name!r} launches no kernel at batch {batch}")
+        return counting.scratch_bytes
+
+    def sm_totals(self) -> tuple[float, Any, Any] | None:
+        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known."""
+        return None
+
+    @abstractmethod
+    def open_windows(self, count: int) -> list[set[int]]:
+        """Makes so many windows of SMs, evenly spread, before any model is loaded; which SMs are in each."""
+
+    windows = 0  # of SMs; 0: none
+    foreign_kernels = False  # whether kernels other than ours can be captured
+    sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
+    shared_slots = False  # lanes' host memory is made for other processes to map
+
+    def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:
+        """Around a run whose scratch memory is counted: other libraries' allocations count too."""
+        return contextlib.nullcontext()
+
+    def discard(self, program: Program) -> None:
+        """The program has been cut, or is not wanted: what was captured may go."""
+        program.body = None
+
+    def failure(self, status: int) -> BaseException:
+        """The error that a status of the core's launches stands for."""
+        return LaunchError(f"running a model failed with status {status}")
+
+    def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:
+        pair = []
+        for specs in (model.inputs, model.outputs):
+            pair.append({k: self.device.array(np.zeros((batch, *s.shape), s.dtype)) for k, s in specs.items()})
+        return pair[0], pair[1]

@@ -1,0 +1,422 @@
+"""A real GPU behind the engine: CUDA graphs launched by the compiled core, which spins while work is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device import queues
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
+from paellapy.scheduler.backends.cuda_graphs import (
+    Gate,
+    instantiate,
+    launch_once,
+    launch_times_ns,
+    node_times_ns,
+    segment_graph,
+)
+from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
+from paellapy.scheduler.backends.cuda_trace import CudaTrace
+from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.copier import Copier
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.loader import LoadedModel, device_lock
+from paellapy.scheduler.engine.trace import TracedBlocks
+from paellapy.scheduler.models.capture import ModelCapture
+from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
+
+# The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
+# to be woken takes longer than many a kernel. Left alone it sleeps after that.
+_LINGER_NS = 10_000_000
+_WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
+_NOT_READY = 600
+_CROWDED_RUNS = 4
+_GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues hold about a thousand
+_PORTABLE_MAPPED = 3  # of cuMemHostAlloc and of cuMemHostRegister alike
+
+
+class CudaMemory(Memory):
+    """A lane's block on the GPU and its pinned block on the host.
+
+    `shared`: the host's block is mapped by other processes too. The driver cannot share what it allocates itself, so
+    shared memory is made first and then pinned.
+    """
+
+    def __init__(self, device: CudaDevice, plan: LanePlan, shared: bool = False) -> None:
+        self._device = device
+        self._ptr = device.allocate(max(1, plan.device_bytes))
+        try:
+            self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
+        except PaellaError:
+            device.free(self._ptr)
+            raise
+        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
+        self.host[:] = 0
+        self.torch_pool: TorchPool | None = None
+
+    def _allocate(self, nbytes: int) -> int:
+        return int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
+
+    def _share(self, nbytes: int) -> int:
+        cu = driver()
+        # Graphs hold host addresses, and kernels and copies use them as they are: the GPU must see the same ones.
+        same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not int(check(cu.cuDeviceGetAttribute(same, self._device.index), "reading the GPU's attributes")):
+            raise LaunchError(
+                "this GPU does not see registered host memory at the host's addresses, so its lanes cannot be shared "
+                "with other processes: serve without workers"
+            )
+        self.block = SharedBlock(nbytes)
+        # Whole pages: the block is made of them.
+        check(
+            cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory"
+        )
+        return self.block.address
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+        return CudaArray.over(self._device, self._ptr + offset, shape, dtype)
+
+    def free(self) -> None:
+        if self._pinned:
+            self._device.activate()
+            self._device.free(self._ptr)
+            if self.block is None:
+                driver().cuMemFreeHost(self._pinned)
+            else:
+                driver().cuMemHostUnregister(self._pinned)
+            self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
+            if self.torch_pool is not None:
+                self.torch_pool.free()
+                self.torch_pool = None
+
+
+class CudaBackend(Backend):
+    device: CudaDevice
+    foreign_kernels = True
+    sleeps_in_read = True
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        queues.warn_if_few()
+        device.activate()
+        self._captures: dict[int, CudaStream] = {}
+        self._probe_stream = CudaStream(device, 0)
+        self._pinned = device._allocate_pinned(64)
+        self._gate = Gate(self._pinned[:1])
+        self._scratch_array = CudaArray(device, (1,), np.dtype(np.uint8))
+        self._pools: dict[int, list[CudaStream]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stop_word = np.zeros(8, np.uint64)
+        self._scratch = np.zeros(8, np.int64)
+        self._stopping = False
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._trace: CudaTrace | None = None
+        self._trial: TorchPool | None = None  # while a model is rehearsed
+        self._windows: CudaWindows | None = None
+        self._closed = False
+
+    def default_memory_bytes(self) -> int:
+        self.device.activate()
+        free, _ = check(driver().cuMemGetInfo(), "reading the GPU's memory")
+        return int(free * 0.9)
+
+    def fingerprint(self) -> str:
+        version = check(driver().cuDriverGetVersion(), "reading the driver's version")
+        return f"{self.device.title} cuda {version} windows {self.windows} of {WINDOW_SHARE}"
+
+    def lane_memory(self, plan: LanePlan) -> CudaMemory:
+        return CudaMemory(self.device, plan, self.shared_slots)
+
+    def upload(self, model: Model) -> Arrays:
+        self.device.activate()
+        return model.place(self.device)
+
+    # -- programs
+
+    @contextlib.contextmanager
+    def counting(self, capture: ModelCapture) -> Iterator[None]:
+        torch_memory = self._trial.on(None) if self._trial else contextlib.nullcontext()
+        with cupy_in_arena(self.device, None, capture.empty), torch_memory:
+            yield
+
+    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        if not torch_in_use(model.uses_torch):
+            return super().rehearse_all(model, weights)
+        self._trial = TorchPool(self.device.index)
+        try:
+            scratch, _ = super().rehearse_all(model, weights)
+            return scratch, self._trial.nbytes
+        finally:
+            self._trial.free()
+            self._trial = None
+
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+        return self.capture_traced(lane, weights, batch, cuts, marks)[0]
+
+    def capture_traced(
+        self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None
+    ) -> tuple[Program, list[int]]:
+        """Also under which id each node's blocks appear in a trace that is under way."""
+        self.device.activate()
+        memory = lane.memory
+        assert isinstance(memory, CudaMemory)
+        if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
+            memory.torch_pool = TorchPool(self.device.index)
+        stream = self._capture_stream(lane.model.priority)
+        return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
+
+    def _capture_stream(self, priority: int) -> CudaStream:
+        """Kernels in a graph have the priority of the stream they were captured on, wherever the graph is launched."""
+        if priority not in self._captures:
+            self._captures[priority] = CudaStream(self.device, priority)
+        return self._captures[priority]
+
+    def node_times_ns(self, program: Program) -> list[float]:
+        return node_times_ns(program.body, self._capture_stream(program.model.priority).handle)
+
+    def wave_blocks(self, program: Program) -> list[int]:
+        device = self.device
+        return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
+
+    def open_windows(self, count: int) -> list[set[int]]:
+        self.windows = count
+        if not count:
+            return []
+        self.device.activate()
+        try:
+            self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
+        except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
+            raise LaunchError(
+                f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.5 "
+                "does; or use sm_windows=0"
+            ) from e
+        return self._windows.sms
+
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+        self.device.activate()
+        words = int(lane.words.ctypes.data)
+        windows = lane.windows if confine and self._windows is not None else ()
+        made: list[list[int]] = []  # of each segment, then of the whole: on all SMs, and in each window
+        try:
+            for k, (first, end) in enumerate([*bounds, (0, len(program.nodes))]):
+                word = words + 8 * (k if k < len(bounds) else lane.plan.n_words - 1)
+                with segment_graph(program.body, first, end, word) as graph:
+                    made.append([instantiate(graph.handle)])
+                    if windows:
+                        assert self._windows is not None
+                        # Where more of the program follows; nothing does where this is all of it.
+                        inside = end - first < len(program.nodes)
+                        made[-1] += self._windows.confined(graph, windows, end_inside=inside)
+        except BaseException:
+            _destroy(handle for each in made for handle in each)
+            raise
+        if len(made[-1]) == 1:  # the whole cannot be confined, so none of its parts is
+            _destroy(handle for each in made for handle in each[1:])
+            made = [each[:1] for each in made]
+        *handles, whole = (each[0] for each in made)
+        # A segment of nothing that can be confined is launched as it is.
+        confined = [
+            ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
+            for k in range(len(made[-1]) - 1)
+        ]
+        return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
+
+    def launch_first(self, launches: Launches, wholes: bool) -> None:
+        stream = self._capture_stream(launches.program.model.priority).handle
+        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+            # All of it in order, as it will run: kernels may need what a segment left that cannot be confined.
+            launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
+            if wholes:
+                launch_once([whole], stream)
+
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
+        stream = self._capture_stream(launches.program.model.priority).handle
+        gate = self._gate if len(launches.program.nodes) <= _GATED_NODES else None
+        cut = launch_times_ns([launches.handles] * (repeats + 1), stream, gate)
+        wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
+        whole = [launch_times_ns([[each]] * (repeats + 1), stream, gate) for each in wholes]
+        # Beside other work a time can only come out too long: the shortest is the nearest to alone.
+        pick = np.median if alone else np.min
+        times: NDArray[np.float64] = np.asarray(pick(cut[1:], axis=0))
+        wide, *narrow = (float(pick([run[0] for run in each[1:]])) for each in whole)
+        return [float(t) for t in times], wide, narrow[0] if narrow else 0.0
+
+    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+        self.device.activate()
+        cu = driver()
+        streams = [each.handle for each in self._streams(lanes[0].program.model.priority)[: len(lanes)]]
+        times = []
+        for _ in range(_CROWDED_RUNS):
+            began = time.perf_counter_ns()
+            for _ in range(rounds):
+                for each, stream in zip(lanes, streams, strict=False):
+                    check(cu.cuGraphLaunch(each.whole, stream), "timing a graph")
+            for stream in streams:
+                check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
+            times.append(time.perf_counter_ns() - began)
+        # The first warms up, and one that the host was late for took too long.
+        return min(times[1:]) / (rounds * len(lanes))
+
+    def release(self, launches: Launches) -> None:
+        self.device.activate()
+        for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+            _destroy(handle for handle in (*handles, whole) if handle)
+        launches.keep.clear()
+        launches.handles.clear()
+        launches.confined.clear()
+        launches.whole = 0
+
+    def discard(self, program: Program) -> None:
+        if program.body is not None:
+            program.body.destroy()
+        super().discard(program)
+
+    def _streams(self, priority: int) -> list[CudaStream]:
+        """Made and used one after the other: a stream's first work takes longer."""
+        level = CudaStream.level(priority)
+        if level not in self._pools:
+            streams: list[CudaStream] = []
+            try:
+                for _ in range(st.OF_WINDOWS):
+                    streams.append(CudaStream(self.device, priority))
+                for window in range(self.windows):
+                    for _ in range(st.QUEUES):
+                        assert self._windows is not None
+                        streams.append(self._windows.stream(window, priority))
+                for k in (*range(st.QUEUES), *range(st.OF_WINDOWS, len(streams))):
+                    opened = driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, streams[k].handle)
+                    check(opened, "opening a stream")
+                    streams[k].synchronize()
+            except BaseException:
+                streams.clear()  # those of a window go before it does, whoever keeps the error
+                raise
+            self._pools[level] = streams
+        return self._pools[level]
+
+    def pool(self, state: State, priority: int) -> int:
+        self.device.activate()
+        streams = self._streams(priority)
+        row = list(self._pools).index(CudaStream.level(priority))
+        state.stream[row, : len(streams)] = [each.handle for each in streams]
+        return row
+
+    # -- the loop
+
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._bell, self._failed = state, bell, failed
+        state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
+        state.g[st.BACKEND] = st.CUDA
+        self._copier = Copier(state, bell)
+        for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _loop(self) -> None:
+        self.device.activate()
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        reported = False
+        while not self._stopping:
+            why = serve(
+                self._state, self._stop_word, _LINGER_NS, self._scratch, self._bell.word, self._bell.fd, read, reported
+            )
+            if why == BROKEN:
+                reported = True
+                self._failed(self.failure(int(self._state.g[st.ERROR])))
+                continue
+            self._stop_word[0] = 0
+            while self._calls:
+                self._calls.popleft()()
+
+    def _watch(self) -> None:
+        """A fault leaves completion words unwritten: when nothing moves, ask the driver."""
+        self.device.activate()
+        g = self._state.g
+        before = -1
+        while not self._ended.wait(_WATCH_S):
+            stuck, before = int(g[st.SEGMENTS_DONE]) == before, int(g[st.SEGMENTS_DONE])
+            if g[st.FLIGHT_N] and stuck:
+                status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
+                if status not in (0, _NOT_READY):
+                    self._failed(self.failure(status))
+                    return
+
+    def failure(self, status: int) -> BaseException:
+        try:
+            fail(status, "running a model")
+        except LaunchError as e:
+            return e
+        return LaunchError(f"running a model failed with CUDA status {status}")
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._stop_word[0] = 1
+        os.eventfd_write(self._bell.fd, 1)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._ended.set()
+        self._interrupt()
+        for thread in self._threads:
+            thread.join()
+        self._copier.close()
+        self._bell.close()
+
+    def close(self) -> None:
+        # Now, and not whenever the collector comes by: that may be within another engine's capture.
+        self._pools.clear()
+        self._captures.clear()
+        self._closed = True
+        self._close_windows()
+
+    def _close_windows(self) -> None:
+        """After the last graph that runs in one: those of a trace that is still open may be left."""
+        if self._closed and self._trace is None and self._windows is not None:
+            self._windows.close()
+            self._windows = None
+
+    # -- traces
+
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        with device_lock(self.device):
+            self._trace = CudaTrace(self, records_per_sm, models)
+
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
+        current, self._trace = self._trace, None
+        assert current is not None
+        with device_lock(self.device):
+            found = current.finish({row for loaded in models for row in loaded.lane_rows})
+        self._close_windows()
+        return found
+
+    def to_trace_ns(self, host_ns: int) -> int:
+        return self.device.to_device_ns(host_ns)
+
+
+def _destroy(executables: Iterable[int]) -> None:
+    for each in executables:
+        driver().cuGraphExecDestroy(each)

@@ -1,0 +1,252 @@
+"""Capture on a real GPU: into a CUDA graph, with our launches numbered, sliced where asked, and CuPy in the arena."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.base import Launcher
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_launch import CudaLauncher
+from paellapy.instrument.device.cuda_memory import CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.errors import InstrumentError, LaunchError
+from paellapy.instrument.tracing import Session
+from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, describe, read_graph
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
+from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.model import Arrays
+from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
+from paellapy.scheduler.models.torch_pool import TorchPool
+
+_sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
+
+
+def sliced_variant(launcher: CudaLauncher) -> Launcher | None:
+    """The same kernel compiled to run any range of its blocks; None where the pass cannot do that."""
+    if launcher.compiled.config.sliced:
+        return launcher
+    if launcher not in _sliced:
+        compiled = launcher.compiled
+        try:
+            _sliced[launcher] = launcher.device.prepare(
+                compiled.source, replace(compiled.config, sliced=True), launcher.pick
+            )
+        except InstrumentError:
+            _sliced[launcher] = None
+    return _sliced[launcher]
+
+
+_notifying: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
+
+
+def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
+    """The same kernel, whose last block says when it starts; None where the pass cannot do that."""
+    if launcher.compiled.config.notifies:
+        return launcher
+    if launcher not in _notifying:
+        compiled = launcher.compiled
+        try:
+            _notifying[launcher] = launcher.device.prepare(
+                compiled.source, compiled.config.notifying(), launcher.pick
+            )
+        except InstrumentError:
+            _notifying[launcher] = None
+    return _notifying[launcher]
+
+
+class GraphCapture(LaneCapture):
+    """Our launches go to the capturing stream; which node each became is noted."""
+
+    def __init__(self, lane: Lane, cuts: Cuts, marks: Marks, device: CudaDevice) -> None:
+        super().__init__(lane, cuts)
+        self.device, self._marks = device, marks
+        self.marked: Marks = {}  # those that could be done
+        self.nodes: dict[int, tuple[int, Part | None, Any, int]] = {}  # node → launch number, part, code, trace id
+
+    def launch(
+        self,
+        launcher: CudaLauncher,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        part: Part | None,
+    ) -> Any:
+        if min(grid) <= 0:
+            with self.letting_through():
+                return launcher(grid, values, block, shared_bytes, part)
+        number, parts = self.next_parts(part)
+        chosen: Launcher = launcher
+        if part is None and parts[0] is not None:
+            found = sliced_variant(launcher)
+            if found is None:
+                parts = [None]
+            else:
+                chosen = found
+        result = None
+        for each in parts:
+            with self.letting_through(), self._notifying(number, each, chosen) as last:
+                result = last(grid, values, block, shared_bytes, each)
+            self._note(number, each, launcher.compiled)
+        return result
+
+    @contextlib.contextmanager
+    def _notifying(self, number: int, part: Part | None, launcher: Launcher) -> Iterator[Launcher]:
+        """The launcher to use: where the launch ends a segment, one that tells the lane's word of that segment."""
+        segment = self._marks.get((number, part))
+        found = None
+        if segment is not None and isinstance(launcher, CudaLauncher) and self.device.session is None:
+            found = notifying_variant(launcher)
+        if segment is None or found is None:
+            yield launcher
+            return
+        self.marked[number, part] = segment
+        self.notify_word = int(self.lane.draining[segment:].ctypes.data)
+        try:
+            yield found
+        finally:
+            self.notify_word = 0
+
+    def _note(self, number: int, part: Part | None, compiled: Any) -> None:
+        """The node just added is the one that whatever comes next on the stream depends on."""
+        info = check(driver().cuStreamGetCaptureInfo(self.device.current_stream()), "reading a capture")
+        dependencies = info[3]
+        traced = Session._next_id - 1 if self.device.session is not None else 0
+        self.nodes[int(dependencies[-1])] = (number, part, compiled, traced)
+
+    def describe(self, node: Any) -> tuple[Node, int]:
+        """Facts of a node, with what we know of it if we launched it; and the id its blocks have in a trace."""
+        found = describe(self.device, node, self.model.name)
+        ours = self.nodes.get(int(node))
+        if ours is None:
+            return found, 0
+        number, part, compiled, traced = ours
+        source = compiled.source
+        divisible = source.cluster == 1 and not source.cooperative and not source.scratch_bytes
+        return (
+            replace(found, name=compiled.name, launch=number, part=part, cluster=source.cluster, divisible=divisible,
+                    digest=code_digest(compiled)),
+            traced,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator[None]:
+    """CuPy's calls go to our stream and its memory comes from the arena, where CuPy is in use."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        yield
+        return
+
+    def allocate(nbytes: int) -> Any:
+        array = take((nbytes,), np.dtype(np.uint8))
+        memory = cupy.cuda.UnownedMemory(array.ptr, nbytes, array, device.index)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device.index))
+        stack.enter_context(cupy.cuda.using_allocator(allocate))
+        if stream is not None:
+            stack.enter_context(_cupy_stream(cupy, stream, device.index))
+        yield
+
+
+class _Foreign:
+    """A stream of ours under CUDA's stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
+    """Our stream as CuPy sees it: CuPy 14 deprecates the class that older versions need."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(handle))
+    return cupy.cuda.ExternalStream(handle, device)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and CUDA does not
+    allow that they are freed inside a capture.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def capture_program(
+    device: CudaDevice,
+    stream: CudaStream,
+    lane: Lane,
+    weights: Arrays,
+    batch: int,
+    cuts: Cuts,
+    marks: Marks,
+    pool: TorchPool | None = None,
+) -> tuple[Program, list[int]]:
+    """The model's function as a CUDA graph between the copies of its inputs and outputs; trace ids of its nodes."""
+    cu = driver()
+    model = lane.model
+    capture = GraphCapture(lane, cuts, marks, device)
+    inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+    handle = stream.handle
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    torch_memory = contextlib.nullcontext() if pool is None else pool.on(handle)
+    with (
+        no_collection(),
+        capturing(device, capture),
+        stream,
+        cupy_in_arena(device, handle, capture.empty),
+        torch_memory,
+    ):
+        check(cu.cuStreamBeginCapture(handle, mode), "starting a capture")
+        try:
+            for name, array in inputs.items():
+                source = lane.inputs[name].ctypes.data
+                check(cu.cuMemcpyHtoDAsync(array.ptr, source, array.nbytes, handle), "capturing a copy")
+            call_model(model, weights, inputs, outputs, batch, "while it was captured")
+            for name, array in outputs.items():
+                target = lane.outputs[name].ctypes.data
+                check(cu.cuMemcpyDtoHAsync(target, array.ptr, array.nbytes, handle), "capturing a copy")
+        except BaseException:
+            status, graph = cu.cuStreamEndCapture(handle)
+            if not int(status) and int(graph):
+                cu.cuGraphDestroy(graph)
+            raise
+        try:
+            graph = check(cu.cuStreamEndCapture(handle), "ending a capture")
+        except LaunchError as e:
+            raise CaptureError(
+                f"model {model.name!r} did something at batch {batch} that cannot be captured, such as waiting for the "
+                f"GPU, using the default stream, or leaving a second stream unjoined: {e}"
+            ) from e
+        captured = read_graph(graph)
+        return _program(captured, capture, lane, batch)
+
+
+def _program(captured: CapturedGraph, capture: GraphCapture, lane: Lane, batch: int) -> tuple[Program, list[int]]:
+    try:
+        described = [capture.describe(node) for node in captured.nodes]
+    except BaseException:
+        captured.destroy()
+        raise
+    nodes = [node for node, _ in described]
+    program = Program(lane.model, lane.index, batch, nodes, captured.chain, captured, marks=capture.marked)
+    return program, [traced for _, traced in described]

@@ -1,0 +1,306 @@
+"""CUDA graphs: reading what a capture holds, timing its nodes, and cutting it into graphs that end with a word.
+
+A segment is the captured graph cloned, less the nodes outside it, plus one node that writes the completion word to
+pinned memory after everything else: the write comes with a system-wide fence, so the outputs are there when it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.driver import check, driver
+from paellapy.scheduler.core.errors import CaptureError
+from paellapy.scheduler.models.program import Node, NodeKind
+from paellapy.scheduler.models.segments import topological
+
+_TIMED_RUNS = 7
+_LEAST_NS = 100.0  # no node takes less; clocks of events are coarser than that
+_STRAY = 4.0  # times the median: so much of a copy counts, where it may have been late
+
+
+@dataclass(slots=True)
+class CapturedGraph:
+    """A CUgraph with its nodes in an order that respects every dependency."""
+
+    handle: Any
+    nodes: list[Any]  # CUgraphNode, in order
+    edges: list[tuple[int, int]]  # as indices into `nodes`
+    chain: bool
+
+    def destroy(self) -> None:
+        if self.handle is not None:
+            driver().cuGraphDestroy(self.handle)
+            self.handle = None
+
+
+def read_graph(handle: Any) -> CapturedGraph:
+    """Nodes and edges of a captured graph."""
+    cu = driver()
+    _, count = check(cu.cuGraphGetNodes(handle, 0), "reading a graph")
+    nodes = list(check(cu.cuGraphGetNodes(handle, count), "reading a graph")[0]) if count else []
+    number = {int(node): i for i, node in enumerate(nodes)}
+    # The answers differ between bindings 12 and 13 in whether edge data are among them: counts come last in both.
+    edge_count = check(cu.cuGraphGetEdges(handle, 0), "reading a graph")[-1]
+    edges: list[tuple[int, int]] = []
+    if edge_count:
+        found = check(cu.cuGraphGetEdges(handle, edge_count), "reading a graph")
+        edges = [(number[int(a)], number[int(b)]) for a, b in zip(found[0], found[1], strict=True)]
+    order, chain = topological(len(nodes), edges)
+    place = {old: new for new, old in enumerate(order)}
+    return CapturedGraph(handle, [nodes[i] for i in order], [(place[a], place[b]) for a, b in edges], chain)
+
+
+def describe(device: CudaDevice, node: Any, model: str) -> Node:
+    """What one node is and takes; `CaptureError` for what could not be cut."""
+    cu = driver()
+    types = cu.CUgraphNodeType
+    kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+    if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:
+        return _describe_kernel(device, node)
+    if kind == types.CU_GRAPH_NODE_TYPE_MEMCPY:
+        copy = check(cu.cuGraphMemcpyNodeGetParams(node), "reading a copy")
+        nbytes = int(copy.WidthInBytes) * max(1, int(copy.Height)) * max(1, int(copy.Depth))
+        return Node(_copy_kind(cu, copy), "copy", nbytes=nbytes)
+    if kind == types.CU_GRAPH_NODE_TYPE_MEMSET:
+        return Node("memset", "memset")
+    if kind in (types.CU_GRAPH_NODE_TYPE_MEM_ALLOC, types.CU_GRAPH_NODE_TYPE_MEM_FREE):
+        raise CaptureError(
+            f"model {model!r} allocates GPU memory on its stream (cudaMallocAsync) while it is captured; use pp.empty, "
+            "or CuPy's arrays, which come from the lane's arena"
+        )
+    return Node("other", kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())
+
+
+def _describe_kernel(device: CudaDevice, node: Any) -> Node:
+    cu = driver()
+    params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+    function = params.func
+    if not int(function):  # launched by CUkernel: the runtime's way
+        function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
+    registers, static = device.function_resources(int(function))
+    name = check(cu.cuFuncGetName(function), "naming a kernel")
+    return Node(
+        "kernel",
+        name.decode() if isinstance(name, bytes) else str(name),
+        blocks=int(params.gridDimX) * int(params.gridDimY) * int(params.gridDimZ),
+        threads=int(params.blockDimX) * int(params.blockDimY) * int(params.blockDimZ),
+        registers=registers,
+        shared_bytes=static + int(params.sharedMemBytes),
+    )
+
+
+def _copy_kind(cu: Any, copy: Any) -> NodeKind:
+    host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+    if copy.srcMemoryType == host:
+        return "h2d"
+    return "d2h" if copy.dstMemoryType == host else "d2d"
+
+
+def instantiate(graph: Any) -> int:
+    """An executable graph. Its first launch brings it to the GPU, and takes longer than the others.
+
+    Not `cuGraphUpload`: with some graphs that are uploaded and not launched, every kernel of every graph in the
+    process begins 0.2 µs later (benchmarks/kernel_gaps.py).
+    """
+    return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
+
+
+def launch_once(executables: Iterable[int], stream: int) -> None:
+    """Each to its end before the next: the first launch brings a graph to the GPU, and others may be served there."""
+    cu = driver()
+    for each in executables:
+        check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
+        check(cu.cuStreamSynchronize(stream), "launching a graph for the first time")
+
+
+def segment(graph: CapturedGraph, first: int, end: int, word: int) -> int:
+    """An executable graph of some nodes that ends by writing 1 to the word at an address."""
+    with segment_graph(graph, first, end, word) as made:
+        return instantiate(made.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGraph:
+    """A graph of some nodes of another, and the node at its end that writes 1 to a word."""
+
+    handle: Any
+    nodes: list[Any]
+    end: Any
+    word: int
+
+    def end_in(self, context: Any) -> None:
+        """Has the word written by a context: of kernels in another, the end would be heard of later."""
+        cu = driver()
+        params = _write_word(cu, self.word, context)
+        check(cu.cuGraphBatchMemOpNodeSetParams(self.end, params), "moving a completion word")
+
+
+@contextmanager
+def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
+    """The graph of a segment: for as long as it takes to instantiate it."""
+    cu = driver()
+    clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
+    try:
+        kept: dict[int, Any] = {}
+        for i, node in enumerate(graph.nodes):
+            copy = check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
+            if first <= i < end:
+                kept[i] = copy
+            else:
+                check(cu.cuGraphDestroyNode(copy), "removing a node")
+        followed = {a for a, b in graph.edges if a in kept and b in kept}
+        last = [node for i, node in kept.items() if i not in followed]
+        params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
+        added = check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
+        yield SegmentGraph(clone, list(kept.values()), added, word)
+    finally:
+        check(cu.cuGraphDestroy(clone), "freeing a graph")
+
+
+def _write_word(cu: Any, address: int, context: Any) -> Any:
+    operation = cu.CUstreamBatchMemOpParams()
+    operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
+    operation.writeValue.address = address
+    operation.writeValue.value64 = 1
+    operation.writeValue.flags = 0  # default: a fence before the write
+    params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
+    params.ctx = context
+    params.count = 1
+    params.paramArray = [operation]
+    params.flags = 0
+    return params
+
+
+def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
+    """How long each node takes when they run one after the other: events between them, in a clone.
+
+    The events' own cost is known from the run without them, and taken off.
+    """
+    cu = driver()
+    n = len(graph.nodes)
+    clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
+    events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(n + 1)]
+    executables = []
+    try:
+        nodes = [check(cu.cuGraphNodeFindInClone(node, clone), "finding a node") for node in graph.nodes]
+        plain = instantiate(clone)
+        executables.append(plain)
+        for i, event in enumerate(events):
+            before = [nodes[i - 1]] if i else []
+            record = check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event")
+            if i < n:
+                _add_edge(cu, clone, record, nodes[i])
+        timed = instantiate(clone)
+        executables.append(timed)
+        runs = []
+        for _ in range(_TIMED_RUNS):
+            check(cu.cuGraphLaunch(timed, stream), "timing a graph")
+            check(cu.cuStreamSynchronize(stream), "timing a graph")
+            runs.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events)])
+        times = np.min(runs[1:], axis=0)  # beside other processes' work a time can only come out too long
+        whole_ns = _launch_time_ns(cu, plain, stream)
+    finally:
+        for executable in executables:
+            cu.cuGraphExecDestroy(executable)
+        for event in events:
+            cu.cuEventDestroy(event)
+        check(cu.cuGraphDestroy(clone), "freeing a graph")
+    return without_events(times, [is_kernel(node) for node in graph.nodes], whole_ns)
+
+
+def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
+    """Times between events, less what an event costs: as much as they are together longer than a run without events.
+
+    Beside other processes a program was once taken to be too short to cut. Probably a copy, which another engine is
+    asked for, was late in every run: no more than a few times the usual of it counts. If then an event costs more than
+    some kernel took, the nodes share the time of the whole by what they took.
+
+    >>> without_events(np.array([4_000.0, 12_000.0, 6_000.0]), [True, True, False], 16_000.0)
+    [2000.0, 10000.0, 4000.0]
+    """
+    usual = np.where(kernels, times_ns, np.minimum(times_ns, _STRAY * np.median(times_ns)))
+    spread = max(0.0, (float(usual.sum()) - whole_ns) / len(usual))
+    if spread < min((t for t, kernel in zip(times_ns, kernels, strict=True) if kernel), default=np.inf):
+        found = np.minimum(times_ns - spread, whole_ns)
+    else:
+        found = usual * whole_ns / usual.sum()
+    return [float(t) for t in np.maximum(found, _LEAST_NS)]
+
+
+def is_kernel(node: Any) -> bool:
+    cu = driver()
+    kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+    return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
+
+
+def _add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
+    if "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]:  # bindings 13
+        check(cu.cuGraphAddDependencies(graph, [before], [after], None, 1), "ordering nodes")
+    else:
+        check(cu.cuGraphAddDependencies(graph, [before], [after], 1), "ordering nodes")
+
+
+def _elapsed_ns(cu: Any, start: Any, end: Any) -> float:
+    return float(check(cu.cuEventElapsedTime(start, end), "reading events")) * 1e6
+
+
+def _launch_time_ns(cu: Any, executable: int, stream: int) -> float:
+    times = launch_times_ns([[executable]] * _TIMED_RUNS, stream, None)
+    return float(np.min([run[0] for run in times[1:]]))
+
+
+def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | None) -> list[list[float]]:
+    """GPU time of each graph of each run, launched one behind the other.
+
+    The host's launch rate must not be measured. With a gate a run is queued completely before its first graph starts:
+    for short ones, since a queue that is full while nothing runs would block the host for ever. Without, the first
+    graph is launched once more in front, and the host gets ahead while it runs.
+    """
+    cu = driver()
+    longest = max(len(run) for run in runs)
+    events = [check(cu.cuEventCreate(0), "creating an event") for _ in range(longest + 1)]
+    found = []
+    try:
+        for run in runs:
+            if gate is not None:
+                gate.close(stream)
+            else:
+                check(cu.cuGraphLaunch(run[0], stream), "timing a graph")
+            try:
+                check(cu.cuEventRecord(events[0], stream), "recording an event")
+                for executable, event in zip(run, events[1:], strict=False):
+                    check(cu.cuGraphLaunch(executable, stream), "timing a graph")
+                    check(cu.cuEventRecord(event, stream), "recording an event")
+            finally:
+                if gate is not None:
+                    gate.open()
+            check(cu.cuStreamSynchronize(stream), "timing a graph")
+            found.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events[: len(run) + 1])])
+    finally:
+        for event in events:
+            cu.cuEventDestroy(event)
+    return found
+
+
+class Gate:
+    """A word in pinned memory that a stream waits for."""
+
+    def __init__(self, word: Any) -> None:
+        self._word = word  # one u64 of pinned memory, as an array
+
+    def close(self, stream: int) -> None:
+        cu = driver()
+        self._word[0] = 0
+        equal = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        check(cu.cuStreamWaitValue64(stream, self._word.ctypes.data, 1, int(equal)), "holding a stream")
+
+    def open(self) -> None:
+        self._word[0] = 1

@@ -1,0 +1,47 @@
+"""The core's loop on a real GPU, compiled from end to end: it spins, sleeps and wakes without the interpreter.
+
+A loop that slept in Python would have to take the GIL to wake up, behind whatever the server's own thread is doing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.core.atomics import call_write, load_at, store_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.lanes import reading_matters
+from paellapy.scheduler.core.loop import arm, notice_edits
+from paellapy.scheduler.core.state import ERROR, FAIL_MODE, FLIGHT_N, LIVE, MODE, State, Words
+from paellapy.scheduler.core.step import run, step, wake_fronts
+
+_ZERO = np.uint64(0)
+INTERRUPTED, BROKEN = 1, 2
+
+
+@compiled
+def serve(
+    s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64], armed: Words, bell: int, read: int,
+    reported: bool,
+) -> int:  # fmt: skip
+    """Runs the core until `stop[0]` is set (INTERRUPTED), or a launch fails that was not `reported` yet (BROKEN).
+
+    Idle for `linger_ns`, it sleeps by reading the eventfd `bell`, `read` being the address of the C function. Before
+    that it arms the bell and looks once more: what was posted before is seen, what comes after rings.
+    """
+    while True:
+        if run(s, stop, linger_ns, scratch) != 0:
+            return INTERRUPTED
+        if s.g[MODE] == FAIL_MODE and s.g[ERROR] != 0 and not reported:
+            return BROKEN
+        arm(armed.ctypes.data, reading_matters(s))
+        happened = step(s, read_clock(s, scratch))
+        wake_fronts(s, scratch)
+        # A live request may expire, so the loop sleeps only where there is none.
+        if happened == 0 and s.g[LIVE] == 0 and s.g[FLIGHT_N] == 0 and load_at(stop.ctypes.data) == _ZERO:
+            call_write(np.uint64(read), np.int32(bell), scratch[3:].ctypes.data, np.uint64(8))  # read has its shape
+        store_at(armed.ctypes.data, _ZERO)
+
+
+notice_edits(serve)

@@ -1,0 +1,364 @@
+"""The virtual GPU behind the engine: recorded launches, data by evaluation, time by an SM model that follows real time.
+
+A segment's data are computed when it is launched, in the order of launches; its blocks enter the SM model, and its
+completion word is set once the model's clock, which follows the host's, has passed their end. Where computing takes
+longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from paellapy.instrument.device.jit import compile_for
+from paellapy.instrument.device.sm_core import next_event, submit_again
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.sm_program import Program as SmProgram
+from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.errors import TraceError
+from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.backends.virtual_loop import ORDER, serve
+from paellapy.scheduler.backends.virtual_memory import VirtualMemory
+from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.cpus import usable_cpus
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.loader import LoadedModel
+from paellapy.scheduler.engine.trace import TracedBlocks
+from paellapy.scheduler.models.capture import GuardedArray, Recording, call_model, capturing
+from paellapy.scheduler.models.lane_memory import Lane, LanePlan
+from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.program import Cuts, Marks, Program
+
+_LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
+_FEW_CORES = 4
+_SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
+_HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
+
+
+class VirtualBackend(Backend):
+    device: VirtualDevice
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.device = device
+        self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
+        self._costs: dict[str, list[BlockCost | None]] = {}
+        self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
+        self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
+        self._windows: list[int] = []  # their numbers in the SM model
+        self._pieces: dict[int, Piece] = {}
+        self._next = 1
+        self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
+        self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
+        self._nobody_waits.set()
+        self._compiled = threading.Event()  # what the loop needs: until then, nothing has run
+        self._stop_word = np.zeros(8, np.uint64)
+        # Spinning takes a core from somebody where there are few.
+        self._linger_ns = _LINGER_NS if usable_cpus() > _FEW_CORES else 0
+        self._scratch = np.zeros(8, np.int64)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._tracer: PieceTracer | None = None
+
+    def default_memory_bytes(self) -> int:
+        return int(self.device.part.memory_bytes * 0.9)
+
+    def fingerprint(self) -> str:
+        how = f"windows {self.windows} of {WINDOW_SHARE}"
+        return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
+
+    def open_windows(self, count: int) -> list[set[int]]:
+        self.windows, sms = count, self.device.sm_count
+        self._ranges = [(round(k * sms / count), math.ceil(WINDOW_SHARE * sms)) for k in range(count)]
+        self._windows = self._add_windows(self.sm)
+        return [{(first + k) % sms for k in range(n)} for first, n in self._ranges]
+
+    def _add_windows(self, model: SmModel) -> list[int]:
+        return [model.window(first, n) for first, n in self._ranges]
+
+    def _new_model(self) -> SmModel:
+        """A GPU of its own, to measure on."""
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        self._add_windows(model)
+        return model
+
+    def lane_memory(self, plan: LanePlan) -> VirtualMemory:
+        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots)
+
+    def upload(self, model: Model) -> Arrays:
+        return model.place(self.device)
+
+    # -- programs
+
+    def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
+        model = lane.model
+        recording = Recording(lane, cuts)
+        inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
+        for name, array in inputs.items():
+            recording.copy("h2d", array.view(np.ndarray), lane.inputs[name][:batch])
+        with capturing(self.device, recording):
+            call_model(model, _guarded(weights), _guarded(inputs), _guarded(outputs), batch, "while it was captured")
+        for name, array in outputs.items():
+            recording.copy("d2h", lane.outputs[name][:batch], array.view(np.ndarray))
+        nodes = [item.node for item in recording.items]
+        return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
+
+    def _block_costs(self, program: Program) -> list[BlockCost | None]:
+        """What each node's blocks cost: seen by running the program once."""
+        key = program.content()
+        if key not in self._costs:
+            found: list[BlockCost | None] = []
+            for item in program.body:
+                found.append(item.block_cost())
+            self._costs[key] = found
+        return self._costs[key]
+
+    def node_times_ns(self, program: Program) -> list[float]:
+        model = SmModel(self.device.part, timing=self.sm.timing)
+        stream, graph = model.stream(), model.graph()
+        handles = []
+        for item, cost in zip(program.body, self._block_costs(program), strict=True):
+            node = item.node
+            if cost is None:
+                handles.append(model.copy(stream, node.nbytes, node.kind))
+            else:
+                handles.append(
+                    model.launch(stream, node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
+                                 cluster=node.cluster, graph=graph, trace=False)
+                )  # fmt: skip
+        model.run()
+        ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
+        return [float(t) for t in np.diff(ends)]
+
+    def wave_blocks(self, program: Program) -> list[int]:
+        device = self.device
+        return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
+
+    def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
+        windows = [self._windows[k] for k in lane.windows] if confine else []
+        with self._sm_model():
+            (handles, whole), *confined = (self._cut(program, bounds, window) for window in (0, *windows))
+        return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
+
+    def _cut(self, program: Program, bounds: Bounds, window: int) -> tuple[list[int], int]:
+        handles = [self._piece(program, first, end, window) for first, end in bounds]
+        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window)
+
+    def _piece(self, program: Program, first: int, end: int, window: int) -> int:
+        if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
+            return 0  # there is nothing to confine
+        key = (program.content(), first, end, window)
+        if key not in self._programs:
+            self._programs[key] = self._steps(program, first, end, window)
+        handle, self._next = self._next, self._next + 1
+        self._pieces[handle] = Piece(program.body[first:end], self._programs[key])
+        return handle
+
+    def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[SmProgram | tuple[str, int]]:
+        steps: list[SmProgram | tuple[str, int]] = []
+        kernels: list[Kernel] = []
+        costs = self._block_costs(program)
+        for item, cost in zip(program.body[first:end], costs[first:end], strict=True):
+            node = item.node
+            if cost is not None:
+                kernels.append(
+                    Kernel(node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
+                           cluster=node.cluster, first=item.first * node.cluster)
+                )  # fmt: skip
+                continue
+            if kernels:
+                steps.append(self.sm.program(kernels, window))
+                kernels = []
+            steps.append((node.kind, node.nbytes))
+        if kernels:
+            steps.append(self.sm.program(kernels, window))
+        return steps
+
+    def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
+        # The model is exact: one run, on a GPU of its own, says it all.
+        model = self._new_model()
+        times = []
+        whole = (0, len(launches.program.nodes))
+        window = [(*whole, self._windows[0])] if launches.confined else []
+        for first, end, number in [*((a, b, 0) for a, b in (*launches.bounds, whole)), *window]:
+            piece = Piece(launches.program.body[first:end], self._steps(launches.program, first, end, number))
+            stream = model.stream()
+            before = piece.place(model, stream, model.now_ns).last
+            last = piece.place(model, stream, model.now_ns).last
+            model.run()
+            # Queued behind another, as in an engine that is busy: the gap between two launches is part of it.
+            times.append(model.finish_ns(last) - model.finish_ns(before))
+        n = len(launches.bounds)
+        return times[:n], times[n], times[n + 1] if window else 0.0
+
+    def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
+        model = self._new_model()
+        program = lanes[0].program
+        piece = Piece(program.body, self._steps(program, 0, len(program.nodes), 0))
+        streams = [model.stream() for _ in lanes]
+        for _ in range(rounds):
+            for stream in streams:
+                piece.place(model, stream, 0.0)
+        model.run()
+        return float(model.now_ns) / (rounds * len(lanes))
+
+    def release(self, launches: Launches) -> None:
+        with self._sm_model():
+            for handles, whole in ((launches.handles, launches.whole), *launches.confined):
+                for handle in (*handles, whole):
+                    self._pieces.pop(handle, None)
+
+    def pool(self, state: State, priority: int) -> int:
+        if not state.stream.any():
+            with self._sm_model():
+                n = st.OF_WINDOWS + st.QUEUES * int(state.g[st.WINDOW_N])
+                state.stream[0, :n] = [self.sm.stream() for _ in range(n)]
+        return 0
+
+    # -- the loop
+
+    def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
+        self._state, self._bell, self._failed = state, bell, failed
+        self._offset_ns = time.monotonic_ns() - self.sm.now_ns
+        self._flight, self._drain = (np.zeros((len(state.out), 2), np.int64) for _ in range(2))
+        self._orders = np.zeros((len(state.out), len(ORDER)), np.int64)
+        self._in_flight = np.zeros(3, np.int64)  # how many there are of each
+        self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._interrupt()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._bell.close()
+
+    def to_trace_ns(self, host_ns: int) -> int:
+        return int(host_ns - self._offset_ns)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._interrupt()
+
+    def _loop(self) -> None:
+        # It computes many small products beside the front ends. With threads of its own for each of them, BLAS gave 400
+        # requests a second where one thread gave 2300 to 3800 (32 clients of mlp and cnn, two cores).
+        with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
+            self._serve()
+
+    def _serve(self) -> None:
+        state = self._state
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_TIMERSLACK, 1)  # by default the kernel lets a thread oversleep by 50 µs
+        ppoll, read = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.ppoll, libc.read))
+        launch = ctypes.CFUNCTYPE(ctypes.c_int32)(self._launch)
+        address = ctypes.cast(launch, ctypes.c_void_p).value or 0
+        rest = (
+            self._orders, self._flight, self._drain, self._in_flight, self._stop_word, self._offset_ns, self._linger_ns,
+            self._scratch, address, ppoll, read, self._bell.fd,
+        )  # fmt: skip
+        # Before the lock is taken: where nothing is on the disk yet it takes a minute, and nobody is to wait for it.
+        compile_for(serve, state, self.sm.state, *rest)
+        sm = self.sm.state
+        compile_for(next_event, sm)
+        compile_for(submit_again, sm.ci, sm.cf, sm.ci, sm.cf, sm.todo, sm.todo, 0, 0.0, 0)
+        self._compiled.set()
+        while not self._stopping:
+            with self._lock:
+                self._serving = self.sm.state
+                serve(state, self._serving, *rest)
+            if self._stop_word[0]:
+                self._stop_word[0] = 0
+                while self._calls:
+                    self._calls.popleft()()
+                self._nobody_waits.wait()
+
+    @contextlib.contextmanager
+    def _sm_model(self) -> Iterator[SmModel]:
+        """The SM model, from another thread than the loop's, which gives way."""
+        with self._turns:
+            self._waiting += 1
+            self._nobody_waits.clear()
+        if self._thread is not None:
+            self._interrupt()
+        try:
+            with self._lock:
+                yield self.sm
+        finally:
+            with self._turns:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._nobody_waits.set()
+
+    def _interrupt(self) -> None:
+        self._stop_word[0] = 1
+        os.eventfd_write(self._bell.fd, 1)
+
+    def _launch(self) -> int:
+        """The loop's orders; not 0 where it is to come back: the SM model has other tables now."""
+        try:
+            for order in self._orders[: int(self._in_flight[2])].tolist():
+                self._carry_out(*order)
+        except BaseException as e:  # compiled code called: nobody above would see it
+            self._failed(e)
+        return int(self.sm.state is not self._serving)
+
+    def _carry_out(
+        self, lane: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
+    ) -> None:
+        piece, tracer = self._pieces[handle], self._tracer
+        # First: the GPU's time passes while its work is computed.
+        submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
+        if tracer is None:
+            placed = piece.place_again(self.sm, stream, submit)
+        else:
+            first = tracer.note((lane, size, segment), piece, int(submit), stream)
+            placed = piece.place(self.sm, stream, submit, first)
+        at = int(self._in_flight[0])
+        self._flight[at], self._in_flight[0] = (placed.last, word), at + 1
+        if draining:
+            at = int(self._in_flight[1])
+            self._drain[at], self._in_flight[1] = (placed.kernel, draining), at + 1
+        piece.run()
+
+    def sm_totals(self) -> tuple[float, Any, Any]:
+        if not self._compiled.is_set():
+            return 0.0, np.zeros(self.device.sm_count), np.zeros(self.device.sm_count)
+        with self._sm_model():
+            return self.sm.use_until(time.monotonic_ns() - self._offset_ns)
+
+    # -- traces
+
+    def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
+        with self._sm_model():
+            if self._tracer is not None:
+                raise TraceError("the engine is being traced already; traces cannot be nested")
+            self.sm.clear_blocks()
+            self._tracer = PieceTracer(self.device)
+
+    def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
+        with self._sm_model():
+            tracer, self._tracer = self._tracer, None
+            assert tracer is not None
+            blocks = self.sm.blocks()
+            self.sm.clear_blocks()
+        return tracer.finish(blocks)
+
+
+def _guarded(arrays: Arrays) -> Arrays:
+    return {name: a.view(GuardedArray) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}

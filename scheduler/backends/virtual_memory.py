@@ -1,0 +1,42 @@
+"""Memory of the virtual GPU: NumPy arrays, aligned as a GPU's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.virtual import VirtualArray
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.models.lane_memory import ALIGN, Memory
+
+
+class VirtualMemory(Memory):
+    """NumPy memory, aligned as a GPU's."""
+
+    def __init__(self, device_bytes: int, host_bytes: int, shared: bool = False) -> None:
+        self._device = _aligned(device_bytes)
+        self.block = SharedBlock(host_bytes) if shared else None
+        self.host = _aligned(host_bytes) if self.block is None else self.block.array[:host_bytes]
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return _part(self._device, offset, shape, dtype)
+
+    def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """The slots themselves: copies to and from the GPU take the time they would, and none of the host's."""
+        return _part(self.host, host_offset, shape, dtype)
+
+    def free(self) -> None:
+        self._device = self.host = np.empty(0, np.uint8)
+        self.block = None
+
+
+def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+
+
+def _aligned(nbytes: int) -> Any:
+    raw = np.zeros(nbytes + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start : start + nbytes]

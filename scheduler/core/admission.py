@@ -1,0 +1,128 @@
+"""Which requests are let in: those that would be in time by the core's prediction, and only so many of a model's.
+
+The arithmetic of admission, once: for a server (`paellapy.serving.admission`), for simulated time and for the
+benchmarks' load generator. How many of a model's may be in flight follows their latencies: additive increase,
+multiplicative decrease, as TCP finds its window; it aims at half of the time there is. And both this and predictions
+may use up only part of that time: a margin that shrinks with every request that was let in and is late after all, and
+grows with those in time, so that about one in two hundred is late: then 99 % are in time also where it varies. It
+begins low and grows fast until the first one is late: predictions know nothing of those who follow, and a flood begins
+on an idle GPU. Late ones before any was in time do not count as the first: a model may be slow when it is cold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.predict import predict
+from paellapy.scheduler.core.state import EXPIRED, LIVE, OK, State, Table
+
+LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
+DECREASE = 0.85
+LARGEST = 4096.0
+LESS_MARGIN = 0.1  # of the margin, with each one late;
+MORE_MARGIN = LESS_MARGIN / 199  # with each one in time
+FIRST_MARGIN = 0.4  # while no prediction was compared with what came of it;
+FIRST_MORE = 0.004  # with each one in time, until one is late;
+FEW_MARGIN = 0.8  # until then too, for a model of which none is in flight, or where the engine holds
+FEW = 4  # requests or fewer
+LEAST_MARGIN = 0.2
+STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
+MARGIN_BACK_NS = 60e9  # from nothing to all of it,
+QUIET_NS = 1e9  # while nothing was let in for so long
+ROOM = 1.25  # times the shortest latency: who asks for less says nothing of predictions
+
+WINDOW = np.dtype(  # [model]
+    [
+        ("size", "f8"),  # so many may be in flight
+        ("in_flight", "i8"),
+        ("shortest_ns", "f8"),  # latency of those in time yet
+        ("since_ns", "i8"),  # when it was last made smaller
+        ("margin", "f8"),  # part of the time that may be used,
+        ("margin_ns", "i8"),  # as of when (0: nobody has asked yet, whatever the clock says),
+        ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it, after some in time (0: none yet),
+        ("floor", "f8"),  # and what the others of the row leave of it
+    ],
+    align=True,
+)
+
+
+def new_windows(slots: Iterable[int]) -> Table:
+    """For models with batches of up to so many requests."""
+    found = np.zeros(len(sizes := list(slots)), WINDOW)
+    found["size"] = 2.0 * np.array(sizes)
+    found["shortest_ns"], found["margin"] = np.inf, FIRST_MARGIN
+    return found
+
+
+# The next two call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own.
+
+
+@inlined
+def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: int) -> float:
+    """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
+    w = window[m]
+    shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
+    if w.margin_ns == 0:  # from now on it grows, also where nothing is let in
+        w.margin_ns = max(now, 1)
+    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
+    if w.lowered_ns == 0 and (w.in_flight == 0 or live <= FEW):
+        margin = max(margin, FEW_MARGIN)
+    return float(shortest + margin * (limit - shortest))
+
+
+@inlined
+def note_latency(window: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
+    """A request, one of so many in flight, is done, or its deadline has passed: the window follows."""
+    w = window[m]
+    took = float(now - entered)
+    if took <= limit:
+        w.shortest_ns = min(w.shortest_ns, took)
+    known = w.shortest_ns < np.inf
+    if known and limit < w.shortest_ns:  # it asked for what nobody had yet, and says nothing
+        return
+    since = w.margin_ns if w.margin_ns > 0 else now
+    margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
+    if not known or limit >= ROOM * w.shortest_ns:
+        if took <= limit:
+            margin = min(1.0, margin * (1.0 + (MORE_MARGIN if w.lowered_ns > 0 else FIRST_MORE)))
+        else:
+            if known and entered >= w.lowered_ns:  # one that entered before knows nothing of it
+                w.lowered_ns, w.floor = now, STALL * margin
+            margin = max(LEAST_MARGIN, w.floor, margin * (1.0 - LESS_MARGIN))
+    w.margin, w.margin_ns = margin, now
+    shortest = min(w.shortest_ns, limit)
+    if took > shortest + LATE * margin * (limit - shortest):
+        if entered >= w.since_ns:  # here too
+            w.size, w.since_ns = max(1.0, w.size * DECREASE), now
+    elif number * 2 >= w.size:  # only a window that is used tells whether it could be larger
+        w.size = min(LARGEST, w.size + 1.0 / w.size)
+
+
+@inlined
+def lets_in(
+    s: State, window: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
+) -> bool:
+    """Whether a request of the model in this row has room in its window, and would be in time by the prediction."""
+    if window[m].in_flight >= window[m].size:
+        return False
+    least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
+    most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.g[LIVE], now))
+    if predict(s, row, priority, deadline, now) - entered > most:
+        return False
+    window[m].in_flight += 1
+    return True
+
+
+@inlined
+def leaves(window: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
+    """A request that was let in is over. What was cancelled or failed says nothing of the time it would have taken."""
+    if status == OK:
+        note_latency(window, m, entered, finish, limit, window[m].in_flight)
+    elif status == EXPIRED:  # at its deadline, and so too late
+        after = max(finish, entered + int(limit) + 1)
+        note_latency(window, m, entered, after, limit, window[m].in_flight)
+    window[m].in_flight -= 1

@@ -1,0 +1,61 @@
+"""When a job's next segment is sent, where it may have one on the GPU at a time: just before that one ends.
+
+By then another job may be better; and if none is, the next arrives before the GPU runs dry. Kernels that report say
+when they have nothing left to start. Of others it is predicted from how long the segment takes alone, and from how much
+longer than alone the one before it took.
+"""
+
+from __future__ import annotations
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import load_at
+from paellapy.scheduler.core.state import LOOK_AHEAD, ROOM_AT, State
+
+# For the core to see that it is time, to launch a graph (5 to 8 µs on an H200), and for its first kernel to begin. So
+# much was chosen; what is best was not measured.
+JUST_AHEAD_NS = 20e3
+MOST_STRETCH = 4.0  # beside others; what took longer still stood still, and says nothing of the next
+
+
+@inlined
+def began_ns(s: State, lane: int, segment: int) -> int:
+    """On the GPU: once it was launched, and the one before it was done."""
+    launched = s.segment_ns[lane, segment, 0]
+    return int(launched if segment == 0 else max(launched, s.segment_ns[lane, segment - 1, 1]))
+
+
+@inlined
+def ends_soon_at(s: State, lane: int) -> float:
+    """When the oldest segment in flight is about to end. A whole number: simulated time comes to it exactly."""
+    a = s.lane[lane]
+    k = a.done
+    stretch = 1.0
+    if k > 0:
+        took = s.segment_ns[lane, k - 1, 1] - began_ns(s, lane, k - 1)
+        stretch = min(max(took / max(s.segment[a.model, a.size, k - 1].time_ns, 1.0), 1.0), MOST_STRETCH)
+    return began_ns(s, lane, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - JUST_AHEAD_NS))
+
+
+@inlined
+def may_go_on(s: State, lane: int) -> bool:
+    """Whether a lane in flight has a next segment that could be sent before this one is done."""
+    a = s.lane[lane]
+    return bool(
+        s.g[LOOK_AHEAD] == 1 and not a.draining and not a.whole and a.issued - a.done == 1 and a.issued < a.segments
+    )
+
+
+@inlined
+def note_room(s: State, lane: int) -> None:
+    """Where it is a matter of time only: what simulates time, or sleeps, is to come back then."""
+    if may_go_on(s, lane) and not s.launch[lane, s.lane[lane].size, s.lane[lane].done].draining:
+        s.t[ROOM_AT] = min(s.t[ROOM_AT], ends_soon_at(s, lane))
+
+
+@inlined
+def leaves_room(s: State, lane: int, now: int) -> bool:
+    """Whether it is time for the next segment of a lane in flight."""
+    if not may_go_on(s, lane):
+        return False
+    word = s.launch[lane, s.lane[lane].size, s.lane[lane].done].draining
+    return bool(load_at(word)) if word else ends_soon_at(s, lane) <= now

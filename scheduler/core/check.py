@@ -1,0 +1,264 @@
+"""Everything that must hold between two steps of the core, checked. For tests and for an engine at rest."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.state import (
+    ABSENT,
+    ACTIVE_N,
+    ASKING_N,
+    CLOSED,
+    DEMAND,
+    DUE_N,
+    FAIL_MODE,
+    FILLING,
+    FLIGHT_N,
+    FREE,
+    HELD,
+    HELD_N,
+    LEAVING_N,
+    LIVE,
+    LOOK_AHEAD,
+    MAX_ACTIVE,
+    MODE,
+    NEVER,
+    NONE,
+    OF_WINDOWS,
+    QUEUED,
+    QUEUED_JOBS,
+    QUEUED_N,
+    QUEUES,
+    READY_N,
+    READY_WAIT,
+    RESERVED_MASK,
+    RESERVED_SHIFT,
+    RUNNING,
+    SHARES,
+    SLOTTED,
+    TOUCHED_N,
+    UNUSED,
+    State,
+    Table,
+)
+
+
+class IntegrityError(PaellaError):
+    """The core's tables contradict each other: a bug in the core."""
+
+
+def _require(condition: Any, message: str, *facts: object) -> None:
+    if not condition:
+        raise IntegrityError(message + (f": {', '.join(map(str, facts))}" if facts else ""))
+
+
+def check_integrity(s: State) -> None:
+    """Raise IntegrityError where the state contradicts itself. Call it between steps."""
+    for count in (TOUCHED_N, ASKING_N, LEAVING_N):
+        _require(s.g[count] == 0, "something was noted and not settled", count)
+    _check_queues(s)
+    _check_lanes(s)
+    _check_sets(s)
+    _check_streams(s)
+    _check_occupancy(s)
+
+
+def check_at_rest(s: State, within_s: float = 30.0) -> None:
+    """`check_integrity` of a core whose loop runs on another thread, once it has come to rest.
+
+    A request is answered before its lane is free again, so a state read in between is half of a step and not a
+    broken one. Without work the loop rests, and what is wrong then stays wrong.
+    """
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return check_integrity(s)
+        except (IntegrityError, IndexError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def _walk(r: Table, root: int) -> list[int]:
+    """The rows of a leftist heap; its shape is checked on the way."""
+    rows: list[int] = []
+    stack = [(root, NONE)] if root >= 0 else []
+    while stack:
+        row, up = stack.pop()
+        rows.append(row)
+        node = r[row]
+        _require(node["up"] == up, "a queued request has lost its parent", row)
+        heights = [0, 0]
+        for side, child in enumerate((int(node["left"]), int(node["right"]))):
+            if child >= 0:
+                keys = [(r[each]["order"], r[each]["sequence"]) for each in (row, child)]
+                _require(keys[0] < keys[1], "a queue is out of order", row, child)
+                heights[side] = int(r[child]["height"])
+                stack.append((child, row))
+        _require(heights[0] >= heights[1] and node["height"] == heights[1] + 1, "a queue leans the wrong way", row)
+    return rows
+
+
+def _follow(r: Table, row: int, last: int) -> list[int]:
+    """The rows of a queue's list."""
+    rows: list[int] = []
+    left = NONE
+    while row >= 0:
+        node = r[row]
+        _require(node["height"] == 0 and node["left"] == left, "a queue's list is broken", row)
+        if rows:
+            keys = [(r[each]["order"], r[each]["sequence"]) for each in (left, row)]
+            _require(keys[0] < keys[1], "a queue's list is out of order", row)
+        rows.append(row)
+        left, row = row, int(node["right"])
+    _require(left == last, "a queue's list has lost its end", last)
+    return rows
+
+
+def _check_queues(s: State) -> None:
+    """Every accepted request is in exactly one queue or slot, and counted once."""
+    r = s.request
+    seen: Counter[int] = Counter()
+    for m in np.flatnonzero(s.model["n_lanes"]):
+        rows = _walk(r, int(s.model["root"][m])) + _follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
+        _require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
+        _require((r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all(), "a queue holds strangers", m)
+        seen.update(rows)
+        room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
+        if rows and s.g[MODE] != FAIL_MODE and s.model["filling"][m] >= 0:
+            lane = s.model["filling"][m]
+            reserved = (int(s.lane_word[lane, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
+            slots = s.size["batch"][m, s.model["n_sizes"][m] - 1]
+            _require(reserved == slots, "requests are queued beside free slots", m)
+        elif rows and s.g[MODE] != FAIL_MODE:
+            _require(room == 0, "requests are queued beside a free lane", m)
+    slotted = s.slot[s.slot >= 0]
+    seen.update(int(row) for row in slotted)
+    _require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request that is not in one")
+    used = np.flatnonzero(r["state"] != UNUSED)
+    _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
+    _require(len(used) == s.g[LIVE] == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
+    _require((r["state"] == QUEUED).sum() == s.g[QUEUED_N], "queued requests are miscounted")
+    busy = np.flatnonzero(s.model["queued"])
+    jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
+    _require(abs(jobs - s.t[QUEUED_JOBS]) < 1e-6, "queued jobs are miscounted")
+    due = s.due[: s.g[DUE_N]]
+    _require((r["due_at"][due] == np.arange(len(due))).all(), "the deadline heap has lost a request")
+    _require(((r["due_at"] >= 0).sum()) == len(due), "a request claims a place in the deadline heap")
+    for i in range(1, len(due)):
+        _require(r["deadline_ns"][due[(i - 1) // 2]] <= r["deadline_ns"][due[i]], "deadlines are out of order", i)
+    waiting = used[(r["deadline_ns"][used] < NEVER) & (r["due_at"][used] < 0)]
+    for row in waiting:  # only what is entirely on the GPU may be past its deadline
+        lane = s.lane[r["lane"][row]]
+        _require(lane["state"] == RUNNING and lane["issued"] == lane["segments"], "a deadline is forgotten", row)
+    shares = s.model["share"][s.model["live"] > 0].sum()
+    _require(np.isclose(shares, s.t[SHARES]), "fair shares do not add up", shares, s.t[SHARES])
+
+
+def _bits(masks: Table) -> int:
+    return sum(int(each).bit_count() for each in masks)
+
+
+def _check_streams(s: State) -> None:
+    held = s.lane["stream_at"][s.flight[: s.g[FLIGHT_N]]]
+    _require((held >= 0).all(), "a lane is in flight without a stream")
+    queues = np.where(held >= OF_WINDOWS, (held - OF_WINDOWS) % QUEUES, held)
+    found = np.bincount(queues, minlength=len(s.stream_jobs))
+    _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
+    _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
+    confined = np.flatnonzero(s.lane["window"] >= 0)
+    _require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
+    found = s.overlap[s.lane["window"][confined]].sum(axis=0)
+    _require((found == s.window_load).all(), "how full the windows are is miscounted")
+
+
+def _check_lanes(s: State) -> None:
+    for lane in np.flatnonzero(s.lane["model"] >= 0):
+        a = s.lane[lane]
+        m = a["model"]
+        rows = s.slot[lane][s.slot[lane] >= 0]
+        word = int(s.lane_word[lane, 0])
+        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, _bits(s.lane_ready[lane])
+        known = _bits(s.lane_known[lane])
+        _require(len(rows) == a["live"], "a lane miscounts its requests", lane)
+        _require((ready <= reserved and a["taken"] <= reserved) or a["state"] in (FREE, HELD), "a lane overflows", lane)
+        _require(known == a["taken"] or a["state"] == FREE, "a lane knows other slots than it counts", lane)
+        _require((s.request["lane"][rows] == lane).all() and (s.request["model"][rows] == m).all(), "a slot lies", lane)
+        _require(bool(word & CLOSED) or a["state"] == FILLING, "a lane is open and not filling", lane)
+        _require((s.model["filling"][m] == lane) == (a["state"] == FILLING), "two lanes of a model fill", lane)
+        _require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", lane)
+        if len(rows):
+            facts = s.request[rows]
+            _require(a["arrival_ns"] == facts["arrival_ns"].min(), "a lane forgot its oldest request", lane)
+            _require(a["deadline_ns"] == facts["deadline_ns"].min(), "a lane forgot a deadline", lane)
+            _require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
+        if a["state"] == RUNNING:
+            _require(a["taken"] == reserved == ready, "a lane runs without all its inputs", lane)
+            _require(a["done"] < a["segments"], "a lane is done and not ended", lane)
+            fits = s.size["batch"][m, : s.model["n_sizes"][m]]
+            _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
+            ahead = a["issued"] - a["done"]
+            _require(ahead <= max(s.g[LOOK_AHEAD], 1) + (s.g[LOOK_AHEAD] == 1), "a lane runs too far ahead", lane)
+            standing = a["active_at"] >= 0 and a["back"] and s.g[FLIGHT_N] > 0  # for a short one
+            _require(ahead > 0 or a["ready_at"] >= 0 or standing, "a lane is forgotten", lane)
+        if a["state"] in (FREE, HELD, READY_WAIT):
+            places = (a["ready_at"], a["active_at"], a["flight_at"])
+            _require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)
+        if a["state"] == FILLING:
+            _require(
+                (a["ready_at"] >= 0) == (a["live"] > 0), "a filling lane is not in the heap, or should not be", lane
+            )
+    for m in np.flatnonzero(s.model["n_lanes"]):
+        lanes = s.model_lane[m, : s.model["n_lanes"][m]]
+        free = s.free_lane[m, : s.model["free_n"][m]]
+        if s.model["state"][m] != ABSENT:
+            expected = sorted(lanes[s.lane["state"][lanes] == FREE].tolist())
+            _require(sorted(free.tolist()) == expected, "a free lane is lost or doubled", m)
+
+
+def _check_sets(s: State) -> None:
+    for name, ids, count, column in (
+        ("ready", s.ready, READY_N, "ready_at"),
+        ("active", s.active, ACTIVE_N, "active_at"),
+        ("flight", s.flight, FLIGHT_N, "flight_at"),
+    ):
+        members = ids[: s.g[count]]
+        _require((s.lane[column][members] == np.arange(len(members))).all(), f"{name} has lost a lane")
+        _require((s.lane[column] >= 0).sum() == len(members), f"a lane claims a place in {name}")
+    ready = s.ready[: s.g[READY_N]]
+    for i in range(1, len(ready)):
+        _require(
+            s.lane["rank"][ready[(i - 1) // 2]] <= s.lane["rank"][ready[i]], "the heap of lanes is out of order", i
+        )
+    held = s.held[: s.g[HELD_N]]
+    waiting = np.flatnonzero((s.lane["state"] == HELD) | (s.lane["state"] == READY_WAIT))
+    _require(sorted(held.tolist()) == waiting.tolist(), "a held lane is lost or doubled")
+    _require(s.g[ACTIVE_N] <= s.g[MAX_ACTIVE], "too many lanes are active")
+    demand = s.lane["demand"][s.active[: s.g[ACTIVE_N]]].sum()
+    _require(abs(demand - s.t[DEMAND]) <= 1e-6 * (1 + demand), "what active lanes demand is counted wrong", demand)
+    flight = np.flatnonzero((s.lane["state"] == RUNNING) & (s.lane["issued"] > s.lane["done"]))
+    _require(sorted(s.flight[: s.g[FLIGHT_N]].tolist()) == flight.tolist(), "what is in flight is not watched")
+    both = (s.lane["ready_at"] >= 0) & (s.lane["active_at"] >= 0)
+    _require(not both.any(), "a lane is active and waits")
+
+
+def _check_occupancy(s: State) -> None:
+    """What is resident and pending is the sum over what is in flight."""
+    sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
+    for lane in s.flight[: s.g[FLIGHT_N]]:
+        a = s.lane[lane]
+        for k in range(a["done"], a["issued"]):
+            f = s.segment[a["model"], a["size"], 0 if a["whole"] else k]
+            issue = f["kernels"] / max(f["time_ns"], 1.0) * 1e9
+            footprint = (f["blocks"], f["warps"], f["registers"], f["shared_bytes"], issue)
+            sums["resident" if k == a["done"] else "pending"] += footprint
+    for kind, expected in sums.items():
+        names = [f"{kind}_{what}" for what in ("blocks", "warps", "registers", "shared_bytes", "issue")]
+        counted = np.array([s.gpu[name][0] for name in names])
+        close = np.allclose(counted, expected, rtol=1e-6, atol=1.0)
+        _require(close, f"{kind} occupancy does not add up", counted, expected)

@@ -1,0 +1,24 @@
+"""The core's clock: clock_gettime, by its address. 0 where a loop brings its own time, as in a simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import call_clock
+from paellapy.scheduler.core.state import F_CLOCK, State
+
+CLOCK_MONOTONIC = 1
+
+
+@inlined
+def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
+    """By the address of clock_gettime."""
+    call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
+    return int(scratch[0] * 1_000_000_000 + scratch[1])
+
+
+@inlined
+def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
+    return monotonic_ns(s.fn[F_CLOCK], scratch)

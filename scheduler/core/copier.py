@@ -1,0 +1,107 @@
+"""A thread that copies long inputs into slots, so that the core's thread goes on deciding meanwhile.
+
+A request that finds no open lane leaves its inputs where they are; the core gives it a slot later. An image takes 40 µs
+to copy then, a batch of them milliseconds: in the core's thread no segment would be launched in that time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.core.atomics import add_at, call_write, load_at, or_at, store_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.cpus import usable_cpus
+from paellapy.scheduler.core.loop import Bell, notice_edits, wakes
+from paellapy.scheduler.core.rings import address, bit_at, bit_of
+from paellapy.scheduler.core.slots import copy_inputs
+from paellapy.scheduler.core.state import (
+    COPIER,
+    COPY_BELL,
+    COPY_HEAD,
+    COPY_TAIL,
+    F_WRITE,
+    LIVE,
+    LONGEST_COPY_NS,
+    NONE,
+    State,
+    Words,
+)
+
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
+_MANY_CPUS = 8  # of so many one may spin for as long as there are requests: to be woken takes its time
+
+
+@compiled
+def copy_until(
+    s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int, awake: bool
+) -> None:  # fmt: skip
+    """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`; `core` is the core's.
+
+    `awake`: not while there are requests. `scratch` is 4 int64.
+    """
+    looks = 0
+    while load_at(stop.ctypes.data) == _ZERO:
+        head = load_at(address(s.copy_ring, COPY_HEAD))
+        if head != load_at(address(s.copy_ring, COPY_TAIL)):
+            cell = s.copy[np.int64(head) & (s.copy.shape[0] - 1)]
+            copy_inputs(s, cell.source, cell.lane, cell.slot, cell.model)
+            or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
+            if cell.at_ns > 0:
+                took = read_clock(s, scratch[2:]) - cell.at_ns
+                s.t[LONGEST_COPY_NS] = max(s.t[LONGEST_COPY_NS], float(took))
+            store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
+            if wakes(s.bell.ctypes.data, True):
+                scratch[1] = 1
+                call_write(s.fn[F_WRITE], np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
+            looks = 0
+            continue
+        looks += 1
+        if looks < _LOOKS:
+            continue
+        if awake and looks == _LOOKS and load_at(s.g[LIVE:].ctypes.data) != _ZERO:
+            looks = 0
+            continue
+        if looks == _LOOKS:  # say that it will sleep, and look once more
+            store_at(address(s.copy_ring, COPY_BELL), _ONE)
+            add_at(address(s.copy_ring, COPY_BELL), _ZERO)  # a full barrier
+            continue
+        call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read has its shape
+        store_at(address(s.copy_ring, COPY_BELL), _ZERO)
+        looks = 0
+
+
+class Copier:
+    """The thread. It belongs to the process of the core, and ends after the core's loop."""
+
+    def __init__(self, state: State, bell: Bell, awake: bool | None = None) -> None:
+        """`bell` wakes the core's loop. `awake`: it falls asleep only where there is no request; by default with many
+        CPUs.
+        """
+        self._state, self._bell = state, bell
+        self._awake = usable_cpus() >= _MANY_CPUS if awake is None else awake
+        self._stop = np.zeros(8, np.uint64)
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
+        self._thread.start()
+        state.g[COPIER] = self._fd
+
+    def _run(self) -> None:
+        read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
+        copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
+
+    def close(self) -> None:
+        self._state.g[COPIER] = NONE
+        self._stop[0] = 1
+        os.eventfd_write(self._fd, 1)
+        self._thread.join()
+        os.close(self._fd)
+
+
+notice_edits(copy_until)

@@ -1,0 +1,164 @@
+"""How many jobs share the GPU in the core, and who stands back where that would slow a short one.
+
+Jobs share the GPU until together they would keep DEMAND_LIMIT GPUs busy: a burst is over soonest for most where few of
+them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job gets
+on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6, 12 and
+24 small ones at once did 0.72, 0.94 and 1.01 of what 48 do. So the limit grows while a queue stays, for jobs that are
+as large as they can get: a batch that is not full gains more by waiting.
+
+In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long, and come
+after it by the policy's rank, stand back for it between their segments, the last by rank first, down to the limit
+without a queue; unless there is one to stand back for most of the time: then short ones are the load, and to hold back
+the others all the time would only cost throughput.
+"""
+
+from __future__ import annotations
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.state import (
+    ACTIVE_N,
+    DEMAND,
+    DEMAND_LIMIT,
+    FLIGHT_N,
+    LAST_NS,
+    LOOK_AHEAD,
+    NONE,
+    QUEUED_JOBS,
+    QUEUED_N,
+    READY_N,
+    SHORT_OFTEN,
+    STANDING,
+    WAITING,
+    State,
+)
+from paellapy.scheduler.core.windows import ROOMY, can_be_confined
+
+CROWDED = 2.6  # the limit where the engine decides
+QUEUE_NS = 5e7  # how far back is looked
+LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
+MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
+MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those;
+MOST_CONFINED = 5.3  # in windows: some 24 of the eight CNNs' jobs at once, which did more than on all SMs
+MORE_IN_WINDOWS = 1.25  # times the limit, for jobs as large as they get: there they disturb each other less
+STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
+SHORT_JOB = 16  # which are those of so many segments
+CROWD = 1.5  # times the limit is a crowd
+MUCH_LONGER = 3.0  # so many times as long as another, a job stands back for it,
+OFTEN = 0.6  # unless there is one to stand back for so much of the time
+
+
+@inlined
+def watch_queue(s: State, now: int) -> None:
+    """How many jobs have been waiting, and how often some had to stand back, on average over about QUEUE_NS."""
+    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
+    s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
+    s.t[SHORT_OFTEN] += part * ((1.0 if s.g[STANDING] > 0 else 0.0) - s.t[SHORT_OFTEN])
+
+
+@inlined
+def has_room(s: State, lane: int) -> bool:
+    """Whether a lane may be active beside those that are, by what they demand."""
+    m = s.lane[lane].model
+    demand = s.size[m, s.lane[lane].size].demand
+    limit, most, growth = s.t[DEMAND_LIMIT], MOST_DEMANDED, 0.0
+    full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
+    if can_be_confined(s, lane):
+        most = MOST_CONFINED
+        if full:
+            limit *= MORE_IN_WINDOWS
+    if full:
+        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
+    return bool(s.t[DEMAND] + demand <= min(max(most, limit), limit * (1.0 + growth)))
+
+
+@inlined
+def is_crowded(s: State) -> bool:
+    return bool(s.t[DEMAND] > CROWD * s.t[DEMAND_LIMIT])
+
+
+@inlined
+def is_quiet(s: State, lane: int) -> bool:
+    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs where more would go to windows
+    of them. Every segment costs, and nobody waits that would gain by it being held back.
+    """
+    if s.g[READY_N] > 0 or s.g[QUEUED_N] > 0:
+        return False
+    if s.g[ACTIVE_N] == 1 and s.g[FLIGHT_N] == 0:
+        return True
+    return bool(s.g[ACTIVE_N] <= ROOMY and s.lane[lane].segments <= SHORT_JOB and can_be_confined(s, lane))
+
+
+@inlined
+def in_one_piece(s: State, lane: int) -> bool:
+    """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
+    and the host a launch. Not in a crowd that may have to stand back.
+    """
+    if s.t[WAITING] < STEADY_QUEUE or s.lane[lane].segments > SHORT_JOB:
+        return False
+    return bool(s.t[SHORT_OFTEN] >= OFTEN or not is_crowded(s))
+
+
+@inlined
+def look_ahead(s: State) -> int:
+    """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
+    already cannot stand back; where nobody does, the host would only come late with the next.
+    """
+    return 1 if is_crowded(s) and s.t[SHORT_OFTEN] < OFTEN else int(s.g[LOOK_AHEAD])
+
+
+@inlined
+def length_ns(s: State, lane: int) -> float:
+    return float(s.size[s.lane[lane].model, s.lane[lane].size].total_ns)
+
+
+@inlined
+def find_shortest(s: State) -> int:
+    """The shortest active lane, in a crowd; else NONE."""
+    found = NONE
+    if is_crowded(s):
+        for k in range(s.g[ACTIVE_N]):
+            if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
+                found = s.active[k]
+    return int(found)
+
+
+@inlined
+def gives_way(s: State, lane: int, shortest: int) -> bool:
+    """Whether a lane may have to stand back for the shortest."""
+    if shortest < 0 or length_ns(s, lane) < MUCH_LONGER * length_ns(s, shortest):
+        return False
+    return bool(s.lane[lane].rank > s.lane[shortest].rank)
+
+
+@inlined
+def choose_who_stands_back(s: State) -> None:
+    """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
+    far as they fit into what the limit without a queue leaves them.
+    """
+    if s.g[STANDING] == 0 and not is_crowded(s):
+        return
+    shortest = find_shortest(s)
+    s.g[STANDING] = 0
+    room = s.t[DEMAND_LIMIT]
+    for k in range(s.g[ACTIVE_N]):
+        a = s.lane[s.active[k]]
+        a.back = 1 if gives_way(s, s.active[k], shortest) else 0
+        s.g[STANDING] += a.back
+        if a.back == 0:
+            room -= a.demand
+    while s.g[STANDING] > 0:
+        best = NONE
+        for k in range(s.g[ACTIVE_N]):
+            lane = s.active[k]
+            if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
+                best = lane
+        room -= s.lane[best].demand
+        if room < 0.0:
+            break
+        s.lane[best].back = 0
+        s.g[STANDING] -= 1
+
+
+@inlined
+def stands_back(s: State, lane: int) -> bool:
+    return bool(s.lane[lane].back > 0 and s.t[SHORT_OFTEN] < OFTEN)

@@ -1,0 +1,383 @@
+"""Dispatch in the core: whose turn it is, launching segments, and seeing them complete.
+
+Lanes that may launch are *active*, at most MAX_ACTIVE of them; the others wait in a heap by rank. A better lane takes
+the place of the worst active one that still has segments to launch; what that one has launched runs on. Ranks may
+depend on the time and on other jobs: the heap's top is ranked afresh when it is looked at, and some others in turn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.ahead import leaves_room, note_room
+from paellapy.scheduler.core.atomics import call_admit, call_launch, load_at, store_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.crowd import (
+    choose_who_stands_back,
+    find_shortest,
+    gives_way,
+    has_room,
+    in_one_piece,
+    is_quiet,
+    look_ahead,
+    stands_back,
+)
+from paellapy.scheduler.core.lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
+from paellapy.scheduler.core.requests import charge, fill_lane_job, rank_lane
+from paellapy.scheduler.core.state import (
+    ACTIVE_N,
+    BACKEND,
+    CHANGED,
+    DECISIONS,
+    DEMAND,
+    ERROR,
+    F_ADMIT,
+    F_GRAPH_LAUNCH,
+    FILLING,
+    FLIGHT_N,
+    LAUNCH_NS,
+    LAUNCHES,
+    LONGEST_LAUNCH_NS,
+    MAX_ACTIVE,
+    NEVER,
+    NONE,
+    OF_WINDOWS,
+    OUT_N,
+    OWN_STREAMS,
+    PREEMPTIONS,
+    QUEUES,
+    READY_N,
+    REFRESH,
+    REFRESH_AT,
+    ROOM_AT,
+    SEGMENTS_DONE,
+    TIMELESS,
+    TOP_PRIORITY,
+    VIRTUAL,
+    WHOLE,
+    WHOLE_ALWAYS,
+    WHOLE_IDLE,
+    WHOLE_LAUNCHES,
+    State,
+)
+from paellapy.scheduler.core.windows import choose_handle, leave_window
+
+_ZERO = np.uint64(0)
+
+# --- occupancy: what launched segments hold -------------------------------------------------------------------------
+
+
+@inlined
+def account(s: State, lane: int, segment: int, resident: float, pending: float) -> None:
+    """Add a segment's footprint this many times to what is resident and to what is pending."""
+    m, size = s.lane[lane].model, s.lane[lane].size
+    gpu = s.gpu[0]
+    if s.lane[lane].whole:
+        # At any moment one of its kernels runs: the first segment's footprint stands for all.
+        segment = 0
+    f = s.segment[m, size, segment]
+    issue = f.kernels / max(f.time_ns, 1.0) * 1e9
+    gpu.resident_blocks += resident * f.blocks
+    gpu.resident_warps += resident * f.warps
+    gpu.resident_registers += resident * f.registers
+    gpu.resident_shared_bytes += resident * f.shared_bytes
+    gpu.resident_issue += resident * issue
+    gpu.pending_blocks += pending * f.blocks
+    gpu.pending_warps += pending * f.warps
+    gpu.pending_registers += pending * f.registers
+    gpu.pending_shared_bytes += pending * f.shared_bytes
+    gpu.pending_issue += pending * issue
+
+
+@inlined
+def measure(s: State) -> None:
+    """The fullest resource, and who is where."""
+    gpu = s.gpu[0]
+    if s.g[FLIGHT_N] == 0:  # an empty GPU holds nothing: what rounding has left over goes
+        gpu.resident_issue = gpu.pending_issue = 0.0
+    gpu.occupancy = max(
+        max(gpu.resident_blocks / gpu.capacity_blocks, gpu.resident_warps / gpu.capacity_warps),
+        max(gpu.resident_registers / gpu.capacity_registers, gpu.resident_shared_bytes / gpu.capacity_shared_bytes),
+        gpu.resident_issue / gpu.capacity_issue,
+    )
+    gpu.active_jobs = s.g[ACTIVE_N]
+    gpu.waiting_jobs = s.g[READY_N]
+    gpu.max_active = s.g[MAX_ACTIVE]
+
+
+# --- launching -----------------------------------------------------------------------------------------------------
+
+
+@inlined
+def take_stream(s: State, lane: int) -> None:
+    """One that no other job in flight has, if there is one: on a stream jobs wait for each other. It is of the window
+    that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing in flight it may
+    change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
+    """
+    at = QUEUES + lane % OWN_STREAMS
+    if not s.g[WHOLE_ALWAYS]:
+        at = 0
+        for k in range(QUEUES):
+            if s.stream_jobs[k] < s.stream_jobs[at]:
+                at = k
+            if s.stream_jobs[at] == 0:
+                break
+    s.stream_jobs[at] += 1
+    window = s.lane[lane].window
+    s.lane[lane].stream_at = at if window < 0 else OF_WINDOWS + window * QUEUES + at
+
+
+@inlined
+def queue_of(stream: int) -> int:
+    """Where the jobs on a stream are counted."""
+    return (stream - OF_WINDOWS) % QUEUES if stream >= OF_WINDOWS else stream
+
+
+@inlined
+def leave_stream(s: State, lane: int) -> None:
+    s.stream_jobs[queue_of(s.lane[lane].stream_at)] -= 1
+    s.lane[lane].stream_at = NONE
+    leave_window(s, lane)
+
+
+@inlined
+def launch(s: State, lane: int, now: int) -> bool:
+    """Launch the lane's next segment, or all of it; False when the backend refuses."""
+    a = s.lane[lane]
+    k = a.issued
+    if a.issued == a.done:
+        s.flight[s.g[FLIGHT_N]] = lane
+        a.flight_at = s.g[FLIGHT_N]
+        s.g[FLIGHT_N] += 1
+        account(s, lane, k, 1.0, 0.0)
+    else:
+        account(s, lane, k, 0.0, 1.0)
+    began = max(now, a.latest_ns)  # some may have come after the clock was read
+    if k == 0:
+        a.started_ns = began
+    a.issued = k + 1
+    a.draining = 0
+    s.segment_ns[lane, k, 0] = began
+    if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
+        store_at(s.launch[lane, a.size, k].draining, _ZERO)
+    s.g[LAUNCHES] += 1
+    s.g[WHOLE_LAUNCHES] += a.whole
+    what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
+    handle = choose_handle(s, lane, k, what.handle)
+    if a.stream_at < 0:
+        take_stream(s, lane)
+    if s.g[BACKEND] == VIRTUAL:
+        out = s.out[s.g[OUT_N]]
+        out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k
+        out.word, out.handle = what.word, handle
+        s.g[OUT_N] += 1
+        return True
+    called = read_clock(s, s.clock)
+    error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
+    took = read_clock(s, s.clock) - called
+    s.t[LAUNCH_NS] += took
+    s.t[LONGEST_LAUNCH_NS] = max(s.t[LONGEST_LAUNCH_NS], float(took))
+    if error != 0:
+        s.g[ERROR] = error
+    return bool(error == 0)
+
+
+@inlined
+def feed(s: State, lane: int, now: int) -> bool:
+    """Launch as far ahead as an active lane may."""
+    a = s.lane[lane]
+    if a.issued == 0:
+        # In one piece it could not be held back for those who are to go before it, and may come any moment.
+        first = a.priority >= s.g[TOP_PRIORITY]
+        if s.g[WHOLE_ALWAYS] or (first and (in_one_piece(s, lane) or (s.g[WHOLE_IDLE] and is_quiet(s, lane)))):
+            a.whole = 1
+            a.segments = 1
+    while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
+        if not launch(s, lane, now):
+            return False
+    note_room(s, lane)
+    return True
+
+
+# --- choosing ------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def refresh(s: State, n: int, now: int) -> None:
+    """Rank the heap's top afresh, and n others in turn: so a rank that depends on the time is never old for long."""
+    if s.g[TIMELESS]:
+        return
+    for k in range(min(n + 1, s.g[READY_N])):
+        i = 0
+        if k > 0:
+            s.g[REFRESH_AT] += 1
+            if s.g[REFRESH_AT] >= s.g[READY_N]:
+                s.g[REFRESH_AT] = 0
+            i = s.g[REFRESH_AT]
+        make_ready(s, s.ready[i], rank_lane(s, s.ready[i], now))
+
+
+@inlined
+def activate(s: State, lane: int) -> bool:
+    """It is the lane's turn; False when it must wait for its inputs."""
+    unready(s, lane)
+    s.g[DECISIONS] += 1
+    if s.lane[lane].state == FILLING:
+        complete = close_lane(s, lane)
+        ask(s, s.lane[lane].model)
+        if not complete:
+            return False
+        set_running(s, lane)
+    s.active[s.g[ACTIVE_N]] = lane
+    s.lane[lane].active_at = s.g[ACTIVE_N]
+    s.g[ACTIVE_N] += 1
+    s.lane[lane].back = 0
+    s.lane[lane].demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
+    s.t[DEMAND] += s.lane[lane].demand
+    return True
+
+
+@inlined
+def worst(s: State, now: int) -> int:
+    """The active lane of greatest rank, by what was last seen of each, among those with something left to launch."""
+    found = NONE
+    for k in range(s.g[ACTIVE_N]):
+        lane = s.active[k]
+        a = s.lane[lane]
+        if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
+            found = lane
+    if found >= 0 and not s.g[TIMELESS]:
+        s.lane[found].rank = rank_lane(s, found, now)
+    return found
+
+
+@inlined
+def admitted(s: State, lane: int, now: int) -> bool:
+    """Whether the policy lets the lane launch now. An idle GPU takes it anyway: policies order work, and lose none."""
+    others = s.g[ACTIVE_N] - (1 if s.lane[lane].active_at >= 0 else 0)
+    if s.fn[F_ADMIT] == _ZERO or (s.g[FLIGHT_N] == 0 and others == 0):
+        return True
+    measure(s)
+    top = s.lane[lane].priority if s.lane[lane].active_at >= 0 else -NEVER
+    for k in range(s.g[ACTIVE_N]):
+        top = max(top, s.lane[s.active[k]].priority)
+    s.gpu[0].active_priority = top
+    fill_lane_job(s, lane, now)
+    return bool(call_admit(s.fn[F_ADMIT], s.job.ctypes.data, s.gpu.ctypes.data) != 0)
+
+
+@inlined
+def next_turn(s: State, n: int, swaps: int, now: int) -> int:
+    """The lane whose turn comes next, with a place made for it in the active set; NONE: all is as it should be."""
+    settle(s, now)
+    if s.g[READY_N] == 0:
+        return NONE
+    full = s.g[ACTIVE_N] >= s.g[MAX_ACTIVE]
+    # Launched whole, none of them can be held back any more.
+    if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
+        return NONE
+    refresh(s, n, now)
+    lane = int(s.ready[0])
+    if not full and s.g[ACTIVE_N] > 0:
+        full = not has_room(s, lane)
+        if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
+            return NONE
+    other = NONE
+    if full:
+        other = worst(s, now)
+        if other < 0 or s.lane[lane].rank >= s.lane[other].rank:
+            return NONE
+    if not admitted(s, lane, now):
+        return NONE
+    if other >= 0:
+        deactivate(s, other)
+        touch(s, other)
+        s.g[PREEMPTIONS] += 1
+    return lane
+
+
+@inlined
+def goes_on(s: State, lane: int, now: int) -> bool:
+    """Whether an active lane stays: a policy with `admit` may stop it between segments."""
+    a = s.lane[lane]
+    if s.fn[F_ADMIT] == _ZERO or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+        return True
+    deactivate(s, lane)
+    make_ready(s, lane, a.rank)
+    return False
+
+
+@inlined
+def choose(s: State, now: int) -> bool:
+    """Fill the active set with the best that wait, and launch what active lanes may; False when the backend fails."""
+    n = s.g[REFRESH]
+    swaps = s.g[PREEMPTIONS] + s.g[MAX_ACTIVE]
+    k = NONE
+    while k < s.g[ACTIVE_N]:
+        if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
+            lane = next_turn(s, n, swaps, now)
+            if lane < 0:
+                k = 0
+                choose_who_stands_back(s)
+                continue
+            n = 0
+            if not activate(s, lane) or gives_way(s, lane, find_shortest(s)):
+                continue
+        else:
+            lane = s.active[k]
+            if not goes_on(s, lane, now):  # another may have stood back for it
+                k = 0
+                choose_who_stands_back(s)
+                continue
+            k += 1
+            if stands_back(s, lane):
+                continue
+        if not feed(s, lane, now):
+            return False
+    s.g[CHANGED] = 0
+    return True
+
+
+# --- completing ----------------------------------------------------------------------------------------------------
+
+
+@inlined
+def segment_done(s: State, lane: int, now: int) -> None:
+    a = s.lane[lane]
+    m = a.model
+    s.segment_ns[lane, a.done, 1] = now
+    account(s, lane, a.done, -1.0, 0.0)
+    charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
+    a.done += 1
+    s.g[SEGMENTS_DONE] += 1
+    touch(s, lane)
+    if a.issued > a.done:
+        account(s, lane, a.done, 1.0, -1.0)
+        return
+    leave_stream(s, lane)
+    s.g[FLIGHT_N] -= 1
+    last = s.flight[s.g[FLIGHT_N]]
+    s.flight[a.flight_at] = last
+    s.lane[last].flight_at = a.flight_at
+    a.flight_at = NONE
+
+
+@inlined
+def poll(s: State, now: int) -> None:
+    """Read the completion words of what is in flight: each lane's oldest launch."""
+    s.t[ROOM_AT] = np.inf
+    k = 0
+    while k < s.g[FLIGHT_N]:
+        lane = s.flight[k]
+        a = s.lane[lane]
+        word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
+        if load_at(word) == _ZERO:
+            if leaves_room(s, lane, now):
+                a.draining = s.g[CHANGED] = 1
+            else:
+                note_room(s, lane)
+            k += 1
+        else:  # look at k again: the lane may have more, or another lane may have moved there
+            store_at(word, _ZERO)
+            segment_done(s, lane, now)

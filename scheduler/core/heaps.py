@@ -1,0 +1,189 @@
+"""Priority queues over the state's tables: an indexed binary heap, and a leftist heap whose nodes are request rows.
+
+The binary heap keeps where each member is, so that members can change their key or leave. A model's queue is a list,
+for requests that come in order, and a leftist heap for the others: all models share one table of rows, however the
+load is spread over them, and it costs O(1) in order and O(log n) at worst.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.state import NONE, State, Table
+
+# --- binary heap: `ids` in heap order, `at` each member's index, least (key, tie) first -----------------------------
+
+
+@inlined
+def heap_up(ids: Any, at: Any, key: Any, tie: Any, i: int) -> int:
+    """Move the member at `i` towards the top as far as it belongs; where it is then."""
+    me = ids[i]
+    while i > 0:
+        up = (i - 1) >> 1
+        other = ids[up]
+        if key[other] < key[me] or (key[other] == key[me] and tie[other] <= tie[me]):
+            break
+        ids[i] = other
+        at[other] = i
+        i = up
+    ids[i] = me
+    at[me] = i
+    return i
+
+
+@inlined
+def heap_down(ids: Any, n: int, at: Any, key: Any, tie: Any, i: int) -> None:
+    me = ids[i]
+    while True:
+        down = 2 * i + 1
+        if down >= n:
+            break
+        if down + 1 < n:
+            a, b = ids[down], ids[down + 1]
+            if key[b] < key[a] or (key[b] == key[a] and tie[b] < tie[a]):
+                down += 1
+        other = ids[down]
+        if key[me] < key[other] or (key[me] == key[other] and tie[me] <= tie[other]):
+            break
+        ids[i] = other
+        at[other] = i
+        i = down
+    ids[i] = me
+    at[me] = i
+
+
+@inlined
+def heap_add(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
+    """Add to a heap of n; the caller keeps the count."""
+    ids[n] = member
+    heap_up(ids, at, key, tie, n)
+
+
+@inlined
+def heap_remove(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
+    """Take a member out of a heap of n; the caller keeps the count."""
+    i = at[member]
+    at[member] = NONE
+    last = ids[n - 1]
+    if last != member:
+        ids[i] = last
+        at[last] = i
+        heap_down(ids, n - 1, at, key, tie, heap_up(ids, at, key, tie, i))
+
+
+# --- leftist heap of request rows, least (order, sequence) first ---------------------------------------------------
+
+
+@inlined
+def before(r: Table, a: int, b: int) -> bool:
+    first: bool = r[a].order < r[b].order or (r[a].order == r[b].order and r[a].sequence < r[b].sequence)
+    return first
+
+
+@inlined
+def balance(r: Table, node: int) -> bool:
+    """Put the higher child left; whether the node's height changed."""
+    left, right = r[node].left, r[node].right
+    high = r[left].height if left >= 0 else 0
+    low = r[right].height if right >= 0 else 0
+    if high < low:
+        r[node].left, r[node].right = right, left
+        low = high
+    changed: bool = r[node].height != low + 1
+    r[node].height = low + 1
+    return changed
+
+
+@inlined
+def queue_merge(r: Table, a: int, b: int) -> int:
+    """One heap of two; its root."""
+    if a < 0 or b < 0:
+        return b if a < 0 else a
+    if before(r, b, a):
+        a, b = b, a
+    root = a
+    while r[a].right >= 0:
+        right = r[a].right
+        if before(r, b, right):
+            r[a].right = b
+            r[b].up = a
+            b, right = right, b
+        a = right
+    r[a].right = b
+    r[b].up = a
+    while a >= 0:  # only right spines were walked: O(log n) nodes
+        balance(r, a)
+        a = r[a].up
+    return root
+
+
+@inlined
+def heap_out(r: Table, root: int, row: int) -> int:
+    """Take any row out of a leftist heap; the new root."""
+    up, left, right = r[row].up, r[row].left, r[row].right
+    if left >= 0:
+        r[left].up = NONE
+    if right >= 0:
+        r[right].up = NONE
+    below = queue_merge(r, left, right)
+    if up < 0:
+        return below
+    if r[up].left == row:
+        r[up].left = below
+    else:
+        r[up].right = below
+    if below >= 0:
+        r[below].up = up
+    while up >= 0 and balance(r, up):
+        up = r[up].up
+    return root
+
+
+# --- a model's queue ------------------------------------------------------------------------------------------------
+
+
+@inlined
+def queue_add(s: State, m: int, row: int) -> None:
+    r = s.request
+    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
+    last = s.model[m].last
+    if last < 0 or not before(r, row, last):
+        r[row].height = 0
+        r[row].left = last
+        if last < 0:
+            s.model[m].first = row
+        else:
+            r[last].right = row
+        s.model[m].last = row
+    else:
+        r[row].height = 1
+        s.model[m].root = queue_merge(r, s.model[m].root, row)
+
+
+@inlined
+def queue_first(s: State, m: int) -> int:
+    """The row that comes next, or NONE."""
+    first, root = s.model[m].first, s.model[m].root
+    if first < 0 or (root >= 0 and before(s.request, root, first)):
+        return int(root)
+    return int(first)
+
+
+@inlined
+def queue_remove(s: State, m: int, row: int) -> None:
+    """Take any row out."""
+    r = s.request
+    if r[row].height > 0:
+        s.model[m].root = heap_out(r, s.model[m].root, row)
+    else:
+        left, right = r[row].left, r[row].right
+        if left < 0:
+            s.model[m].first = right
+        else:
+            r[left].right = right
+        if right < 0:
+            s.model[m].last = left
+        else:
+            r[right].left = left
+    r[row].left, r[row].right, r[row].up = NONE, NONE, NONE

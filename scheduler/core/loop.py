@@ -1,0 +1,60 @@
+"""Sleeping and waking: an eventfd with a flag beside it, so that ringing at a loop that is awake is no system call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device import jit
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import add_at, exchange_at, store_at
+from paellapy.scheduler.core.state import Words
+
+# What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
+# outputs that have been read, because nobody waits for their lanes.
+AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
+
+
+@inlined
+def wakes(word: int, for_request: bool) -> bool:
+    """Whether the caller has to write to the bell's descriptor.
+
+    A full barrier: what was posted before is visible to a loop that armed the bell after. Only the first of those who
+    ring has to write; the loop looks at everything when it wakes.
+    """
+    return bool(exchange_at(word, ANYTHING, AWAKE)) or (for_request and bool(exchange_at(word, REQUESTS, AWAKE)))
+
+
+@inlined
+def arm(word: int, for_anything: bool) -> None:
+    store_at(word, ANYTHING if for_anything else REQUESTS)
+    add_at(word, 0)  # a full barrier
+
+
+def notice_edits(*entries: Any, also: Iterable[Path] = ()) -> None:
+    """What is compiled with the core in it is compiled anew after an edit of the core, or of `also`."""
+    jit.notice_edits(*entries, parts=(*sorted(Path(__file__).parent.glob("*.py")), *also))
+
+
+class Bell:
+    """Wakes one sleeping loop. The loop arms it, looks for work once more, and only then sleeps.
+
+    Looking after arming is what makes it safe: whoever posts work either did so before, and it is seen, or rings.
+    """
+
+    def __init__(self, word: Words, blocking: bool = False, fd: int = -1) -> None:
+        """`blocking`: for a loop that sleeps by reading the descriptor. `fd` is that of a loop in another process."""
+        self.fd = fd if fd >= 0 else os.eventfd(0, os.EFD_CLOEXEC | (0 if blocking else os.EFD_NONBLOCK))
+        self.word = word
+
+    @property
+    def armed(self) -> bool:
+        return bool(self.word[0])
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        os.close(fd)

@@ -1,0 +1,84 @@
+"""When a new request would be done, from what the core holds: the ground of admission control."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.core.atomics import call_rank, load_at
+from paellapy.scheduler.core.requests import fill_job, fill_lane_job
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.state import (
+    CLIENT_VIRTUAL_NS,
+    F_RANK,
+    FILLING,
+    GAIN,
+    HELD,
+    NEVER,
+    RESERVED_MASK,
+    RESERVED_SHIFT,
+    State,
+)
+
+_RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
+
+
+@compiled
+def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
+    lane = s.model[m].filling
+    joins = 1
+    queued_before = 0.0
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    if lane < 0:
+        queued_before = s.model[m].queued / slots
+    else:
+        # Front ends may have taken slots that the core is yet to hear of.
+        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
+        joins = max(s.lane[lane].taken, reserved) + 1
+        if joins > slots:  # it is full: it goes before, with what is queued behind it
+            joins, queued_before = 1, 1.0 + s.model[m].queued / slots
+    k = 0
+    while s.size[m, k].batch < joins:
+        k += 1
+    alone = s.size[m, k].total_ns
+    fill_job(s, 1, m, 0, now, deadline, priority, s.t[CLIENT_VIRTUAL_NS], now)
+    s.job[1].total_ns = s.job[1].remaining_ns = alone
+    s.job[1].batch = joins
+    s.job[1].started = 0.0
+    mine = call_rank(s.fn[F_RANK], s.job[1:].ctypes.data)
+    ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
+    demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
+    for other in range(s.lane.shape[0]):
+        a = s.lane[other]
+        if a.model < 0 or a.state == HELD or other == lane or (a.live == 0 and a.active_at < 0):
+            continue
+        fill_lane_job(s, other, now)
+        left = s.job[0].remaining_ns
+        if a.live > 0 and (a.model == m or call_rank(s.fn[F_RANK], s.job.ctypes.data) <= mine):
+            ahead += left
+            if a.state == FILLING:
+                n = s.model[a.model].n_sizes - 1
+                ahead += s.model[a.model].queued / s.size[a.model, n].batch * s.size[a.model, n].total_ns
+        elif a.active_at >= 0:  # worse, but it runs beside
+            ahead += min(left, alone)
+        elif a.issued > a.done:  # what was launched of it comes first
+            rest = s.segment[a.model, a.size, a.issued].tail_ns if a.issued < a.segments and not a.whole else 0.0
+            ahead += left - rest
+        if a.active_at >= 0:
+            demand += a.demand
+            idle *= 1.0 - a.demand
+            beside += 1
+    least = alone
+    if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
+        least *= max(1.0, demand / max(1.0 - idle, 1e-3))
+    return float(now + max(least, (ahead + alone) / max(s.t[GAIN], 1.0)))
+
+
+def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
+    """When a request of the model would be done if it came now: the work its policy puts before it, and its own.
+
+    May be called from any thread; it reads tables that the core writes, so it is an estimate in that respect too.
+    """
+    own = state._replace(job=np.zeros_like(state.job))
+    urgency = int(state.model["priority"][model]) if priority is None else priority
+    return int(predict(own, model, urgency, deadline_ns, now))

@@ -1,0 +1,60 @@
+"""Taking back everything a front end had when it died: requests, slots, holds, rings. Others never notice."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import compiled
+from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core.lanes import take_out, touch
+from paellapy.scheduler.core.rings import address, bit_at, bit_of, front_of
+from paellapy.scheduler.core.slots import put
+from paellapy.scheduler.core.state import (
+    CANCELLED,
+    CHANGED,
+    FREE,
+    RESERVED_MASK,
+    RESERVED_SHIFT,
+    UNUSED,
+    State,
+)
+
+_MASK = np.uint64(RESERVED_MASK)
+_SHIFT = np.uint64(RESERVED_SHIFT)
+_ALL = np.uint64((1 << 64) - 1)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+
+
+@compiled
+def reclaim(s: State, front: int, now: int) -> int:
+    """Between two steps, once the process is gone: how many requests it had. Its rows and rings are as new afterwards.
+
+    What it had published and the core had not read is forgotten. Of a slot it reserved and never wrote, the inputs are
+    declared written: the batch goes on, and nobody reads that slot's outputs.
+    """
+    n = 0
+    for row in range(s.request.shape[0]):
+        if s.request[row].front == front and s.request[row].state != UNUSED:
+            take_out(s, row, CANCELLED, now)
+            n += 1
+    for lane in range(s.lane.shape[0]):
+        if s.lane[lane].model < 0 or s.lane[lane].state == FREE:
+            continue
+        reserved = np.int64((load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK)
+        for k in range(reserved):
+            if front_of(s.lane_word, s.slot_front, lane, k) != front:
+                continue
+            if s.lane_known[lane, k >> 6] & bit_of(k) == _ZERO:
+                put(s, lane, k, -1)
+                touch(s, lane)
+            or_at(bit_at(s.lane_ready, lane, k), bit_of(k))
+            and_at(bit_at(s.lane_hold, lane, k), _ALL ^ bit_of(k))
+    for k in range(s.ring.shape[1]):
+        store_at(address(s.ring[front], k), _ZERO)
+    for k in range(s.submit.shape[1]):
+        s.submit[front, k].sequence = np.uint64(k)
+    s.wake_fd[front, 1] = 0
+    store_at(address(s.wake, front), _ONE)
+    s.g[CHANGED] = 1
+    return n

@@ -1,0 +1,221 @@
+"""Requests in the core: their one completion, the clocks of fair sharing, and what a policy sees of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import call_rank, store_at
+from paellapy.scheduler.core.heaps import heap_remove
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.state import (
+    BAD_RANKS,
+    CLIENT_SHARES,
+    CLIENT_VIRTUAL_NS,
+    DONE_OK,
+    DONE_OTHER,
+    DONE_TAIL,
+    DUE_N,
+    ERROR,
+    F_RANK,
+    FIRST,
+    LIVE,
+    NEVER,
+    NONE,
+    OK,
+    POSTED,
+    SERVED_NS,
+    SHARES,
+    TAP_TAIL,
+    TAPPED,
+    UNUSED,
+    VIRTUAL_NS,
+    State,
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def called(function: Function) -> Function:
+    """A rare part of entry points: called, at the cost of passing all of the state, instead of folded in."""
+    result: Function = numba.njit(nogil=True, _nrt=False, error_model="numpy", no_cpython_wrapper=True)(function)
+    return result
+
+
+# --- fair sharing: start-time fair queueing over GPU time, once for models and once for clients ---------------------
+
+
+@inlined
+def enter(s: State, m: int, c: int) -> None:
+    """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
+    if s.model[m].live == 0:
+        s.t[SHARES] += s.model[m].share
+        s.model[m].virtual_ns = max(s.model[m].virtual_ns, s.t[VIRTUAL_NS])
+    s.model[m].live += 1
+    if s.client[c].live == 0:
+        s.t[CLIENT_SHARES] += s.client[c].share
+        s.client[c].virtual_ns = max(s.client[c].virtual_ns, s.t[CLIENT_VIRTUAL_NS])
+    s.client[c].live += 1
+    s.g[LIVE] += 1
+
+
+@inlined
+def leave(s: State, m: int, c: int) -> None:
+    s.g[LIVE] -= 1
+    s.model[m].live -= 1
+    if s.model[m].live == 0:
+        s.t[SHARES] -= s.model[m].share
+    s.client[c].live -= 1
+    if s.client[c].live == 0:
+        s.t[CLIENT_SHARES] -= s.client[c].share
+    if s.g[LIVE] == 0:  # what additions and subtractions in another order have left over
+        s.t[SHARES] = 0.0
+        s.t[CLIENT_SHARES] = 0.0
+
+
+@inlined
+def charge(s: State, lane: int, time_ns: float) -> None:
+    """A segment is done: its model, and the clients of its slots alike, have had its time alone."""
+    m = s.lane[lane].model
+    s.t[SERVED_NS] += time_ns
+    s.model[m].used_ns += time_ns
+    s.model[m].virtual_ns += time_ns / s.model[m].share
+    if s.t[SHARES] > 0.0:
+        s.t[VIRTUAL_NS] += time_ns / s.t[SHARES]
+    taken = s.lane[lane].taken
+    each = time_ns / taken
+    for k in range(taken):
+        c = s.slot_client[lane, k]
+        s.client[c].used_ns += each
+        s.client[c].virtual_ns += each / s.client[c].share
+    if s.t[CLIENT_SHARES] > 0.0:
+        s.t[CLIENT_VIRTUAL_NS] += time_ns / s.t[CLIENT_SHARES]
+
+
+# --- completions ---------------------------------------------------------------------------------------------------
+
+
+@inlined
+def count(s: State, entry: Any) -> None:
+    """For statistics, whichever front end the request came from."""
+    m = entry.model
+    if m < 0 or m >= s.outcome.shape[0]:
+        return
+    if entry.status == OK:
+        at = s.outcome[m, OK] % s.recent_ns.shape[1]
+        s.recent_ns[m, at, 0] = entry.finish_ns - entry.arrival_ns
+        s.recent_ns[m, at, 1] = entry.started_ns - entry.arrival_ns
+        s.outcome[m, s.outcome.shape[1] - 1] += entry.batch
+    s.outcome[m, entry.status] += 1
+
+
+@inlined
+def undue(s: State, row: int) -> None:
+    """The request's deadline no longer matters."""
+    if s.request[row].due_at >= 0:
+        heap_remove(s.due, s.g[DUE_N], s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        s.g[DUE_N] -= 1
+
+
+@inlined
+def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
+    """One entry for the front end; the row is its own again. NONE: about the model."""
+    front = s.request[row].front if row >= 0 else 0
+    tail = s.ring[front, DONE_TAIL, 0]
+    entry = s.done[front, np.int64(tail) & (s.done.shape[1] - 1)]
+    entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
+    entry.error = s.g[ERROR]
+    entry.lane, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
+    entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
+    entry.serial = entry.tag = np.uint64(0)
+    entry.first = s.g[FIRST]
+    s.g[FIRST] = 0
+    if row >= 0:
+        r = s.request[row]
+        entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
+        entry.arrival_ns, entry.deadline_ns, entry.lane, entry.slot = r.arrival_ns, r.deadline_ns, r.lane, r.slot
+        if r.lane >= 0:
+            entry.batch = s.lane[r.lane].taken
+            entry.size = s.lane[r.lane].size
+            entry.started_ns = s.lane[r.lane].started_ns
+        r.state = UNUSED
+        r.lane = r.slot = NONE
+        r.leaving = 0
+        count(s, entry)
+        if s.g[TAPPED] > 0:
+            s.tap[s.g[TAP_TAIL] & (s.tap.shape[0] - 1)] = entry
+            s.g[TAP_TAIL] += 1
+    store_at(address(s.ring[front], DONE_TAIL), tail + np.uint64(1))
+    s.g[POSTED] += 1
+    s.g[DONE_OK if status == OK else DONE_OTHER] += 1
+
+
+@inlined
+def complete(s: State, row: int, status: int, now: int) -> None:
+    """End an accepted request. Its queue or slot is the caller's to clear."""
+    undue(s, row)
+    m = s.request[row].model
+    leave(s, m, s.request[row].client)
+    s.model[m].completed += 1
+    post_done(s, row, m, status, now)
+
+
+# --- what a policy sees --------------------------------------------------------------------------------------------
+
+
+@inlined
+def fill_job(
+    s: State, k: int, m: int, client: int, arrival: int, deadline: int, priority: int, client_start: float, now: int
+) -> None:
+    """The facts that a lane and a request have in common, into the scratch row k."""
+    job = s.job[k]
+    model = s.model[m]
+    job.now_ns = now
+    job.arrival_ns = arrival
+    job.target_ns = model.target_ns
+    job.deadline_ns = deadline if deadline < NEVER else arrival + job.target_ns
+    job.priority = priority
+    job.share = model.share
+    job.deficit_ns = (s.t[VIRTUAL_NS] - model.virtual_ns) * model.share
+    job.client = client
+    job.client_deficit_ns = (s.t[CLIENT_VIRTUAL_NS] - s.client[client].virtual_ns) * s.client[client].share
+    job.client_start_ns = client_start
+    job.occupancy = s.gpu[0].occupancy
+    job.model = m
+
+
+@inlined
+def fill_lane_job(s: State, lane: int, now: int) -> None:
+    """Scratch row 0: the lane as it stands."""
+    a = s.lane[lane]
+    m = a.model
+    fill_job(s, 0, m, a.client, a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns, now)
+    job = s.job[0]
+    total = s.size[m, a.size].total_ns
+    job.total_ns = total
+    if a.whole or a.done >= s.size[m, a.size].segments:
+        job.remaining_ns = total if a.done == 0 else 0.0
+    else:
+        job.remaining_ns = s.segment[m, a.size, a.done].tail_ns
+    job.batch = a.taken
+    job.started = a.issued > 0
+
+
+@inlined
+def checked_rank(s: State, function: int, k: int) -> float:
+    """What the policy says of scratch row k; what is no number goes last, and is counted."""
+    rank = call_rank(function, s.job[k : k + 1].ctypes.data)
+    if np.isnan(rank):
+        s.g[BAD_RANKS] += 1
+        return float(np.inf)
+    return float(rank)
+
+
+@inlined
+def rank_lane(s: State, lane: int, now: int) -> float:
+    fill_lane_job(s, lane, now)
+    return checked_rank(s, s.fn[F_RANK], 0)

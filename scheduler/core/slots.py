@@ -1,0 +1,146 @@
+"""Slots of lanes in the core: who sits in which, what the lane's facts are then, and how inputs get there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.heaps import queue_remove
+from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
+from paellapy.scheduler.core.state import (
+    COPIER,
+    COPY_BELL,
+    COPY_TAIL,
+    F_CLOCK,
+    F_WRITE,
+    NEVER,
+    QUEUED_JOBS,
+    QUEUED_N,
+    SLOTTED,
+    State,
+)
+
+_ZERO = np.uint64(0)
+LONG_COPY = 16_384  # bytes; what is shorter takes less time than to have it done
+
+
+@inlined
+def fit(s: State, lane: int) -> None:
+    """The smallest captured size that holds what the lane holds."""
+    m = s.lane[lane].model
+    k = 0
+    while s.size[m, k].batch < s.lane[lane].taken and k + 1 < s.model[m].n_sizes:
+        k += 1
+    s.lane[lane].size = k
+
+
+@inlined
+def count_queued(s: State, m: int, n: int) -> None:
+    """So many requests more in the model's queue."""
+    s.model[m].queued += n
+    s.g[QUEUED_N] += n
+    s.t[QUEUED_JOBS] += n / s.size[m, s.model[m].n_sizes - 1].batch
+    if s.g[QUEUED_N] == 0:
+        s.t[QUEUED_JOBS] = 0.0  # without what rounding has left over
+
+
+@inlined
+def put(s: State, lane: int, slot: int, row: int) -> None:
+    """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
+    a = s.lane[lane]
+    a.taken += 1
+    s.lane_known[lane, slot >> 6] |= bit_of(slot)
+    s.slot[lane, slot] = row
+    fit(s, lane)
+    if row < 0:
+        return
+    r = s.request[row]
+    r.state, r.lane, r.slot = SLOTTED, lane, slot
+    s.slot_client[lane, slot] = r.client
+    if a.live == 0 or r.arrival_ns < a.arrival_ns:
+        a.client = r.client
+    a.latest_ns = max(a.latest_ns, r.arrival_ns) if a.live > 0 else r.arrival_ns
+    if a.live == 0:
+        a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = (
+            r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)  # fmt: skip
+    else:
+        a.arrival_ns = min(a.arrival_ns, r.arrival_ns)
+        a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+        a.priority = max(a.priority, r.priority)
+        a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+    a.live += 1
+
+
+@inlined
+def look_again(s: State, lane: int) -> None:
+    """A request left: the facts of those that remain."""
+    a = s.lane[lane]
+    a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = NEVER, NEVER, -NEVER, np.inf
+    for k in range(s.slot.shape[1]):
+        row = s.slot[lane, k]
+        if row >= 0:
+            r = s.request[row]
+            if r.arrival_ns < a.arrival_ns:
+                a.arrival_ns = r.arrival_ns
+                a.client = r.client
+            a.deadline_ns = min(a.deadline_ns, r.deadline_ns)
+            a.priority = max(a.priority, r.priority)
+            a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
+
+
+@inlined
+def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
+    for k in range(s.model[m].n_inputs):
+        n = s.input_bytes[m, k]
+        copy_bytes(s.input_address[lane, k] + np.uint64(slot * n), source, np.uint64(n))
+        source += np.uint64(n)
+
+
+@inlined
+def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
+    """Another thread copies, and marks the slot ready as a front end would; here decisions go on."""
+    tail = load_at(address(s.copy_ring, COPY_TAIL))
+    cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
+    cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
+    cell.at_ns = read_clock(s, s.clock) if s.fn[F_CLOCK] != _ZERO else 0
+    store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
+    if exchange_at(address(s.copy_ring, COPY_BELL), ONE, _ZERO):
+        s.clock[2] = 1
+        call_write(s.fn[F_WRITE], np.int32(s.g[COPIER]), s.clock[2:].ctypes.data, np.uint64(8))
+
+
+@inlined
+def wait_for_copy(s: State, row: int) -> None:
+    """Before a request is given up whose inputs are being copied: afterwards they may be gone."""
+    r = s.request[row]
+    if r.lane >= 0 and r.source != _ZERO and s.g[COPIER] >= 0:
+        while load_at(bit_at(s.lane_ready, r.lane, r.slot)) & bit_of(r.slot) == _ZERO:
+            pass
+
+
+@inlined
+def move_in(s: State, lane: int, row: int) -> bool:
+    """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
+    m = s.lane[lane].model
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slot = reserve(s.lane_word, s.slot_front, lane, slots, s.request[row].front)
+    if slot < 0:
+        return False
+    queue_remove(s, m, row)
+    count_queued(s, m, -1)
+    source = s.request[row].source
+    n = np.int64(0)
+    for k in range(s.model[m].n_inputs):
+        n += s.input_bytes[m, k]
+    if source != _ZERO and s.g[COPIER] >= 0 and n >= LONG_COPY:
+        hand_to_copier(s, source, lane, slot, m)
+    else:
+        if source != _ZERO:
+            copy_inputs(s, source, lane, slot, m)
+        or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
+    put(s, lane, slot, row)
+    return True

@@ -1,0 +1,188 @@
+"""The dispatcher core: `step` looks at what is new, asks the policy, and launches. Compiled, without Python objects.
+
+The same `step` runs a real GPU and a simulated one; loops differ only in their clock and in who writes the completion
+words. `run` is the loop for real time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at
+from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.crowd import watch_queue
+from paellapy.scheduler.core.dispatch import choose, measure, poll
+from paellapy.scheduler.core.lanes import look_at_held, take_out
+from paellapy.scheduler.core.loop import notice_edits
+from paellapy.scheduler.core.predict import predict, predict_finish
+from paellapy.scheduler.core.reclaim import reclaim
+from paellapy.scheduler.core.requests import undue
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.state import (
+    BUSY_NS,
+    CANCELLED,
+    CHANGED,
+    DEMAND_LIMIT,
+    DONE_TAIL,
+    DUE_N,
+    EXPIRED,
+    F_ADMIT,
+    F_CLOCK,
+    F_ORDER,
+    F_RANK,
+    F_WRITE,
+    FLIGHT_N,
+    GAIN,
+    LAST_NS,
+    LAUNCHES,
+    LEAVING_N,
+    LIVE,
+    LOOK_AHEAD,
+    MAX_ACTIVE,
+    READY_N,
+    RUNNING,
+    SEGMENTS_DONE,
+    SERVED_NS,
+    STEPS,
+    TIMELESS,
+    WHOLE_ALWAYS,
+    State,
+    Words,
+)
+from paellapy.scheduler.core.submit import fail_all, take_submissions
+from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy
+
+__all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
+
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
+
+
+@inlined
+def expire(s: State, now: int) -> None:
+    """Take out who is cancelled and who is too late."""
+    while True:
+        status = EXPIRED
+        if s.g[LEAVING_N] > 0:
+            s.g[LEAVING_N] -= 1
+            row = s.leaving[s.g[LEAVING_N]]
+            status = CANCELLED
+            if s.request[row].leaving == 0:  # it got another answer in the meantime
+                continue
+        elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= now:
+            row = s.due[0]
+        else:
+            break
+        lane = s.request[row].lane
+        if (
+            status == EXPIRED
+            and lane >= 0
+            and s.lane[lane].state == RUNNING
+            and s.lane[lane].issued == s.lane[lane].segments
+        ):
+            undue(s, row)  # all of it is on the GPU: late, but nothing is saved by dropping it
+        else:
+            take_out(s, row, status, now)
+
+
+@inlined
+def watch_gain(s: State, now: int) -> None:
+    """How much more than one job's worth of work the GPU does while several share it: for predictions."""
+    if s.g[FLIGHT_N] < 2:
+        s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
+    else:
+        s.t[BUSY_NS] += now - s.t[LAST_NS]
+        if s.t[BUSY_NS] > WINDOW_NS:
+            s.t[GAIN] += 0.25 * (min(max(s.t[SERVED_NS] / s.t[BUSY_NS], 0.25), 64.0) - s.t[GAIN])
+            s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
+    s.t[LAST_NS] = now
+
+
+@compiled
+def step(s: State, now: int) -> int:
+    """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
+    before = s.g[LAUNCHES] + s.g[SEGMENTS_DONE]
+    s.g[STEPS] += 1
+    watch_queue(s, now)
+    watch_gain(s, now)
+    news = take_submissions(s, now)
+    poll(s, now)
+    look_at_held(s)
+    expire(s, now)
+    if s.g[CHANGED] or (s.g[READY_N] > 0 and s.fn[F_ADMIT] != _ZERO):
+        while not choose(s, now):
+            fail_all(s, now)
+        measure(s)
+    return int(news + s.g[LAUNCHES] + s.g[SEGMENTS_DONE] - before)
+
+
+@inlined
+def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
+    """Write to the eventfd of every front end with new completions that has asked for it: once, until it asks again.
+
+    A front end asks and then looks; here it is posted and then looked whether one asks. So no wake-up is lost.
+    """
+    for front in range(s.wake_fd.shape[0]):
+        tail = np.int64(s.ring[front, DONE_TAIL, 0])
+        if tail != s.wake_fd[front, 1]:
+            s.wake_fd[front, 1] = tail
+            if exchange_at(address(s.wake, front), _ONE, _ZERO) and s.wake_fd[front, 0] >= 0:
+                scratch[2] = 1
+                call_write(s.fn[F_WRITE], np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
+
+
+@compiled
+def step_and_wake(s: State, now: int, scratch: NDArray[np.int64]) -> int:
+    """`step`, for a loop that is not compiled itself."""
+    happened = step(s, now)
+    wake_fronts(s, scratch)
+    return int(happened)
+
+
+@compiled
+def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
+    """Step in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was to do for `linger_ns`; 0 when idle.
+
+    Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it sleeps on an
+    eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
+    """
+    last = read_clock(s, scratch)
+    while load_at(stop.ctypes.data) == _ZERO:
+        now = read_clock(s, scratch)
+        if step(s, now) > 0 or s.g[LIVE] > 0 or s.g[FLIGHT_N] > 0:
+            last = now
+        elif now - last >= linger_ns:
+            return 0
+        wake_fronts(s, scratch)
+    return 1
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def attach_policy(state: State, policy: Policy) -> None:
+    """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
+    state.fn[F_RANK], state.fn[F_ADMIT], state.fn[F_ORDER] = policy.addresses
+    state.g[MAX_ACTIVE] = min(policy.active or DEFAULT_ACTIVE, len(state.lane))
+    state.t[DEMAND_LIMIT] = np.inf
+    state.g[LOOK_AHEAD] = policy.look_ahead
+    state.g[WHOLE_ALWAYS] = policy.whole
+    state.g[TIMELESS] = policy.timeless
+    state.g[CHANGED] = 1
+
+
+def attach_libc(state: State) -> None:
+    """What `run` needs of the C library."""
+    libc = ctypes.CDLL(None)
+    state.fn[F_CLOCK] = _address(libc.clock_gettime)
+    state.fn[F_WRITE] = _address(libc.write)
+
+
+notice_edits(step, step_and_wake, run, predict, reclaim)

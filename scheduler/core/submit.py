@@ -1,0 +1,255 @@
+"""What front ends ask of the core: submissions, cancellations, models coming and going, the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.atomics import load_at, store_at
+from paellapy.scheduler.core.heaps import heap_add, queue_add
+from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
+from paellapy.scheduler.core.requests import called, checked_rank, complete, enter, fill_job, post_done
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
+from paellapy.scheduler.core.state import (
+    ACTIVE_N,
+    CANCEL,
+    CLIENT_VIRTUAL_NS,
+    CLOSE_MODEL,
+    CLOSING,
+    DEMAND,
+    DRAIN,
+    DRAIN_MODE,
+    DRAINING,
+    DUE_N,
+    ERROR,
+    EXPIRED,
+    F_ORDER,
+    F_RANK,
+    FAIL,
+    FAIL_MODE,
+    FAILED,
+    FILLING,
+    FLIGHT_N,
+    LEAVING_N,
+    MODE,
+    NEVER,
+    NO_MODEL,
+    NONE,
+    OK,
+    OPEN,
+    OPEN_MODEL,
+    OUT_N,
+    QUEUE_FULL,
+    QUEUED,
+    QUEUED_JOBS,
+    QUEUED_N,
+    READY_N,
+    RUN_MODE,
+    RUNNING,
+    SEQUENCE,
+    SLOTTED,
+    SUBMIT,
+    SUBMIT_HEAD,
+    TOP_PRIORITY,
+    TURN,
+    UNUSED,
+    State,
+)
+
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+SUBMISSIONS_PER_STEP = 1024  # so that a flood of them does not keep completions waiting
+
+
+@inlined
+def verdict(s: State, cell: Any, now: int) -> int:
+    """OK, or why the request is refused."""
+    m = cell.model
+    if s.g[MODE] != RUN_MODE:
+        return FAILED if s.g[MODE] == FAIL_MODE else DRAINING
+    if m < 0 or m >= s.model.shape[0] or s.model[m].state != OPEN:
+        return NO_MODEL
+    if cell.generation != _ZERO and cell.generation != s.model[m].generation:
+        return NO_MODEL  # it was meant for the model that had the row before
+    if cell.deadline_ns <= now:
+        return EXPIRED
+    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    room = s.model[m].free_n * slots
+    if s.model[m].filling >= 0:
+        room += slots - s.lane[s.model[m].filling].taken
+    if cell.lane < 0 and s.model[m].queued - room >= s.model[m].queue_limit:
+        return QUEUE_FULL
+    return OK
+
+
+@inlined
+def enqueue(s: State, row: int, now: int) -> None:
+    """Into its model's queue, in the policy's order."""
+    r = s.request[row]
+    m = r.model
+    fill_job(s, 1, m, r.client, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns, now)
+    job = s.job[1]
+    job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
+    job.batch = 1.0
+    job.started = 0.0
+    r.order = checked_rank(s, s.fn[F_ORDER] if s.fn[F_ORDER] != _ZERO else s.fn[F_RANK], 1)
+    r.state = QUEUED
+    queue_add(s, m, row)
+    count_queued(s, m, 1)
+    ask(s, m)
+
+
+@inlined
+def submitted(s: State, front: int, cell: Any, now: int) -> None:
+    row = cell.request
+    r = s.request[row]
+    r.front = front
+    r.serial, r.tag, r.model, r.source = cell.serial, cell.tag, cell.model, cell.source
+    r.client = cell.client % s.client.shape[0]
+    r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
+    r.lane = r.slot = r.due_at = NONE
+    r.leaving = 0
+    r.sequence = s.g[SEQUENCE]
+    s.g[SEQUENCE] += 1
+    lane = cell.lane
+    status = verdict(s, cell, now)
+    if status != OK:
+        post_done(s, row, cell.model, status, now)
+        if lane >= 0:
+            put(s, lane, cell.slot, NONE)
+            touch(s, lane)
+        return
+    c = s.client[r.client]
+    enter(s, r.model, r.client)
+    r.client_start_ns = max(s.t[CLIENT_VIRTUAL_NS], c.tag_ns)
+    c.tag_ns = r.client_start_ns + s.size[r.model, 0].total_ns / c.share
+    if r.deadline_ns < NEVER:
+        heap_add(s.due, s.g[DUE_N], s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        s.g[DUE_N] += 1
+    if lane < 0:
+        enqueue(s, row, now)
+        return
+    put(s, lane, cell.slot, row)
+    touch(s, lane)
+
+
+# Rare, and so called instead of folded in: the step stays small.
+
+
+@inlined
+def look_for_top(s: State) -> None:
+    """The highest priority of an open model: programs of lower ones are not launched in one piece."""
+    s.g[TOP_PRIORITY] = -NEVER
+    for m in range(s.model.shape[0]):
+        if s.model[m].state == OPEN:
+            s.g[TOP_PRIORITY] = max(s.g[TOP_PRIORITY], s.model[m].priority)
+
+
+@called
+def opened(s: State, m: int) -> None:
+    s.model[m].state = OPEN
+    s.model[m].root = s.model[m].first = s.model[m].last = s.model[m].filling = NONE
+    s.model[m].queued = s.model[m].live = s.model[m].completed = 0
+    s.model[m].used_ns = s.model[m].virtual_ns = 0.0
+    s.model[m].free_n = s.model[m].n_lanes
+    s.model[m].warm = 0
+    for k in range(s.model[m].n_lanes):
+        s.free_lane[m, k] = s.model_lane[m, s.model[m].n_lanes - 1 - k]
+    look_for_top(s)
+    ask(s, m)
+
+
+@called
+def closed(s: State, m: int) -> None:
+    """Refuse the model's new requests; MODEL_CLOSED follows when the accepted ones are done."""
+    if s.model[m].state != OPEN:
+        return
+    s.model[m].state = CLOSING
+    look_for_top(s)
+    store_at(address(s.filling, m), _ZERO)
+    ask(s, m)
+
+
+@called
+def fail_all(s: State, now: int) -> None:
+    """The GPU is gone: everybody gets an answer, and nothing is launched again."""
+    s.g[MODE] = FAIL_MODE
+    for row in range(s.request.shape[0]):
+        if s.request[row].state != UNUSED:
+            if s.request[row].state == SLOTTED:
+                wait_for_copy(s, row)
+                s.slot[s.request[row].lane, s.request[row].slot] = NONE
+            complete(s, row, FAILED, now)
+    for m in range(s.model.shape[0]):
+        s.model[m].root = s.model[m].first = s.model[m].last = NONE
+        s.model[m].queued = 0
+        ask(s, m)
+    s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
+    s.t[DEMAND] = s.t[QUEUED_JOBS] = 0.0
+    s.stream_jobs[...] = 0
+    s.window_load[...] = 0
+    for lane in range(s.lane.shape[0]):
+        a = s.lane[lane]
+        if a.model >= 0:
+            a.live = 0
+            a.ready_at = a.active_at = a.flight_at = a.stream_at = a.window = NONE
+            if a.state == RUNNING or (a.state == FILLING and close_lane(s, lane)):
+                free_lane(s, lane)
+    gpu = s.gpu[0]
+    gpu.resident_blocks = gpu.resident_warps = gpu.resident_registers = gpu.resident_shared_bytes = 0.0
+    gpu.pending_blocks = gpu.pending_warps = gpu.pending_registers = gpu.pending_shared_bytes = 0.0
+    gpu.resident_issue = gpu.pending_issue = 0.0
+
+
+@inlined
+def next_front(s: State) -> int:
+    """A front end with something published, the others before the same one again; or NONE."""
+    mask = np.uint64(s.submit.shape[1] - 1)
+    fronts = s.submit.shape[0]
+    for k in range(fronts):
+        front = (s.g[TURN] + k) % fronts
+        head = s.ring[front, SUBMIT_HEAD, 0]
+        at = np.int64(head & mask)
+        if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
+            s.g[TURN] = (front + 1) % fronts
+            return int(front)
+    return NONE
+
+
+@inlined
+def take_submissions(s: State, now: int) -> int:
+    """Everything published on the submission rings, each in order; how much."""
+    n = 0
+    mask = np.uint64(s.submit.shape[1] - 1)
+    while n < SUBMISSIONS_PER_STEP:
+        front = next_front(s)
+        if front < 0:
+            break
+        head = s.ring[front, SUBMIT_HEAD, 0]
+        at = np.int64(head & mask)
+        where = s.submit[front, at : at + 1].ctypes.data
+        cell = s.submit[front, at]
+        if cell.kind == SUBMIT:
+            submitted(s, front, cell, now)
+        elif cell.kind == CANCEL:
+            r = s.request[cell.request]
+            if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
+                r.leaving = 1
+                s.leaving[s.g[LEAVING_N]] = cell.request
+                s.g[LEAVING_N] += 1
+        elif cell.kind == OPEN_MODEL:
+            opened(s, cell.model)
+        elif cell.kind == CLOSE_MODEL:
+            closed(s, cell.model)
+        elif cell.kind == DRAIN:
+            s.g[MODE] = max(s.g[MODE], DRAIN_MODE)
+        elif cell.kind == FAIL and s.g[MODE] != FAIL_MODE:
+            s.g[ERROR] = np.int64(cell.tag)
+            fail_all(s, now)
+        store_at(where, head + mask + _ONE)
+        s.ring[front, SUBMIT_HEAD, 0] = head + _ONE
+        n += 1
+    return n

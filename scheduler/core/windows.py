@@ -1,0 +1,84 @@
+"""SM windows in the core: where many jobs share the GPU, each launch keeps to some of its SMs.
+
+Kernels of small batches leave most of the GPU idle, and still slow each other, less so where they do not meet on SMs.
+Confined to windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to
+the emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
+While few share the GPU, each has all of it.
+
+A window has streams of its own, and a launch begins sooner on one of those. What is in flight of one job stays on one
+stream, so with something in flight it goes elsewhere only where that is much emptier.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.state import (
+    CHOICES,
+    CONFINED_LAUNCHES,
+    FLIGHT_N,
+    NONE,
+    OF_WINDOWS,
+    QUEUES,
+    WHOLE_ALWAYS,
+    WINDOW_N,
+    State,
+)
+
+ROOMY = 4  # so many jobs in flight have all SMs
+STAYING = 0.5  # jobs fewer in another window do not make up for a launch that begins later
+
+_ZERO = np.uint64(0)
+
+
+@inlined
+def fill_window(s: State, window: int, change: int) -> None:
+    """A job more or less in a window, and so in those that it shares SMs with."""
+    for other in range(s.g[WINDOW_N]):
+        s.window_load[other] += change * s.overlap[window, other]
+
+
+@inlined
+def leave_window(s: State, lane: int) -> None:
+    a = s.lane[lane]
+    if a.window >= 0:
+        fill_window(s, a.window, -1)
+        a.window = NONE
+
+
+@inlined
+def can_be_confined(s: State, lane: int) -> bool:
+    return bool(s.g[WINDOW_N] > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
+
+
+@inlined
+def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
+    """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
+
+    Where the hardware decides, everything has all SMs.
+    """
+    leave_window(s, lane)
+    a = s.lane[lane]
+    at = s.confined.shape[2] - 1 if a.whole else segment
+    if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.lane_window[lane, 0] < 0:
+        return wide
+    best = 0
+    least = np.inf
+    for k in range(CHOICES):
+        window = s.lane_window[lane, k]
+        if window >= 0:
+            load = float(s.window_load[window])
+            if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // QUEUES == window:
+                load -= STAYING * s.overlap[window, window]
+            if load < least:
+                best, least = k, load
+    handle = s.confined[lane, a.size, at, best]
+    if handle == _ZERO:
+        return wide
+    a.window = s.lane_window[lane, best]
+    fill_window(s, a.window, 1)
+    s.g[CONFINED_LAUNCHES] += 1
+    return handle

@@ -1,0 +1,385 @@
+"""`Engine`: models on one GPU, requests in, results out. Everything else is behind it.
+
+    with pp.Engine("virtual:h200", policy="paella") as engine:
+        engine.load(model)
+        y = engine.infer_sync("double", {"x": x})["y"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+
+from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.backends.base import LEAST_WINDOWS, Backend
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.crowd import CROWDED
+from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.models import ModelProfile, remove
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.state import Limits, new_state, state_bytes
+from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
+from paellapy.scheduler.engine.install import capacity, install, install_windows
+from paellapy.scheduler.engine.loader import LoadedModel, Loader
+from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.stats import engine_stats
+from paellapy.scheduler.engine.tap import Tap
+from paellapy.scheduler.engine.trace import EngineTrace, TracedBlocks, trace_engine
+from paellapy.scheduler.models.lane_memory import MemoryPlan
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy, find_policy
+
+QUANTUM_US = 100.0
+WINDOWS_QUANTUM_US = 150.0  # to begin a segment costs the GPU more where it moves to another window of SMs
+
+
+class Engine(Requester):
+    """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
+
+    def __init__(
+        self,
+        device: str | Device | None = None,
+        policy: str | Policy = "paella",
+        memory_bytes: int | None = None,
+        quantum_us: float | None = None,
+        max_active: int | None = None,
+        *,
+        sm_windows: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
+
+        `quantum_us` is about how long a segment takes; None: 100, and 150 with windows of SMs.
+
+        `max_active`, how many batches may share the GPU at once; None: as many as would keep two to three GPUs busy, by
+        what each was seen to take when it was loaded; more where a queue stays and each leaves most of the GPU idle.
+
+        `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
+        unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
+        loaded by paellapy itself run on all SMs of a real GPU.
+
+        A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
+        """
+        if quantum_us is None:
+            quantum_us = WINDOWS_QUANTUM_US if sm_windows else QUANTUM_US
+        if not 1 <= quantum_us < math.inf:
+            raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
+        if max_active is not None and max_active < 1:
+            raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
+        if memory_bytes is not None and memory_bytes < 1:
+            raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
+        if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
+            raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
+        policy = find_policy(policy)  # what is wrong is said before anything is made
+        self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
+        self.limits = limits or Limits()
+        self.max_active = max_active
+        self._failure: BaseException | None = None
+        self._closed = self._closing = self._elsewhere = False
+        self._loading = threading.RLock()
+        self._backend = _backend(self.device)
+        if self.device.session is not None and isinstance(self.device, VirtualDevice):
+            warnings.warn(
+                "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are "
+                "loaded: write `with engine.trace() as t:` around the requests",
+                stacklevel=2,
+            )
+        self._backend.shared_slots = self.limits.fronts > 1
+        self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
+        self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
+        capacity(self.state, self.device)
+        install_windows(self.state, self._backend.open_windows(sm_windows))
+        self.state.g[st.HOLD] = 1
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
+        weakref.finalize(self, os.close, wake_fd)
+        self.state.wake_fd[0, 0] = wake_fd
+        self._policy = self._attach(policy)
+        budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
+        self.memory = MemoryPlan(budget)
+        self._loader = Loader(self._backend, self.memory, self.limits, quantum_us * 1e3)
+        self._models: dict[str, LoadedModel] = {}
+        self._by_row: dict[int, LoadedModel] = {}
+        self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
+        self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
+        self._tap = Tap(self.state) if self.limits.fronts > 1 else None
+        self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._since = time.monotonic()
+        step.attach_libc(self.state)
+        self._backend.start(self.state, self.bell, self._fail)
+        _engines.add(self)
+
+    # -- models
+
+    def load(self, model: Model) -> None:
+        """Compiles, captures, measures and opens a model. Others go on running meanwhile."""
+        with self._loading:
+            self._check_open()
+            if not isinstance(model, Model):
+                raise ModelError(f"a {type(model).__name__} is no model: give a pp.Model")
+            if model.name in self._models:
+                raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
+            free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))
+            wanted = min(self.max_active or DEFAULT_ACTIVE, self.limits.lanes_per_model, free)
+            if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
+                raise ModelError(
+                    f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
+                    f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
+                )
+            alone = self._front.waiting == 0 and not self.state.g[st.LIVE]  # the latter are of other processes too
+            loaded = self._loader.load(model, wanted, alone)
+            install(self.state, loaded, self._backend.pool(self.state, model.priority))
+            self._by_row[loaded.row] = loaded
+            self._front.command(st.OPEN_MODEL, loaded.row)
+            self._models[model.name] = loaded
+
+    def unload(self, name: str) -> None:
+        """Finishes the model's requests, refuses new ones, and gives its memory back. Others go on running."""
+        with self._loading:
+            loaded = self._find(name)
+            del self._models[name]
+            waiter = Waiter()
+            self._front.on_model_closed(loaded.row, waiter.set)
+            self._front.command(st.CLOSE_MODEL, loaded.row)
+            self._front.wait(waiter)
+            remove(self.state, loaded.row)
+            self._forget(loaded)
+
+    def _forget(self, loaded: LoadedModel) -> None:
+        self._loader.unload(loaded)
+        del self._by_row[loaded.row]
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """The models that are loaded, by name."""
+        return {name: loaded.model for name, loaded in self._models.items()}
+
+    def profile(self, name: str) -> list[Any]:
+        """How the model was cut and what it takes: one `ProgramProfile` per batch size."""
+        return list(self._find(name).profiles)
+
+    def model_profile(self, name: str) -> ModelProfile:
+        """What simulations need to know of the model: `pp.simulate([engine.model_profile("mlp")], …)`."""
+        loaded = self._find(name)
+        return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
+
+    # -- state
+
+    @property
+    def policy(self) -> str:
+        return self._policy.name
+
+    @property
+    def current_policy(self) -> Policy:
+        return self._policy
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Changes the policy; what is on the GPU runs on, what waits is ranked anew."""
+        self._check_open()
+        done = threading.Event()
+
+        def change() -> None:
+            try:
+                self._policy = self._attach(found)
+            finally:
+                done.set()
+
+        found = find_policy(policy)
+        self._backend.call(change)
+        while not done.wait(0.1):
+            self._check_open()  # a loop that has ended changes nothing any more
+
+    def _attach(self, policy: str | Policy) -> Policy:
+        found = find_policy(policy)
+        step.attach_policy(self.state, found)
+        if found.active is None:
+            most = len(self.state.lane)
+            self.state.g[st.MAX_ACTIVE] = most if self.max_active is None else min(self.max_active, most)
+            self.state.t[st.DEMAND_LIMIT] = CROWDED if self.max_active is None else math.inf
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and latencies so far, of the engine and of every model."""
+        return engine_stats(self)
+
+    def sm_totals(self) -> tuple[float, Any, Any] | None:
+        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
+
+        A virtual GPU knows; of a real one only kernels that report tell (`paellapy.instrument.live.counts`).
+        """
+        return self._backend.sm_totals()
+
+    def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it.
+
+        In this process's front end that is before its answer; requests of other processes are seen soon after it.
+        """
+        if self._tap is not None:
+            return self._tap.watch(watcher)
+        self._front.watchers.append(watcher)
+        return lambda: self._front.watchers.remove(watcher)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine takes no more requests; None while it does."""
+        return self._failure
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._closed
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
+        """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""
+        self._check_open()
+        return trace_engine(self, records_per_sm)
+
+    def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None:
+        with self._loading:
+            self._backend.begin_trace(records_per_sm, list(self._by_row.values()))
+            self._unwatch = self.watch(note)
+
+    def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[Any], Any]]:
+        with self._loading:
+            recorded = self._backend.end_trace(list(self._by_row.values()))
+            self._front.drain()
+            if self._tap is not None:
+                self._tap.look()
+            self._unwatch()
+        return recorded, self._backend.to_trace_ns
+
+    def loaded_rows(self) -> dict[int, LoadedModel]:
+        """Loaded models by their row in the core."""
+        return dict(self._by_row)
+
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Between two steps of the core: the function may change what it reads."""
+        self._backend.call(function)
+
+    def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
+        """As `watch`, of this process's requests, several at a time (state.COMPLETION)."""
+        self._front.counters.append(counter)
+        return lambda: self._front.counters.remove(counter)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Refuses new requests, finishes those it has, and gives everything back."""
+        if self._closed or self._closing:
+            return
+        self._closing = True
+        for slot in list(self._slots):
+            slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever
+        with self._loading:
+            if self._failure is None:
+                self._front.command(st.DRAIN)
+            waiter = Waiter()
+            while self._front.waiting:
+                self._front.wait(waiter, 0.05)
+            self._backend.stop()
+            self._front.detach_all()
+            for loaded in list(self._by_row.values()):
+                with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU takes nothing back
+                    self._forget(loaded)
+            self._models.clear()
+            self._backend.close()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        what = "failed" if self._failure else "closed" if self._closed else self.policy
+        return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._front.waiting} requests>"
+
+    # -- inside
+
+    def _find(self, name: str) -> LoadedModel:
+        self._check_open()
+        loaded = self._models.get(name)
+        if loaded is None:
+            known = ", ".join(self._models) or "none"
+            raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
+        return loaded
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failed_error()
+        if self._elsewhere:
+            raise EngineClosedError("the engine is that of the process this one was forked from: make one here")
+        if self._closing or self._closed:
+            raise EngineClosedError("the engine is closed")
+
+    def _failed_error(self) -> EngineFailedError:
+        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _fail(self, cause: BaseException) -> None:
+        """From the loop: the device is lost. Everybody who waits is told why."""
+        if self._failure is None:
+            self._failure = cause
+            self._front.command(st.FAIL)
+
+    def _row(self, row: int) -> LoadedModel | None:
+        return self._by_row.get(row)
+
+    def _failed(self, status: int) -> EngineFailedError:
+        if self._failure is None:  # the core has met it before its loop could say so
+            self._failure = self._backend.failure(status)
+        return self._failed_error()
+
+    @property
+    def over(self) -> bool:
+        return self._closed
+
+
+def _forget_all() -> None:
+    """In a process that was forked: its engines' loops, and who holds their locks, are in the other one."""
+    for engine in list(_engines):
+        engine._closing = engine._elsewhere = True
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _backend(device: Device) -> Backend:
+    if isinstance(device, VirtualDevice):
+        from paellapy.scheduler.backends.virtual import VirtualBackend
+
+        return VirtualBackend(device)
+    assert isinstance(device, CudaDevice)
+    from paellapy.scheduler.backends.cuda import CudaBackend
+
+    return CudaBackend(device)
+
+
+__all__ = ["Engine", "EngineTrace", "Slot"]

@@ -1,0 +1,361 @@
+"""A front end of the core: requests in through its submission ring, results out of its completion ring.
+
+The core is in this process, or in another one that shares its tables. Any thread may submit. Completions wake whoever
+waits: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. Whoever
+wakes first empties the ring for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.errors import InputError, QueueFullError
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.rings import SLOTS
+from paellapy.scheduler.core.state import COMPLETION, Limits, State, front_rows
+from paellapy.scheduler.engine import front_calls as calls
+from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
+from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.model import Model
+
+_DRAIN = 256  # completions read at once
+_MANY = 16  # those that keep lanes are read early from so many on: fewer cost throughput, and make for small batches
+_REMEMBERED_CLIENTS = 4096
+
+Entry = list[int]  # a completion: see front_calls.E_…
+Finish = Callable[[Entry], None]
+
+
+class Loaded(Protocol):
+    """A model that is loaded, as a front end knows it."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def lane_of(self) -> dict[int, Lane]: ...
+
+
+class Pending:
+    """One request on its way. `finish(entry)` is called once, in the thread that reads the completions."""
+
+    __slots__ = ("finish", "keep", "loaded", "row", "serial")
+
+    def __init__(self, loaded: Loaded, finish: Finish) -> None:
+        self.loaded, self.finish = loaded, finish
+        self.row = self.serial = -1
+        self.keep: Any = None  # staged inputs
+
+
+class Stage:
+    """Where inputs wait that have no slot yet: in memory the core can read. This one is for the core's own process."""
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        """Memory to write to, its address for the core, and what `give` takes back."""
+        memory = np.empty(nbytes, np.uint8)
+        return memory, int(memory.ctypes.data), memory
+
+    def give(self, taken: Any) -> None:
+        """The core has read it, or never will."""
+
+
+class FrontEnd:
+    """Owns request rows and the consumer side of a completion ring."""
+
+    def __init__(
+        self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
+    ) -> None:
+        self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
+        self._scratch = np.zeros(1, np.int64)
+        self._view = calls.make_view(state, front, bell.fd, self._scratch)
+        self._rows = deque(front_rows(limits, front))
+        self._all_rows = len(self._rows)
+        self._pending: dict[int, Pending] = {}
+        self._serials = itertools.count(1)
+        self._clients: dict[Hashable, tuple[int, int]] = {}
+        self._draining = threading.Lock()
+        self._numbers = np.zeros((_DRAIN, calls.COMPLETION_WORDS), np.int64)
+        self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
+        self._closed_models: dict[int, Callable[[], None]] = {}
+        self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        self.watchers: list[Callable[[Any], None]] = []  # see every completion of this front end: traces
+        self.counters: list[Callable[[Any], None]] = []  # the same, many at a time (COMPLETION)
+        self._failed: Exception | None = None  # while a completion was answered, and nobody was told
+        self.closed = False  # the core is gone: nothing is posted any more
+
+    # -- in
+
+    def client_number(self, client: Hashable) -> int:
+        """The core keeps shares for a limited number of clients: later ones may share numbers with earlier ones."""
+        try:
+            known = self._clients.get(client)
+        except TypeError:
+            raise InputError(f"client={client!r}: name a client by a text, a number or a tuple of them") from None
+        if known is not None and self.state.client_key[known[0]] == known[1]:
+            return known[0]
+        text = client if isinstance(client, str) else repr(client)
+        key = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
+        number = calls.find_client(self.state.client_key, self.state.client, key)
+        if len(self._clients) >= _REMEMBERED_CLIENTS:
+            self._clients.clear()
+        self._clients[client] = (number, key)
+        return number
+
+    def take_row(self, pending: Pending) -> None:
+        try:
+            pending.row = self._rows.popleft()
+        except IndexError:
+            raise QueueFullError(
+                f"{self._all_rows} requests are waiting or running already; try again later"
+            ) from None
+        pending.serial = next(self._serials)
+        self._pending[pending.row] = pending
+
+    def claim(self, loaded: Loaded) -> tuple[int, int] | None:
+        """A slot to write inputs into at once, or None: stage them."""
+        found = calls.claim(self._view, loaded.row)
+        if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
+            found = calls.claim(self._view, loaded.row)
+        return None if found < 0 else divmod(found, SLOTS)
+
+    def post_claimed(
+        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """The request enters the queue, and may expire there; its lane waits for `ready`."""
+        loaded = pending.loaded
+        # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
+        while not calls.post(self._view, st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, lane,
+                             slot, client, priority, arrival_ns, deadline_ns, 0):  # fmt: skip
+            self._yield()
+
+    def post_written(
+        self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """`post_claimed` and `ready` at once."""
+        loaded = pending.loaded
+        while not calls.post_written(self._view, pending.row, pending.serial, loaded.row, loaded.generation, lane,
+                                     slot, client, priority, arrival_ns, deadline_ns):  # fmt: skip
+            self._yield()
+
+    def ready(self, lane: int, slot: int) -> None:
+        """The inputs of a claimed slot are written."""
+        if not self.closed:
+            calls.ready(self._view, lane, slot)
+
+    def post_staged(
+        self, pending: Pending, source: int, keep: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
+    ) -> None:
+        """The core copies the inputs once the model has a free slot."""
+        pending.keep = keep
+        loaded = pending.loaded
+        self._post(st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, client, priority, arrival_ns,
+                   deadline_ns, source)  # fmt: skip
+
+    def cancel(self, pending: Pending) -> None:
+        """Asks the core to drop a request; its completion still comes."""
+        if not self.closed:
+            self._post(st.CANCEL, pending.row, pending.serial)
+
+    def command(self, kind: int, model: int = st.NONE) -> None:
+        """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""
+        self._post(kind, st.NONE, 0, model)
+
+    def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
+        self._closed_models[model] = then
+
+    def _post(
+        self, kind: int, row: int, serial: int, model: int = st.NONE, generation: int = 0, client: int = 0,
+        priority: int = 0, arrival_ns: int = 0, deadline_ns: int = st.NEVER, source: int = 0,
+    ) -> None:  # fmt: skip
+        while not calls.post(self._view, kind, row, serial, model, generation, st.NONE, st.NONE, client, priority,
+                             arrival_ns, deadline_ns, source):  # fmt: skip
+            self._yield()
+
+    def _yield(self) -> None:
+        if self.closed:
+            raise QueueFullError("the engine's process has ended; try again later")
+        os.sched_yield()
+
+    # -- out
+
+    def drain(self) -> int:
+        """Answers every completion that is there; how many."""
+        with self._draining:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.wake_fd)
+            total = self._take()
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
+            return total
+
+    def _take(self) -> int:
+        total = 0
+        while not self.closed and (n := calls.take(self._view, self._numbers)):
+            total += n
+            self._answer(n)
+        return total
+
+    def _read_now(self, many: int) -> bool:
+        """Answers what is there if it is as much as that: before a request that finds no lane open. Whether it did.
+
+        All lanes of its model may be held by answers that nobody has read: an event loop with many connections reads
+        those when it has been through them, and the GPU has nothing to do meanwhile. Not while somebody answers, who
+        may be the caller of this.
+        """
+        ring = self.state.ring[self.front]
+        there = int(ring[st.DONE_TAIL, 0]) - int(ring[st.DONE_HEAD, 0])
+        if there < many or not self._draining.acquire(blocking=False):
+            return False
+        try:
+            return self._take() > 0
+        except Exception as e:  # the caller's request has nothing to do with it: who reads next will say it
+            self._failed = e
+            os.eventfd_write(self.wake_fd, 1)
+            return True
+        finally:
+            self._draining.release()
+
+    def _answer(self, n: int) -> None:
+        entries = self._entries[:n]
+        for counter in self.counters:
+            counter(entries)
+        for watcher in self.watchers:
+            for each in entries:
+                watcher(each)
+        failed: Exception | None = None
+        for entry in self._numbers[:n].tolist():
+            row = entry[E_REQUEST]
+            if row < 0:
+                self._closed_models.pop(entry[E_MODEL])()
+                continue
+            pending = self._pending.pop(row)
+            try:
+                pending.finish(entry)
+            except Exception as e:  # its lane, and those who come after it, have nothing to do with that
+                failed = e
+            if entry[E_STATUS] == st.OK:
+                calls.release(self._view, entry[E_LANE], entry[E_SLOT])
+            if pending.keep is not None:
+                self.stage.give(pending.keep)
+                pending.keep = None
+            self._rows.append(row)
+        calls.ring_read(self._view)
+        if failed is not None:
+            raise failed
+
+    def abandon(self) -> list[Pending]:
+        """The core's process is gone: those who wait for an answer that will not come."""
+        with self._draining:
+            self.closed = True
+            left = list(self._pending.values())
+            self._pending.clear()
+        return left
+
+    @property
+    def answering(self) -> threading.Lock:
+        """Held while completions are answered: whoever holds it knows that none is on its way."""
+        return self._draining
+
+    def give_back(self, pending: Pending) -> None:
+        """Frees a row that was never posted."""
+        if self._pending.pop(pending.row, None) is not None:
+            self._rows.append(pending.row)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._pending)
+
+    def pending(self) -> list[Pending]:
+        """Those who wait for their completion."""
+        return list(self._pending.values())
+
+    # -- who waits
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Completions wake this asyncio loop from now on."""
+        if loop not in self._loops:
+            self._loops.add(loop)
+            loop.add_reader(self.wake_fd, self.drain)
+
+    def detach_all(self) -> None:
+        for loop in list(self._loops):
+            if not loop.is_closed():
+                if _running_here(loop):
+                    loop.remove_reader(self.wake_fd)
+                else:
+                    with contextlib.suppress(RuntimeError):  # it closed meanwhile
+                        loop.call_soon_threadsafe(loop.remove_reader, self.wake_fd)
+        self._loops.clear()
+
+    def wait(self, waiter: Waiter, timeout_s: float | None = None) -> bool:
+        """Blocks this thread until the waiter is set, answering completions meanwhile; False: the time is over."""
+        poll = select.poll()
+        poll.register(self.wake_fd, select.POLLIN)
+        poll.register(waiter.fd, select.POLLIN)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not waiter.done:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if left == 0.0:
+                return False
+            poll.poll(None if left is None else left * 1e3 + 1)
+            self.drain()
+        waiter.clear()
+        return True
+
+
+class Waiter:
+    """What a thread sleeps on until its own request, or event, is done."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.done = False
+        self._thread = threading.get_ident()
+        weakref.finalize(self, os.close, self.fd)
+
+    def set(self) -> None:
+        self.done = True
+        if threading.get_ident() != self._thread:
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        self.done = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
+_local = threading.local()
+
+
+def thread_waiter() -> Waiter:
+    """This thread's waiter: made once, an eventfd is a file descriptor."""
+    waiter: Waiter | None = getattr(_local, "waiter", None)
+    if waiter is None:
+        waiter = _local.waiter = Waiter()
+    waiter.clear()
+    return waiter
+
+
+def _running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

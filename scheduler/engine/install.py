@@ -1,0 +1,71 @@
+"""Writing a loaded model into the core's tables, and the GPU's capacity beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.timing import Timing
+from paellapy.scheduler.backends.base import Launches
+from paellapy.scheduler.core import models
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.loader import LoadedModel
+from paellapy.scheduler.models.profile import model_profile
+
+
+def capacity(state: State, device: Device) -> None:
+    """What the GPU can hold, for the occupancy account."""
+    sm, gpu = device.limits, state.gpu[0]
+    gpu["capacity_blocks"] = device.sm_count * sm.blocks
+    gpu["capacity_warps"] = device.sm_count * sm.warps
+    gpu["capacity_registers"] = device.sm_count * sm.registers
+    gpu["capacity_shared_bytes"] = device.sm_count * sm.shared_bytes
+    gpu["capacity_issue"] = 1e9 / Timing().grid_issue_ns
+
+
+def install(state: State, loaded: LoadedModel, pool: int) -> None:
+    """Fills the model's rows: from here on it only waits to be opened. It launches on the streams of this pool."""
+    model = loaded.model
+    profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
+    loaded.row, rows = models.install(state, profile)
+    loaded.generation = int(state.model["generation"][loaded.row])
+    loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
+    state.model["n_inputs"][loaded.row] = len(model.inputs)
+    for k, spec in enumerate(model.inputs.values()):
+        state.input_bytes[loaded.row, k] = spec.nbytes
+    for lane, row, sizes in zip(loaded.lanes, loaded.lane_rows, loaded.launches, strict=True):
+        words, draining = lane.words, lane.draining
+        words[:] = draining[:] = 0
+        state.lane["pool"][row] = pool
+        state.lane_window[row, : len(lane.windows)] = lane.windows
+        for k, array in enumerate(lane.inputs.values()):
+            state.input_address[row, k] = array.ctypes.data
+        for size, launches in enumerate(sizes):
+            segments = state.launch[row, size, : len(launches.handles)]
+            for i in range(len(launches.handles)):
+                segments["word"][i] = words.ctypes.data + 8 * i
+                segments["draining"][i] = draining.ctypes.data + 8 * i if i in launches.notified else 0
+            state.whole["word"][row, size] = words[-1:].ctypes.data
+            state.whole["draining"][row, size] = 0
+            write_handles(state, row, size, launches)
+
+
+def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
+    """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
+    variants use the same buffers and completion words.
+    """
+    for k, handle in enumerate(launches.handles):
+        state.launch["handle"][row, size, k] = handle
+    state.whole["handle"][row, size] = launches.whole
+    none = [([0] * len(launches.handles), 0)] * (st.CHOICES - len(launches.confined))
+    for choice, (handles, whole) in enumerate([*launches.confined, *none]):
+        for k, handle in enumerate(handles):
+            state.confined[row, size, k, choice] = handle
+        state.confined[row, size, -1, choice] = whole
+
+
+def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
+    """Which SMs are in each: where two share some, a job in one fills the other too."""
+    n = state.g[st.WINDOW_N] = len(windows)
+    state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]

@@ -1,0 +1,189 @@
+"""Loading a model: rehearse, plan memory, capture, measure, cut. What comes out is ready for the core."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field, replace
+
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.backends.base import Backend, Launches
+from paellapy.scheduler.core.demand import TOGETHER
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.state import CHOICES, Limits
+from paellapy.scheduler.models import profile as profiles
+from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, Reservation, plan_lane
+from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.profile import ProgramProfile
+from paellapy.scheduler.models.program import Program, last_kernels
+from paellapy.scheduler.models.segments import cut, plan_slices
+
+_REPEATS = 15
+_BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
+_ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
+
+# One capture at a time on a device: other threads' launches go on, other loads wait.
+_locks: dict[int, threading.RLock] = {}
+
+
+def device_lock(device: Device) -> threading.RLock:
+    return _locks.setdefault(id(device), threading.RLock())
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model with its memory and launches, as the engine keeps it."""
+
+    model: Model
+    weights: Arrays
+    reservation: Reservation
+    lanes: list[Lane]
+    profiles: list[ProgramProfile]  # one per batch size
+    launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
+    row: int = -1
+    generation: int = 0  # of the row
+    lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
+
+    @property
+    def lane_rows(self) -> list[int]:
+        return list(self.lane_of)
+
+
+class Loader:
+    """Loads models onto one backend."""
+
+    def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, quantum_ns: float) -> None:
+        self.backend, self.memory, self.limits, self.quantum_ns = backend, memory, limits, quantum_ns
+        self._loads = 0
+
+    def load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
+        """`alone`: nothing else runs on the GPU, so times are undisturbed."""
+        self._check(model)
+        with device_lock(self.backend.device):
+            return self._load(model, lanes_wanted, alone)
+
+    def _load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
+        backend = self.backend
+        weights_bytes = model.weights_bytes
+        # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
+        self.memory.reserve(model.name, weights_bytes, 0, 1)
+        lanes: list[Lane] = []
+        made: list[list[Launches]] = []
+        try:
+            weights = backend.upload(model)
+            scratch, foreign = backend.rehearse_all(model, weights)
+            plan = plan_lane(model, scratch, self.limits.segments)
+            self.memory.release(model.name)
+            least = model.lanes or 1
+            reservation = self.memory.reserve(
+                model.name, weights_bytes, plan.device_bytes + foreign, model.lanes or lanes_wanted, least
+            )
+            for k in range(reservation.lanes):
+                lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
+            self._loads += 1
+            made += ([] for _ in lanes)
+            loaded = LoadedModel(model, weights, reservation, lanes, [], made)
+            for batch in model.batch:
+                self._program(loaded, batch, alone)
+        except BaseException:
+            self.memory.release(model.name)
+            self._free(lanes, made)
+            raise
+        return loaded
+
+    def _check(self, model: Model) -> None:
+        n = self.limits
+        for what, count, limit in (
+            ("batch sizes", len(model.batch), n.sizes),
+            ("requests in its largest batch", model.max_batch, n.batch),
+            ("inputs", len(model.inputs), n.inputs),
+            ("lanes", model.lanes or 1, n.lanes_per_model),
+        ):
+            if count > limit:
+                raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
+
+    def _windows(self, lane: int) -> tuple[int, ...]:
+        """A choice of them from all over the GPU, another for the next lane, and for the next model."""
+        n = self.backend.windows
+        choices = min(n, CHOICES)
+        return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
+
+    # -- programs
+
+    def _program(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
+        """Captures, cuts and measures one batch size on all lanes."""
+        with contextlib.ExitStack() as captured:
+            self._make(loaded, batch, alone, captured)
+
+    def _make(self, loaded: LoadedModel, batch: int, alone: bool, captured: contextlib.ExitStack) -> None:
+        """`captured` discards what was, however this ends."""
+        backend = self.backend
+        first = backend.capture(loaded.lanes[0], loaded.weights, batch, {})
+        captured.callback(backend.discard, first)
+        where = profiles.key(first.content(), backend.fingerprint(), self.quantum_ns)
+        known = profiles.load(where)
+        if known is None or known.batch != batch:
+            known = self._plan(loaded, first, alone, captured)
+            if alone:  # what was measured beside other work serves this time, and is not kept
+                profiles.store(where, known)
+        sliced = backend.capture(loaded.lanes[0], loaded.weights, batch, known.cuts) if known.cuts else first
+        captured.callback(backend.discard, sliced)
+        marks = last_kernels(sliced.nodes, known.bounds)
+        for k, lane in enumerate(loaded.lanes):
+            again = k > 0 or marks
+            program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
+            captured.callback(backend.discard, program)
+            loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
+            backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
+            if k:
+                backend.discard(program)
+        crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
+        if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
+            demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
+            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
+            profiles.store(where, known)
+        loaded.profiles.append(known)
+
+    def _plan(
+        self, loaded: LoadedModel, first: Program, alone: bool, captured: contextlib.ExitStack
+    ) -> ProgramProfile:
+        """Decides where to cut, from the times of the nodes, and measures the result."""
+        backend = self.backend
+        quantum_ns = self.quantum_ns
+        program, times = first, backend.node_times_ns(first)
+        cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), quantum_ns)
+        if cuts:
+            program = backend.capture(loaded.lanes[0], loaded.weights, first.batch, cuts)
+            captured.callback(backend.discard, program)
+            times = backend.node_times_ns(program)
+        bounds = cut(times, quantum_ns)
+        while len(bounds) > self.limits.segments:
+            quantum_ns *= 1.25 * len(bounds) / self.limits.segments
+            bounds = cut(times, quantum_ns)
+        launches = backend.cut(program, bounds, loaded.lanes[0], confine=backend.windows > 0)
+        try:
+            segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
+        finally:
+            backend.release(launches)
+        waves, limits = backend.wave_blocks(program), backend.device.limits
+        segments = tuple(
+            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
+            for (a, b), t in zip(bounds, segment_ns, strict=True)
+        )
+        return ProgramProfile(
+            first.batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns
+        )
+
+    def unload(self, loaded: LoadedModel) -> None:
+        """Gives everything back; nothing of the model may be in flight."""
+        self._free(loaded.lanes, loaded.launches)
+        loaded.weights.clear()
+        self.memory.release(loaded.model.name)
+
+    def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
+        """First what writes to the lanes' memory."""
+        for each in made:
+            for launches in each:
+                self.backend.release(launches)
+        for lane in lanes:
+            lane.memory.free()

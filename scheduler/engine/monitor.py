@@ -1,0 +1,304 @@
+"""A look at a running engine: `snapshot()` is everything that the dashboard and the live widget show, as plain JSON.
+
+    monitor = Monitor(engine)
+    with monitor:
+        ...
+        monitor.snapshot()["models"][0]["latency_ms"]["p99"]
+
+Between `start` and `stop` it sees every completion; otherwise it costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from paellapy.instrument.live import counts
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.engine.monitor_slow import SlowRequests
+from paellapy.scheduler.engine.monitor_sms import SmSampler
+from paellapy.scheduler.engine.occupancy import RESOURCES
+from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.engine.engine import Engine
+    from paellapy.scheduler.engine.loader import LoadedModel
+
+WINDOW_S = 10.0  # of latencies and batches
+RATE_S = 2.0  # of throughput
+_RING = 1 << 14  # completions kept
+_SLACK = 256  # of them, those that may be written while they are read
+ALONE_TIMES = 4.0  # a request without target or deadline is late after so many times its time alone, as in `edf`
+
+_REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
+    (st.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
+)
+
+# Upper bounds of the latency histogram: eight to a decade from 10 µs to 100 s.
+EDGES_MS = tuple(round(0.01 * 10 ** (k / 8), 5) for k in range(57))
+
+
+class _Recent(NamedTuple):
+    """Columns of the completions in the window."""
+
+    model: Any
+    status: Any
+    finish_ns: Any
+    latency_ms: Any
+    batch: Any
+
+
+class Monitor:
+    """What one engine does, for one kind of viewer. `snapshot` may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ring = np.zeros(_RING, st.COMPLETION)
+        self._seen = self._first = 0  # completions so far, and the first of them within the window
+        self._since_ns = 0
+        self._slow = SlowRequests(engine.state)
+        self._own: dict[str, Policy] = {}  # policies that are no part of the package, by name
+        self._about = _descriptions()
+        self._lock = threading.Lock()
+        self._unwatch: Any = None
+        self._last_use: tuple[float, Any, Any] | None = None
+        self._counted = False
+        self._sampler: SmSampler | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._unwatch is None:
+                self._seen, self._first, self._since_ns = 0, 0, time.monotonic_ns()
+                self._last_use = self.engine.sm_totals()
+                if self._last_use is None:
+                    self._sampler = SmSampler(self.engine.device)
+                self._expect()
+                self._unwatch = self.engine.watch(self._note)
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._unwatch is not None:
+                self._unwatch()
+                self._unwatch = None
+            if self._sampler is not None:
+                self._sampler.close()
+                self._sampler = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def set_policy(self, name: str) -> None:
+        """By name: one of the package's, or one that this engine has had."""
+        self._remember()
+        if name not in self._choices():
+            raise PolicyError(f"no policy named {name!r}: choose one of {', '.join(self._choices())}")
+        self.engine.set_policy(self._own.get(name, name))
+
+    def _note(self, entry: Any) -> None:
+        # On every request's way: one conversion to plain numbers costs less than three looks at the record.
+        values = entry.item()
+        if values[_REQUEST] < 0:
+            return
+        self._ring[self._seen % _RING] = entry
+        self._seen += 1
+        if values[_STATUS] == st.OK or values[_STATUS] == st.EXPIRED:
+            self._slow.note(entry, values[_MODEL], values[_ARRIVAL], values[_DEADLINE], values[_FINISH])
+
+    def _expect(self) -> None:
+        for row, loaded in self.engine.loaded_rows().items():
+            self._slow.expect(row, _limit_ns(loaded))
+
+    # -- the snapshot
+
+    def snapshot(self) -> dict[str, Any]:
+        """The engine now, and in the last seconds: numbers, texts, lists and dicts only."""
+        with self._lock:
+            return self._snapshot()
+
+    def _snapshot(self) -> dict[str, Any]:
+        engine = self.engine
+        now_ns = time.monotonic_ns()
+        loaded = engine.loaded_rows()
+        self._expect()
+        recent, window_s = self._recent(now_ns)
+        failure = engine.failure
+        held = engine.occupancy()
+        models = [self._model(row, loaded[row], recent, now_ns, window_s) for row in sorted(loaded)]
+        of_row = {row: (each.model.name, each.model.target_ms) for row, each in loaded.items()}
+        slow = [each for each in self._slow.slowest(now_ns) if int(each.entry["model"]) in of_row]
+        return {
+            "time_s": round(time.time(), 3),
+            "version": versions()["paellapy"],
+            "device": engine.device.title,
+            "virtual": engine.device.name.startswith("virtual"),
+            "state": "failed" if failure is not None else "closed" if engine.closed else "running",
+            "failure": None if failure is None else str(failure),
+            "uptime_s": round(engine.uptime_s, 1),
+            "window_s": round(window_s, 2),
+            "policy": self._policy(),
+            "sms": self._sms(now_ns),
+            "resources": [
+                {"name": what, **{k: round(float(getattr(getattr(held, what), k)), 1) for k in _USE}}
+                for what in RESOURCES
+            ],
+            "queue": {
+                "requests": held.requests,
+                "unplaced": held.requests_queued,
+                "running": sum(each["running"] for each in models),
+                "jobs_on_gpu": held.jobs_on_gpu,
+                "jobs_active": held.jobs_active,
+                "jobs_waiting": held.jobs_waiting,
+                "max_active": int(engine.state.g[st.MAX_ACTIVE]),
+            },
+            "per_s": round(sum(each["per_s"] for each in models), 2),
+            "memory": {"held_bytes": engine.memory.held_bytes, "budget_bytes": engine.memory.budget_bytes},
+            "edges_ms": EDGES_MS,
+            "models": models,
+            "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
+        }
+
+    def _recent(self, now_ns: int) -> tuple[_Recent, float]:
+        """Completions of the window, and how long it is."""
+        seen = self._seen
+        lost = seen - _RING + _SLACK > self._first
+        first = self._first = max(self._first, seen - _RING + _SLACK)
+        rows = self._ring[np.arange(first, seen) % _RING]
+        window_s = min(WINDOW_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
+        if lost and len(rows):  # more than it holds: the window is as long as what is there
+            window_s = min(window_s, max(1e-3, (now_ns - int(rows["finish_ns"].min())) * 1e-9))
+        finish = rows["finish_ns"]
+        inside = finish >= now_ns - int(window_s * 1e9)
+        self._first += int(inside.argmax()) if inside.any() else len(rows)
+        finish, model, status, arrival, batch = (
+            rows[name][inside] for name in ("finish_ns", "model", "status", "arrival_ns", "batch")
+        )
+        return _Recent(model, status, finish, (finish - arrival) * 1e-6, batch), window_s
+
+    def _model(self, row: int, loaded: LoadedModel, recent: _Recent, now_ns: int, window_s: float) -> dict[str, Any]:
+        state, model = self.engine.state, loaded.model
+        mine = recent.model == row
+        done = mine & (recent.status == st.OK)
+        latency_ms = recent.latency_ms[done]
+        latency_ms.sort()
+        answered = len(latency_ms)
+        rate_s = min(RATE_S, window_s)
+        lanes = state.lane[loaded.lane_rows]
+        running = int(lanes["live"][(lanes["state"] == st.RUNNING) & (lanes["issued"] > 0)].sum())
+        live = max(int(state.model["live"][row]), running)
+        expired = int(np.count_nonzero(mine & (recent.status == st.EXPIRED)))
+        judged = answered + expired
+        target = model.target_ms
+        within = None if target is None or not judged else np.searchsorted(latency_ms, target, "right") / judged
+        # Every request of a batch says how many ran with it.
+        requests = np.bincount(recent.batch[done])
+        batches = {size: n / size for size, n in enumerate(requests.tolist()) if n and size}
+        return {
+            "name": model.name,
+            "target_ms": target,
+            "alone_ms": round(loaded.profiles[0].whole_ns * 1e-6, 5),
+            "per_s": round(int(np.count_nonzero(recent.finish_ns[done] >= now_ns - int(rate_s * 1e9))) / rate_s, 2),
+            "completed": int(state.model["completed"][row]),
+            "waiting": live - running,
+            "running": running,
+            "recent": answered,
+            "expired": expired,
+            "within_target": None if within is None else round(float(within), 5),
+            "latency_ms": _quantiles(latency_ms),
+            "histogram": _histogram(latency_ms),
+            "max_batch": model.max_batch,
+            "mean_batch": round(answered / sum(batches.values()), 2) if batches else None,
+            "batches": {size: round(n, 2) for size, n in batches.items()},
+        }
+
+    def _policy(self) -> dict[str, Any]:
+        self._remember()
+        choices = self._choices()
+        return {
+            "current": self.engine.policy,
+            "choices": [{"name": name, "about": self._about.get(name, "a policy of your own")} for name in choices],
+        }
+
+    def _remember(self) -> None:
+        current = self.engine.current_policy
+        if current.name not in self._about:
+            self._own[current.name] = current
+
+    def _choices(self) -> list[str]:
+        return [*self._about, *self._own]
+
+    def _sms(self, now_ns: int) -> dict[str, Any]:
+        """Resident warps ÷ maximum of each SM, and the share of time it had any, since the last snapshot."""
+        device = self.engine.device
+        totals = self.engine.sm_totals()
+        found: dict[str, Any] = {"count": device.sm_ids, "max_warps": device.limits.warps}
+        if totals is None:
+            return found | self._sampled()
+        before, self._last_use = self._last_use, totals
+        elapsed = totals[0] - before[0] if before is not None else 0.0
+        if before is None or elapsed <= 0:
+            return found | {"source": "exact", "occupancy": [0.0] * device.sm_ids, "busy": [0.0] * device.sm_ids}
+        occupancy = (totals[1] - before[1]) / (elapsed * device.limits.warps)
+        busy = (totals[2] - before[2]) / elapsed
+        return found | {"source": "exact", "occupancy": _listed(occupancy), "busy": _listed(busy)}
+
+    def _sampled(self) -> dict[str, Any]:
+        """From the counters of kernels that report; nothing where none ever did."""
+        if self.engine.failure is not None or self.engine.closed:
+            return {"source": "none", "occupancy": None, "busy": None}
+        now = counts(self.engine.device)
+        self._counted = self._counted or bool(now.started.any())
+        if not self._counted:
+            return {"source": "none", "occupancy": None, "busy": None}
+        seen = self._sampler.take() if self._sampler is not None else None
+        occupancy, busy = seen or (now.occupancy, now.resident_blocks > 0)
+        return {"source": "sampled", "occupancy": _listed(occupancy), "busy": _listed(busy)}
+
+
+_USE = ("capacity", "resident", "pending")
+
+
+def _limit_ns(loaded: LoadedModel) -> float:
+    target_ms = loaded.model.target_ms
+    return loaded.profiles[0].whole_ns * ALONE_TIMES if target_ms is None else target_ms * 1e6
+
+
+def _listed(values: Any) -> list[float]:
+    found: list[float] = np.clip(values, 0.0, 1.0).round(6).tolist()
+    return found
+
+
+def _quantiles(values: Any) -> dict[str, float] | None:
+    """Of sorted values, as `np.quantile` has them, at a fifth of its cost."""
+    if not len(values):
+        return None
+    found = np.interp([q * (len(values) - 1) for q in (0.5, 0.95, 0.99)], np.arange(len(values)), values)
+    return {name: round(value, 4) for name, value in zip(("p50", "p95", "p99"), found.tolist(), strict=True)}
+
+
+def _histogram(values: Any) -> list[int]:
+    """Counts of sorted values per bound of EDGES_MS, and one more for what is above the last."""
+    below = np.searchsorted(values, EDGES_MS, "right")
+    found: list[int] = np.diff(below, prepend=0, append=len(values)).tolist()
+    return found
+
+
+def _descriptions() -> dict[str, str]:
+    """The first sentence of each policy's file. Read, not imported: that would compile them all."""
+    spec = importlib.util.find_spec(BUILT_IN)
+    folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path()
+    found = {}
+    for name in policy_names():
+        said = re.match(r'"""(.*?)(?:"""|\n\n)', (folder / f"{name}.py").read_text(encoding="utf-8"), re.S)
+        found[name] = said[1].replace("\n", " ").replace("`", "") if said else ""
+    return found

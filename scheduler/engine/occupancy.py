@@ -1,0 +1,63 @@
+"""What the GPU holds at the moment, by the core's account: read from any thread while the core runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paellapy.scheduler.core.state import ACTIVE_N, FLIGHT_N, LIVE, QUEUED_N, READY_N, State
+
+RESOURCES = ("blocks", "warps", "registers", "shared_bytes", "issue")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One resource. `issue` is in kernels per second."""
+
+    capacity: float
+    resident: float  # of the segments that run
+    pending: float  # of the segments launched behind them
+
+    @property
+    def share(self) -> float:
+        return self.resident / self.capacity if self.capacity else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Resources, and where the jobs are. `fullest` names the resource that binds."""
+
+    blocks: Use
+    warps: Use
+    registers: Use
+    shared_bytes: Use
+    issue: Use
+    jobs_on_gpu: int
+    jobs_active: int
+    jobs_waiting: int
+    requests: int
+    requests_queued: int
+
+    @property
+    def share(self) -> float:
+        """Of the fullest resource; above 1 when more was launched than fits."""
+        return max(float(getattr(self, name).share) for name in RESOURCES)
+
+    @property
+    def fullest(self) -> str:
+        return max(RESOURCES, key=lambda name: float(getattr(self, name).share))
+
+
+def occupancy(state: State) -> Occupancy:
+    """The account as it stands."""
+    gpu = state.gpu[0]
+    uses = {
+        what: Use(*(float(gpu[f"{kind}_{what}"]) for kind in ("capacity", "resident", "pending"))) for what in RESOURCES
+    }
+    return Occupancy(
+        **uses,
+        jobs_on_gpu=int(state.g[FLIGHT_N]),
+        jobs_active=int(state.g[ACTIVE_N]),
+        jobs_waiting=int(state.g[READY_N]),
+        requests=int(state.g[LIVE]),
+        requests_queued=int(state.g[QUEUED_N]),
+    )

@@ -1,0 +1,237 @@
+"""`RemoteEngine`: the request side of an engine in another process, over the memory both share.
+
+It outlives the processes it talks to: when one ends, those who wait are told so at once, and until the next one is
+there (`attach`) every request is refused. Each has memory of its own: a late completion of the old one is never seen.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core import step
+from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, QueueFullError, UnknownModelError
+from paellapy.scheduler.core.loop import Bell
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.state import FN_SIZE, GPU, JOB, Limits, State, new_state, over
+from paellapy.scheduler.engine.front_end import FrontEnd, Stage
+from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
+from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.policies.policy import Policy
+
+AWAY = "the engine's process has ended and is being started again; try again in a moment"
+
+
+class MappedMemory(Memory):
+    """A lane's host memory as another process sees it."""
+
+    def __init__(self, block: SharedBlock) -> None:
+        self.block, self.host = block, block.array
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        raise NotImplementedError("the GPU's memory belongs to the engine's process")
+
+    def free(self) -> None:
+        self.host, self.block = np.empty(0, np.uint8), None
+
+
+@dataclass(slots=True)
+class RemoteModel:
+    """A model that the engine's process has loaded."""
+
+    model: Model
+    row: int
+    generation: int
+    lane_of: dict[int, Lane]
+    memory_bytes: int = 0
+
+    @staticmethod
+    def over(
+        model: Model, row: int, generation: int, plan: LanePlan, lanes: Mapping[int, SharedBlock], memory_bytes: int
+    ) -> RemoteModel:
+        mapped = {number: Lane(k, model, plan, MappedMemory(b)) for k, (number, b) in enumerate(lanes.items())}
+        return RemoteModel(model, row, generation, mapped, memory_bytes)
+
+
+class SharedStage(Stage):
+    """Memory of this front end that the engine's process can read: blocks in sizes of powers of two, used again."""
+
+    def __init__(self, block: SharedBlock, engines_address: int) -> None:
+        self._memory, self._address = block.array, engines_address
+        self._free: dict[int, list[int]] = {}
+        self._used = 0
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
+        size = max(64, 1 << (nbytes - 1).bit_length())
+        known = self._free.setdefault(size, [])
+        if known:
+            at = known.pop()
+        elif self._used + size <= len(self._memory):
+            at, self._used = self._used, self._used + size
+        else:
+            raise QueueFullError(
+                f"{len(self._memory) >> 20} MiB of inputs are waiting for a place in a batch already; try again later"
+            )
+        return self._memory[at : at + nbytes], self._address + at, (at, size)
+
+    def give(self, taken: Any) -> None:
+        at, size = taken
+        self._free[size].append(at)
+
+
+@dataclass(slots=True)
+class Link:
+    """What the engine's process hands to one of its front ends."""
+
+    limits: Limits
+    front: int
+    state: SharedBlock
+    bell_fd: int
+    wake_fd: int
+    stage: SharedBlock
+    stage_address: int  # in the engine's process
+    policy: Policy
+    device: str = ""
+    title: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class RemoteEngine(Requester):
+    """An engine for a process that only hands in requests."""
+
+    def __init__(self) -> None:
+        self.limits = Limits(models=1, lanes=1, requests=1, segments=1)
+        self.state = _placeholder(self.limits)
+        self.link: Link | None = None
+        self.failure: BaseException | None = None
+        self.policy = ""
+        self.facts: dict[str, Any] = {"memory": {"budget_bytes": 0, "held_bytes": 0}}
+        self._front = FrontEnd(self.state, self.limits, 0, Bell(self.state.bell), -1)
+        self._front.closed = True
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._models: dict[str, RemoteModel] = {}
+        self._by_row: dict[int, RemoteModel] = {}
+        self._watchers: list[Callable[[Any], None]] = []
+        self._counters: list[Callable[[Any], None]] = []
+        self._since = time.monotonic()
+
+    # -- the other process
+
+    def attach(self, link: Link) -> None:
+        """A new process is there."""
+        assert self.link is None
+        shared = over(link.limits, link.state.array)
+        # Addresses of compiled functions are those of the process that wrote them: predictions need our own.
+        self.state = shared._replace(fn=np.zeros(FN_SIZE, np.uint64), job=np.zeros(2, JOB))
+        self.limits = link.limits
+        bell = Bell(self.state.bell, fd=link.bell_fd)
+        self._front = FrontEnd(
+            self.state, link.limits, link.front, bell, link.wake_fd, SharedStage(link.stage, link.stage_address)
+        )
+        self._front.watchers, self._front.counters = self._watchers, self._counters
+        self.set_policy(link.policy)
+        self.link, self.facts = link, link.facts or self.facts
+
+    def set_policy(self, policy: Policy) -> None:
+        """What the engine's process decides by, from now on: for predictions."""
+        self.policy = policy.name
+        own = self.state._replace(g=np.zeros_like(self.state.g))  # the numbers are the core's
+        step.attach_policy(own, policy)
+
+    def set_models(self, models: Mapping[str, RemoteModel]) -> None:
+        """Those that are loaded. One that is being unloaded is still needed for the answers that are on their way."""
+        answering = {each.loaded.row for each in self._front.pending()}
+        kept = {row: each for row, each in self._by_row.items() if row in answering}
+        self._models = dict(models)
+        self._by_row = kept | {each.row: each for each in models.values()}
+
+    def lose(self) -> None:
+        """The process is gone. Whoever waits is told; nothing of it is used again."""
+        front, self.link = self._front, None
+        left = front.abandon()
+        front.detach_all()
+        self._models, self._by_row = {}, {}
+        for pending in left:
+            answer = getattr(pending.finish, "answer", None)
+            if answer is not None:  # else it is a slot that is not submitted yet
+                answer(EngineAwayError(AWAY))
+
+    # -- what an engine answers
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return {name: each.model for name, each in self._models.items()}
+
+    def loaded_rows(self) -> dict[int, RemoteModel]:
+        return {each.row: each for each in self._models.values()}
+
+    def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Of this process's requests."""
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
+
+    def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
+        self._counters.append(counter)
+        return lambda: self._counters.remove(counter)
+
+    def stats(self) -> dict[str, Any]:
+        """By the core's tables, which are shared: of all front ends together."""
+        return {
+            "device": self.link.title if self.link else "",
+            "policy": self.policy,
+            "uptime_s": time.monotonic() - self._since,
+            **core_stats(self.state),
+            "memory": self.facts["memory"],
+            "models": {
+                name: {
+                    **model_stats(self.state, each.row),
+                    **live_stats(self.state, each.row),
+                    "lanes": len(each.lane_of),
+                    "memory_bytes": each.memory_bytes,
+                }
+                for name, each in self._models.items()
+            },
+        }
+
+    # -- as a Requester
+
+    def _find(self, name: str) -> RemoteModel:
+        self._check_open()
+        loaded = self._models.get(name)
+        if loaded is None:
+            known = ", ".join(self._models) or "none"
+            raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
+        return loaded
+
+    def _row(self, row: int) -> RemoteModel | None:
+        return self._by_row.get(row)
+
+    def _check_open(self) -> None:
+        if self.link is None:
+            raise EngineAwayError(AWAY)
+
+    def _failed(self, status: int) -> EngineFailedError:
+        # Its process says why in the log, and ends.
+        why = f" (CUDA's status {status})" if status else ""
+        return EngineFailedError(f"the GPU failed{why}: the server's log says why; the engine is being started again")
+
+    @property
+    def over(self) -> bool:
+        return self.link is None
+
+
+def _placeholder(limits: Limits) -> State:
+    """Tables to be read while there is no engine: nothing is in them."""
+    state = new_state(limits)
+    for name in GPU.names or ():
+        if name.startswith("capacity"):
+            state.gpu[name] = 1.0
+    return state

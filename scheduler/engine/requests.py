@@ -1,0 +1,435 @@
+"""Requests on their way through an engine: checked inputs, a slot to write them into, an answer to wait for.
+
+`Requester` is the part of an engine that its callers use for every request. The engine is in this process
+(`paellapy.scheduler.engine.engine`) or in another one (`paellapy.scheduler.engine.remote`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.errors import (
+    DeadlineError,
+    EngineAwayError,
+    EngineClosedError,
+    InputError,
+    QueueFullError,
+    UnknownModelError,
+)
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
+from paellapy.scheduler.engine.occupancy import Occupancy, occupancy
+from paellapy.scheduler.models.model import Model
+
+Inputs = Mapping[str, Any]
+Outputs = dict[str, NDArray[Any]]
+
+
+def request_times(deadline_ms: float | None) -> tuple[int, int]:
+    """Arrival and deadline of a request that comes now."""
+    now = time.monotonic_ns()
+    if deadline_ms is None:
+        return now, st.NEVER
+    try:
+        if not deadline_ms > 0:
+            raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
+        return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+    except (TypeError, ValueError):
+        raise InputError(f"deadline_ms={deadline_ms!r}: give a number of milliseconds from now, or None") from None
+
+
+def request_rank(priority: int) -> int:
+    """A request's own priority, as a number the core can hold."""
+    try:
+        rank = int(priority)
+    except (TypeError, ValueError, OverflowError):
+        rank = st.NEVER
+    if not -st.NEVER < rank < st.NEVER:
+        raise InputError(f"priority={priority!r}: give a whole number below 2⁶², or None for the model's own")
+    return rank
+
+
+def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
+    """The inputs in the model's order, or what is wrong with them."""
+    try:
+        given = inputs.keys()
+    except AttributeError:
+        raise InputError(
+            f"model {model.name!r} takes a dict of arrays ({', '.join(model.inputs)}), not a {type(inputs).__name__}"
+        ) from None
+    if given != model.inputs.keys():
+        missing, extra = sorted(model.inputs.keys() - given), sorted(map(str, given - model.inputs.keys()))
+        problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
+        raise InputError(f"model {model.name!r} takes {', '.join(model.inputs)}; given: {' and '.join(problem)}")
+    arrays = {}
+    for key, spec in model.inputs.items():
+        try:
+            array = np.asarray(inputs[key])
+        except (TypeError, ValueError) as e:
+            raise InputError(f"model {model.name!r}, input {key!r} cannot be made an array: {e}") from e
+        if array.shape != spec.shape:
+            raise InputError(
+                f"model {model.name!r}, input {key!r} has shape {array.shape}; it takes {spec.shape}, without the batch"
+            )
+        if array.dtype != spec.dtype:
+            raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it takes {spec.dtype.name}")
+        arrays[key] = array
+    return arrays
+
+
+class Requester(ABC):
+    """Requests in, results out."""
+
+    _front: FrontEnd
+    _slots: weakref.WeakSet[Slot]
+    state: State
+
+    @abstractmethod
+    def _find(self, name: str) -> Loaded:
+        """The loaded model, or why there is none."""
+
+    @abstractmethod
+    def _row(self, row: int) -> Loaded | None:
+        """The model in this row of the core."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises where the engine takes no requests."""
+
+    @abstractmethod
+    def _failed(self, status: int) -> Exception:
+        """The GPU failed: what those are told who wait for it."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Nothing can be given back to it any more."""
+
+    async def infer(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """Runs one request. Cancelling the awaiting task takes the request back."""
+        loaded = self._find(name)
+        return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
+
+    async def run(
+        self,
+        name: str,
+        inputs: Inputs,
+        items: int,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """Runs a request of several items, [items, …], of which it is known that they fit the model.
+
+        All of them, or none: when one fails, or the caller leaves, the others are taken back.
+        """
+        loaded = self._find(name)
+        if items == 1:
+            first = {key: inputs[key][0] for key in loaded.model.inputs}
+            found = await self._run(loaded, first, deadline_ms, priority, client)
+            return {key: array[np.newaxis] for key, array in found.items()}
+        each = [{key: inputs[key][item] for key in loaded.model.inputs} for item in range(items)]
+        tasks = [asyncio.create_task(self._run(loaded, one, deadline_ms, priority, client)) for one in each]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return {key: np.stack([one[key] for one in results]) for key in loaded.model.outputs}
+
+    async def _run(
+        self,
+        loaded: Loaded,
+        inputs: Mapping[str, NDArray[Any]],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+    ) -> Outputs:
+        """One item whose inputs are in the model's order."""
+        loop = asyncio.get_running_loop()
+        front = self._front
+        front.attach(loop)
+        future: asyncio.Future[Outputs] = loop.create_future()
+        pending = self._submit(loaded, inputs, deadline_ms, priority, client, AsyncAnswer(self, future, loop))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            front.cancel(pending)
+            raise
+
+    def infer_sync(
+        self,
+        name: str,
+        inputs: Inputs,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Outputs:
+        """As `infer`, blocking this thread."""
+        loaded = self._find(name)
+        arrays = check_inputs(loaded.model, inputs)
+        waiter = thread_waiter()
+        answer = SyncAnswer(self, waiter)
+        pending = self._submit(loaded, arrays, deadline_ms, priority, client, answer)
+        return self._block(pending, answer, waiter)
+
+    def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
+        try:
+            self._front.wait(waiter)
+        except BaseException:  # an interrupt from the keyboard, say
+            self._front.cancel(pending)
+            raise
+        return answer.result()
+
+    def reserve(
+        self,
+        name: str,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        client: Hashable = None,
+    ) -> Slot:
+        """Room for one request's inputs, to be written in place: no copy where the model has a lane open.
+
+        Write at once and submit: the batch the slot belongs to waits for it.
+        """
+        return Slot(self, name, deadline_ms, priority, client)
+
+    def _submit(
+        self,
+        loaded: Loaded,
+        inputs: Mapping[str, NDArray[Any]],
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        finish: Callable[[Entry], None],
+    ) -> Pending:
+        arrival_ns, deadline_ns = request_times(deadline_ms)
+        front = self._front
+        # What may be refused comes first: a row or a slot that is taken must be posted.
+        number = 0 if client is None else front.client_number(client)
+        rank = loaded.model.priority if priority is None else request_rank(priority)
+        pending = Pending(loaded, finish)
+        front.take_row(pending)
+        claimed = front.claim(loaded)
+        lane = None if claimed is None else loaded.lane_of.get(claimed[0])
+        if claimed is None:
+            staged, source, keep = front.stage.take(sum(array.nbytes for array in inputs.values()))
+            at = 0
+            for array in inputs.values():
+                staged[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                at += array.nbytes
+            front.post_staged(pending, source, keep, number, rank, arrival_ns, deadline_ns)
+            return pending
+        if lane is not None:
+            # Without a lane of ours the row holds another model by now, and the core refuses the request.
+            slots = lane.inputs
+            for key, array in inputs.items():
+                slots[key][claimed[1]] = array
+        front.post_written(pending, claimed[0], claimed[1], number, rank, arrival_ns, deadline_ns)
+        return pending
+
+    def occupancy(self) -> Occupancy:
+        """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
+        return occupancy(self.state)
+
+    def _result(self, entry: Entry) -> Outputs | Exception:
+        """What a completion means to its caller."""
+        status = entry[E_STATUS]
+        loaded = self._row(entry[E_MODEL])
+        if status == st.OK:
+            assert loaded is not None
+            slot = entry[E_SLOT]
+            return {key: array[slot].copy() for key, array in loaded.lane_of[entry[E_LANE]].outputs.items()}
+        name = "?" if loaded is None else loaded.model.name
+        if status == st.EXPIRED:
+            late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
+            return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
+        if status == st.FAILED:
+            return self._failed(entry[E_ERROR])
+        if status == st.QUEUE_FULL:
+            return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
+        if status == st.NO_MODEL:
+            return UnknownModelError(f"model {name!r} was unloaded before the request could run")
+        return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
+
+
+class Slot:
+    """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
+
+    def __init__(
+        self, engine: Requester, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
+    ) -> None:
+        self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
+        self._loaded = engine._find(name)
+        self._engine, self._front = engine, engine._front
+        model = self._loaded.model
+        self._client = 0 if client is None else self._front.client_number(client)
+        self._priority = model.priority if priority is None else request_rank(priority)
+        # Not a method of the slot: a slot that is forgotten must not be kept alive by what it waits for.
+        self._early = _Early()
+        self._pending = Pending(self._loaded, self._early)
+        self._front.take_row(self._pending)
+        self._open = True
+        engine._slots.add(self)
+        self._place = self._front.claim(self._loaded)
+        if self._place is not None:
+            lane, slot = self._place
+            self._front.post_claimed(
+                self._pending, lane, slot, self._client, self._priority, self._arrival_ns, self._deadline_ns
+            )
+            ours = self._loaded.lane_of.get(lane)
+            if ours is not None:
+                self.inputs = {key: ours.inputs[key][slot, ...] for key in model.inputs}
+            else:  # the row holds another model by now, and the core refuses the request
+                self.inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in model.inputs.items()}
+        else:
+            nbytes = sum(spec.nbytes for spec in model.inputs.values())
+            staged, self._source, self._keep = self._front.stage.take(nbytes)
+            self.inputs, at = {}, 0
+            for key, spec in model.inputs.items():
+                self.inputs[key] = staged[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+                at += spec.nbytes
+
+    async def submit(self) -> Outputs:
+        """The inputs are written: run the request."""
+        loop = asyncio.get_running_loop()
+        if self._open:
+            self._front.attach(loop)
+        future: asyncio.Future[Outputs] = loop.create_future()
+        self._go(AsyncAnswer(self._engine, future, loop))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._front.cancel(self._pending)
+            raise
+
+    def submit_sync(self) -> Outputs:
+        """As `submit`, blocking this thread."""
+        waiter = thread_waiter()
+        answer = SyncAnswer(self._engine, waiter)
+        self._go(answer)
+        return self._engine._block(self._pending, answer, waiter)
+
+    def cancel(self) -> None:
+        """Gives the slot back without running it."""
+        if self._open:
+            self._open = False
+            if self._place is not None:
+                self._front.cancel(self._pending)
+                self._front.ready(*self._place)
+            else:
+                self._front.give_back(self._pending)
+                self._front.stage.give(self._keep)
+
+    def _go(self, finish: Callable[[Entry], None]) -> None:
+        if not self._open:
+            raise InputError("this slot has been submitted or cancelled already; reserve another")
+        self._open = False
+        with self._front.answering:
+            early, self._pending.finish = self._early.entry, finish
+            gone = self._front.closed
+        if gone and early is None:
+            raise EngineAwayError("the engine's process ended while the request was written; try again")
+        if self._place is not None:
+            self._front.ready(*self._place)
+        elif early is None:
+            self._engine._check_open()
+            self._front.post_staged(
+                self._pending, self._source, self._keep, self._client, self._priority, self._arrival_ns,
+                self._deadline_ns,
+            )  # fmt: skip
+        if early is not None:
+            finish(early)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and not self._engine.over:
+            self.cancel()
+
+
+class _Early:
+    """A slot that ended before it was submitted: it expired, or the engine failed. Its owner hears of it on submit."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+
+    def __call__(self, entry: Entry) -> None:
+        self.entry = entry
+
+
+class AsyncAnswer:
+    """Completes an asyncio future, from whichever thread reads the completion."""
+
+    __slots__ = ("engine", "future", "loop")
+
+    def __init__(self, engine: Requester, future: asyncio.Future[Outputs], loop: asyncio.AbstractEventLoop) -> None:
+        self.engine, self.future, self.loop = engine, future, loop
+
+    def __call__(self, entry: Entry) -> None:
+        self.answer(self.engine._result(entry))  # now: the lane is released after this call
+
+    def answer(self, result: Outputs | Exception) -> None:
+        if _this_loop() is self.loop:
+            _set(self.future, result)
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_set, self.future, result)
+
+
+class SyncAnswer:
+    __slots__ = ("_result", "engine", "waiter")
+
+    def __init__(self, engine: Requester, waiter: Waiter) -> None:
+        self.engine, self.waiter = engine, waiter
+        self._result: Outputs | Exception = {}
+
+    def __call__(self, entry: Entry) -> None:
+        self.answer(self.engine._result(entry))
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self._result = result
+        self.waiter.set()
+
+    def result(self) -> Outputs:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+def _this_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _set(future: asyncio.Future[Outputs], result: Outputs | Exception) -> None:
+    if future.done():  # its task was cancelled meanwhile
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,75 @@
+"""What an engine counts: requests by outcome, latencies, batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.state import State
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.engine.engine import Engine
+
+
+def model_stats(state: State, row: int) -> dict[str, Any]:
+    """One model's counts, by the core: whichever front end its requests came from. Latencies are of the latest ones."""
+    outcomes = state.outcome[row]
+    done = int(outcomes[st.OK])
+    found: dict[str, Any] = {
+        "completed": done,
+        "cancelled": int(outcomes[st.CANCELLED]),
+        "expired": int(outcomes[st.EXPIRED]),
+        "refused": int(outcomes[[st.QUEUE_FULL, st.DRAINING, st.NO_MODEL]].sum()),
+        "failed": int(outcomes[st.FAILED]),
+        "mean_batch": int(outcomes[-1]) / done if done else 0.0,
+    }
+    recent = state.recent_ns[row, : min(done, st.RECENT)]
+    for k, name in enumerate(("latency_ms", "wait_ms")):
+        quantiles = np.quantile(recent[:, k], (0.5, 0.95, 0.99)) * 1e-6 if done else (0.0, 0.0, 0.0)
+        found[name] = dict(zip(("p50", "p95", "p99"), map(float, quantiles), strict=True))
+    return found
+
+
+def core_stats(state: State) -> dict[str, Any]:
+    """The core's own counts."""
+    g = state.g
+    return {
+        "live": int(g[st.LIVE]),
+        "queued": int(g[st.QUEUED_N]),
+        "active": int(g[st.ACTIVE_N]),
+        "launches": int(g[st.LAUNCHES]),
+        "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver,
+        "longest_launch_ms": float(state.t[st.LONGEST_LAUNCH_NS]) * 1e-6,  # and the most of it for one launch
+        "longest_copy_ms": float(state.t[st.LONGEST_COPY_NS]) * 1e-6,  # until the copier had inputs in their slot
+        "whole_launches": int(g[st.WHOLE_LAUNCHES]),
+        "confined_launches": int(g[st.CONFINED_LAUNCHES]),  # to a window of SMs
+        "segments": int(g[st.SEGMENTS_DONE]),
+        "decisions": int(g[st.DECISIONS]),
+        "preemptions": int(g[st.PREEMPTIONS]),
+        "bad_ranks": int(g[st.BAD_RANKS]),
+    }
+
+
+def live_stats(state: State, row: int) -> dict[str, Any]:
+    return {"gpu_ms": float(state.model["used_ns"][row]) * 1e-6, "live": int(state.model["live"][row])}
+
+
+def engine_stats(engine: Engine) -> dict[str, Any]:
+    return {
+        "device": engine.device.title,
+        "policy": engine.policy,
+        "uptime_s": engine.uptime_s,
+        **core_stats(engine.state),
+        "memory": {"budget_bytes": engine.memory.budget_bytes, "held_bytes": engine.memory.held_bytes},
+        "models": {
+            loaded.model.name: {
+                **model_stats(engine.state, row),
+                **live_stats(engine.state, row),
+                "lanes": len(loaded.lanes),
+                "memory_bytes": loaded.reservation.total_bytes,
+            }
+            for row, loaded in engine.loaded_rows().items()
+        },
+    }

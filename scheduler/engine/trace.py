@@ -1,0 +1,322 @@
+"""`engine.trace()`: requests, segments and blocks of what runs meanwhile, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument import trace_file
+from paellapy.instrument.errors import TraceError
+from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.summary import counted
+from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.core import state as st
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.engine.engine import Engine
+
+# One request that ended during the trace. Times are ns on the clock of the trace's blocks.
+JOB_RECORD = np.dtype(
+    [
+        ("request", "<u8"),
+        ("model", "<u2"),  # index into `models`
+        ("lane", "<i2"),  # -1: it never had one
+        ("slot", "<i2"),
+        ("batch", "<u2"),  # requests that ran together
+        ("status", "<u2"),  # paellapy.scheduler.core.state.STATUS
+        ("client", "<i4"),
+        ("priority", "<i4"),
+        ("arrival_ns", "<i8"),
+        ("start_ns", "<i8"),  # of its first launch; -1: it was not launched
+        ("end_ns", "<i8"),
+        ("deadline_ns", "<i8"),  # the request's own, or its arrival + its model's target; -1: neither
+    ]
+)
+
+# One segment that ran: from the first start to the last end of its blocks.
+SEGMENT_RECORD = np.dtype(
+    [
+        ("model", "<u2"),
+        ("lane", "<i2"),
+        ("batch", "<u2"),  # captured size it ran at
+        ("segment", "<i2"),  # -1: the whole program as one launch
+        ("blocks", "<u4"),
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+    ]
+)
+
+# Whose a launch is: one row for each of `launches` that a model made.
+OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("lane", "<i2")])
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPiece:
+    """A segment as the trace sees it: launch ids, and, where each replay has ids of its own, nothing else."""
+
+    lane: int
+    size: int
+    segment: int
+    launches: tuple[int, ...]
+    replayed: bool  # the same ids come again with every run of the lane
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBlocks:
+    """What a backend recorded."""
+
+    blocks: Records
+    launches: Records
+    kernels: tuple[str, ...]
+    pieces: list[TracedPiece]
+    dropped: int = 0
+    unfinished: int = 0
+
+
+class EngineTrace(Trace, kind="engine"):
+    """A `Trace` with `jobs` (requests) and `segments` beside its blocks; `models` names the numbers in both."""
+
+    jobs: Records = np.zeros(0, JOB_RECORD)
+    segments: Records = np.zeros(0, SEGMENT_RECORD)
+    owners: Records = np.zeros(0, OWNER)
+    models: tuple[str, ...] = ()
+    policy: str = ""  # when the trace ended
+    simulated: bool = False  # by `simulate`: its times are a model's, of the GPU and of the host
+
+    def know(
+        self, jobs: Records, segments: Records, owners: Records, models: Sequence[str], policy: str, simulated: bool
+    ) -> None:
+        """Fills in what only an engine knows; `TraceError` where it contradicts itself."""
+        self.jobs = _frozen(jobs[np.argsort(jobs["arrival_ns"], kind="stable")])
+        self.segments = _frozen(segments[np.argsort(segments["start_ns"], kind="stable")])
+        self.owners = _frozen(owners[np.argsort(owners["launch"], kind="stable")])
+        self.models, self.policy, self.simulated = tuple(models), policy, simulated
+        if any((table["model"] >= len(self.models)).any() for table in (jobs, segments, owners)):
+            raise TraceError(f"a model's number is beyond the {len(self.models)} names given")
+        if not np.isin(owners["launch"], self.launches["launch"]).all():
+            raise TraceError("a model owns a launch that is not listed: pass every launch of the trace")
+
+    def model_of_launch(self) -> NDArray[np.int64]:
+        """For each of `launches`, the number of its model; -1: nobody's."""
+        found = np.full(len(self.launches), -1)
+        found[np.searchsorted(self.launches["launch"], self.owners["launch"])] = self.owners["model"]
+        return found
+
+    def lateness_ns(self) -> NDArray[np.int64]:
+        """For each of `jobs`, how long after its deadline it ended; 0 or less: in time, or without a deadline."""
+        due = np.where(self.jobs["deadline_ns"] < 0, self.jobs["end_ns"], self.jobs["deadline_ns"])
+        late: NDArray[np.int64] = self.jobs["end_ns"] - due
+        return late
+
+    def select(
+        self,
+        kernel: str | int | None = None,
+        launch: int | None = None,
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+    ) -> EngineTrace:
+        """As of every trace; of the requests and segments, those that were there between the two times."""
+        part = super().select(kernel, launch, start_ns, end_ns)
+        found = EngineTrace(part.blocks, part.launches, part.kernels, part.device, part.dropped, part.unfinished)
+        low, high = -_FAR if start_ns is None else start_ns, _FAR if end_ns is None else end_ns
+        jobs, segments = self.jobs, self.segments
+        found.know(
+            jobs[(jobs["end_ns"] >= low) & (jobs["arrival_ns"] < high)],
+            segments[(segments["end_ns"] >= low) & (segments["start_ns"] < high)],
+            self.owners[np.isin(self.owners["launch"], part.launches["launch"])],
+            self.models, self.policy, self.simulated,
+        )  # fmt: skip
+        return found
+
+    def __repr__(self) -> str:
+        under = f" under {self.policy}" if self.policy else ""
+        requests = counted(len(self.jobs), "request")
+        return f"{super().__repr__()[:-1]}, {requests}{under}{', simulated time' * self.simulated}>"
+
+    def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
+        tables = {"jobs": self.jobs, "segments": self.segments, "owners": self.owners}
+        about = {"models": self.models, "policy": self.policy, "simulated": self.simulated}
+        return tables, {"kind": "engine", **about}
+
+    def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
+        jobs, segments, owners = (more[name] for name in ("jobs", "segments", "owners"))
+        if (jobs.dtype, segments.dtype, owners.dtype) != (JOB_RECORD, SEGMENT_RECORD, OWNER):
+            raise TraceError("the file's requests have another layout than this paellapy's: record it again")
+        models = [str(name) for name in facts["models"]]
+        self.know(jobs, segments, owners, models, str(facts["policy"]), bool(facts["simulated"]))
+
+
+_FAR = 1 << 62
+
+
+class HostRun(NamedTuple):
+    """One batch as the host saw it: when each segment was launched, or its forerunner done, and when it ended."""
+
+    lane: int
+    size: int
+    whole: bool
+    times: NDArray[np.int64]  # [segments, 2], ns on the host's monotonic clock
+
+
+def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
+    """Start and end of each segment of the lane's latest run, and whether it was launched whole.
+
+    A segment launched behind another starts when that one ends. Read it before the lane may be used again.
+    """
+    row = state.lane[lane]
+    times = state.segment_ns[lane, : int(row["segments"])].copy()
+    times[1:, 0] = np.maximum(times[1:, 0], times[:-1, 1])
+    return times, bool(row["whole"])
+
+
+class trace_engine:
+    """What `engine.trace()` returns: `with engine.trace() as t:` fills `t` when the block is left."""
+
+    def __init__(self, engine: Engine, records_per_sm: int) -> None:
+        self._engine, self._records_per_sm = engine, records_per_sm
+        self._entries: list[Any] = []
+        self._runs: dict[tuple[int, int], HostRun] = {}
+
+    def __enter__(self) -> EngineTrace:
+        device = self._engine.device
+        facts = DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
+        self.result = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
+        self._engine.begin_trace(self._records_per_sm, self._note)
+        return self.result
+
+    def __exit__(self, *_: object) -> None:
+        recorded, to_trace_ns = self._engine.end_trace(self._note)
+        loaded = self._engine.loaded_rows()
+        models = {row: each.model for row, each in loaded.items()}
+        lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
+        whole = bool(self._engine.state.g[st.WHOLE_ALWAYS])
+        fill_engine_trace(
+            self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole,
+            runs=list(self._runs.values()),
+        )  # fmt: skip
+
+    def _note(self, entry: Any) -> None:
+        if entry["request"] < 0:
+            return
+        self._entries.append(entry.copy())
+        if entry["status"] == st.OK:
+            lane, started = int(entry["lane"]), int(entry["started_ns"])
+            if (lane, started) not in self._runs:
+                times, whole = segment_times(self._engine.state, lane)
+                self._runs[lane, started] = HostRun(lane, int(entry["size"]), whole, times)
+
+
+def fill_engine_trace(
+    trace: EngineTrace,
+    recorded: TracedBlocks,
+    entries: Iterable[Any],
+    models: Mapping[int, Any],
+    lanes: Mapping[int, int],
+    to_trace_ns: Callable[[int], int],
+    policy: str,
+    *,
+    whole: bool,
+    simulated: bool = False,
+    runs: Sequence[HostRun] = (),
+) -> None:
+    """From what a backend recorded and the core's completions. `models` (with `name`, `batch`, `target_ms`) and
+    `lanes` are by the core's rows; `whole`: the policy launches programs in one piece always."""
+    trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
+               recorded.unfinished)  # fmt: skip
+    number = {row: k for k, row in enumerate(models)}
+    jobs = _jobs(entries, models, number, to_trace_ns)
+    pieces = [p for p in recorded.pieces if p.lane in lanes]
+    segments = [
+        (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
+        for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, whole))
+    ]
+    segments += [
+        (number[lanes[run.lane]], run.lane, models[lanes[run.lane]].batch[run.size], k, 0, *map(to_trace_ns, times))
+        for run in runs
+        if run.lane in lanes
+        for k, times in _unseen(run, pieces)
+    ]
+    listed = set(trace.launches["launch"].tolist())
+    owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
+    owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
+    names = [model.name for model in models.values()]
+    trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, policy, simulated)
+
+
+def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
+    """The run's segments none of whose kernels report blocks: cuDNN's, cuBLAS's."""
+    seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
+    if run.whole:
+        return [] if seen else [(st.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
+    return [(k, (int(start), int(end))) for k, (start, end) in enumerate(run.times) if k not in seen]
+
+
+def _jobs(
+    entries: Iterable[Any], models: Mapping[int, Any], number: dict[int, int], to_trace_ns: Callable[[int], int]
+) -> Records:
+    rows = []
+    for e in entries:
+        row = int(e["model"])
+        if row not in number:
+            continue
+        started, arrival, due = int(e["started_ns"]), int(e["arrival_ns"]), int(e["deadline_ns"])
+        target_ms = models[row].target_ms
+        if due >= st.NEVER and target_ms is not None:
+            due = arrival + int(target_ms * 1e6)
+        rows.append(
+            (e["serial"], number[row], e["lane"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
+             to_trace_ns(arrival), -1 if started >= st.NEVER else to_trace_ns(started),
+             to_trace_ns(int(e["finish_ns"])), -1 if due >= st.NEVER else to_trace_ns(due))
+        )  # fmt: skip
+    return np.array(rows, JOB_RECORD)
+
+
+def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
+    """Where every replay has the same ids, a program's one launch and its segments cannot be told apart by them: the
+    pieces the policy launches are taken. A program that ran whole for want of company is shown in its segments."""
+    cut = {(p.lane, p.size) for p in pieces if p.segment != st.WHOLE}
+    return [
+        p for p in pieces
+        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == st.WHOLE) == whole
+    ]  # fmt: skip
+
+
+def _segments(
+    blocks: Records, jobs: Records, pieces: list[TracedPiece]
+) -> list[tuple[TracedPiece, int, int, int]]:
+    """When each piece ran. Replays share launch ids: they are told apart by the requests that ran in the lane."""
+    order = np.argsort(blocks["launch"], kind="stable")
+    ids = blocks["launch"][order]
+    runs = {int(lane): _windows(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
+    found = []
+    for piece in pieces:
+        parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]
+        mine = blocks[np.concatenate(parts)] if parts else blocks[:0]
+        if not len(mine):
+            continue
+        windows = runs.get(piece.lane, []) if piece.replayed else [(int(mine["start_ns"].min()), 1 << 62)]
+        for low, high in windows:
+            inside = mine[(mine["start_ns"] >= low) & (mine["start_ns"] <= high)]
+            if len(inside):
+                found.append((piece, len(inside), int(inside["start_ns"].min()), int(inside["end_ns"].max())))
+    return sorted(found, key=lambda row: row[2])
+
+
+def _windows(jobs: Records) -> list[tuple[int, int]]:
+    """When a lane ran what, from the requests in it. The host's clock and the GPU's are some microseconds apart, so
+    each window reaches half way to the next."""
+    launched = jobs[jobs["start_ns"] >= 0]
+    spans = sorted({(int(job["start_ns"]), int(job["end_ns"])) for job in launched})
+    middles = [(end + start) // 2 for (_, end), (start, _) in pairwise(spans)]
+    return list(pairwise([-(1 << 62), *middles, 1 << 62])) if spans else []
+
+
+def _frozen(rows: Records) -> Records:
+    rows.flags.writeable = False
+    return rows

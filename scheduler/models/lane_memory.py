@@ -1,0 +1,203 @@
+"""Lanes and the plan of the GPU's memory, after Salus: weights stay, what a batch in flight needs is counted per lane.
+
+    weights of every model  +  lanes of every model x (inputs, outputs, scratch)  <=  memory given to the engine
+
+A lane holds one batch in flight: pinned host slots a caller writes into, and one block of device memory. All batch
+sizes of a lane share that block, since only one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.models.model import Model, TensorSpec
+
+ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment; an empty array still has an address of its own.
+
+    >>> aligned(1), aligned(256)
+    (256, 256)
+    """
+    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+
+
+class Bump:
+    """Offsets into a block of memory, one after the other; given back all at once."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity, self.used = capacity, 0
+
+    def take(self, nbytes: int) -> int:
+        offset, size = self.used, aligned(nbytes)
+        if self.capacity is not None and offset + size > self.capacity:
+            raise CaptureError(
+                f"asked for {offset + size:,} bytes of scratch memory where its first run needed {self.capacity:,}: "
+                "what it allocates must not change from run to run"
+            )
+        self.used = offset + size
+        return offset
+
+
+class Memory(ABC):
+    """A block of device memory, and pinned host memory beside it."""
+
+    host: NDArray[np.uint8]
+    block: SharedBlock | None = None  # where the host memory is, if other processes may map it
+
+    @abstractmethod
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """An array over part of the device's block."""
+
+    def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """The device's array of a tensor whose slots are at `host_offset` of the host's block."""
+        return self.array(offset, shape, dtype)
+
+    @abstractmethod
+    def free(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """Where a lane's tensors lie: offsets into its device block and into its pinned block."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    scratch: int  # where the arena starts in the device block
+    scratch_bytes: int
+    words: int  # where the completion words start in the pinned block
+    n_words: int
+    host_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.scratch + self.scratch_bytes
+
+
+def plan_lane(model: Model, scratch_bytes: int, segments: int) -> LanePlan:
+    """Inputs, outputs, then scratch; every tensor with room for the largest batch.
+
+    Beside the pinned tensors lies a completion word for each of up to `segments` segments, one for the whole, and a
+    word for each segment that says when its last kernel is all on the SMs.
+    """
+    device, host = Bump(), Bump()
+    offsets: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for key, spec in tensors(model):
+        for bump, table in zip((device, host), offsets, strict=True):
+            table[key] = bump.take(spec.nbytes * model.max_batch)
+    words = host.take(8 * (2 * segments + 1))
+    return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
+
+
+def tensors(model: Model) -> list[tuple[str, TensorSpec]]:
+    """Inputs and outputs under names that cannot meet: a model may call both of them "x"."""
+    return [(f"in:{k}", s) for k, s in model.inputs.items()] + [(f"out:{k}", s) for k, s in model.outputs.items()]
+
+
+class Lane:
+    """The buffers of one batch in flight."""
+
+    def __init__(
+        self, index: int, model: Model, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
+    ) -> None:
+        self.index, self.model, self.plan, self.memory = index, model, plan, memory
+        self.windows = windows  # of SMs, to one of which it may be confined
+        self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
+        self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
+
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        """Completion words: one per segment, the last for the whole program."""
+        return self.memory.host[self.plan.words :][: 8 * self.plan.n_words].view(np.uint64)
+
+    @property
+    def draining(self) -> NDArray[np.uint64]:
+        """Per segment: when the last block of its last kernel started, where that kernel reports it; 0 before."""
+        start = self.plan.words + 8 * self.plan.n_words
+        return self.memory.host[start:][: 8 * (self.plan.n_words - 1)].view(np.uint64)
+
+    def _host_view(self, key: str, spec: TensorSpec) -> NDArray[Any]:
+        offset, nbytes = self.plan.host[key], spec.nbytes * self.model.max_batch
+        raw = self.memory.host[offset : offset + nbytes]
+        return raw.view(spec.dtype).reshape(self.model.max_batch, *spec.shape)
+
+    def device_inputs(self, batch: int) -> dict[str, Any]:
+        return {k: self._device_array(f"in:{k}", s, batch) for k, s in self.model.inputs.items()}
+
+    def device_outputs(self, batch: int) -> dict[str, Any]:
+        return {k: self._device_array(f"out:{k}", s, batch) for k, s in self.model.outputs.items()}
+
+    def _device_array(self, key: str, spec: TensorSpec, batch: int) -> Any:
+        return self.memory.tensor(self.plan.device[key], self.plan.host[key], (batch, *spec.shape), spec.dtype)
+
+    def scratch(self, bump: Bump, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """An array of the lane's arena."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.memory.array(self.plan.scratch + bump.take(nbytes), shape, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    weights_bytes: int
+    lane_bytes: int
+    lanes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.lane_bytes * self.lanes
+
+
+class MemoryPlan:
+    """Who holds how much of the memory given to the engine."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._held: dict[str, Reservation] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(r.total_bytes for r in self._held.values())
+
+    @property
+    def reservations(self) -> dict[str, Reservation]:
+        return dict(self._held)
+
+    def reserve(self, name: str, weights_bytes: int, lane_bytes: int, wanted: int, least: int = 1) -> Reservation:
+        """Memory for the weights and up to `wanted` lanes, at least `least`; refused with the figures otherwise."""
+        free = self.budget_bytes - self.held_bytes
+        lanes = min(wanted, max(0, free - weights_bytes) // max(1, lane_bytes)) if weights_bytes <= free else 0
+        if lanes < least:
+            needed = weights_bytes + least * lane_bytes
+            raise MemoryPlanError(
+                f"model {name!r} does not fit: weights {_size(weights_bytes)} + {least} lane{'s' * (least > 1)} of "
+                f"{_size(lane_bytes)} = {_size(needed)}, but {_size(free)} of the engine's {_size(self.budget_bytes)} "
+                f"are free{self._others()}. Unload a model, use fewer lanes or smaller batches, or give the engine "
+                "more memory_bytes."
+            )
+        self._held[name] = Reservation(weights_bytes, lane_bytes, lanes)
+        return self._held[name]
+
+    def release(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def _others(self) -> str:
+        if not self._held:
+            return ""
+        return " (" + ", ".join(f"{n}: {_size(r.total_bytes)}" for n, r in self._held.items()) + ")"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"

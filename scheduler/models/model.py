@@ -1,0 +1,191 @@
+"""`Model`: what a user hands to the engine. A function that launches kernels, and the tensors around it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.core.errors import ModelError
+
+Arrays = dict[str, Any]
+ModelFunction = Callable[[Arrays, Arrays, Arrays], None]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class TensorSpec:
+    """Shape and element type of one tensor of one request: without the batch dimension.
+
+    >>> TensorSpec((3, 8), "float16").nbytes
+    48
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __init__(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> None:
+        extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        if not all(isinstance(n, int | np.integer) and n > 0 for n in extents):
+            raise ModelError(f"a tensor of shape {shape!r}: extents are whole numbers above zero")
+        object.__setattr__(self, "shape", tuple(int(n) for n in extents))
+        try:
+            object.__setattr__(self, "dtype", np.dtype(dtype))
+        except TypeError:
+            raise ModelError(f"a tensor of {dtype!r}: that is no element type; give one of NumPy's") from None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"TensorSpec({self.shape}, {self.dtype.name!r})"
+
+
+class Model:
+    """A model to be served: `fn(weights, inputs, outputs)` launches kernels over three dicts of device arrays.
+
+    Inputs and outputs have the batch as their leading axis. The function runs once for every lane and batch size while
+    what it launches is captured, so it must not wait, copy to the host or depend on data; `pp.empty` inside it takes
+    scratch memory from the lane.
+
+    >>> def double(weights, inputs, outputs):
+    ...     scale[(1,)](inputs["x"], outputs["y"], 2.0, N=64)
+    >>> model = Model("double", double, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, batch=(1,))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: ModelFunction,
+        *,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        weights: Mapping[str, NDArray[Any]] | None = None,
+        batch: Sequence[int] = (1, 2, 4, 8),
+        target_ms: float | None = None,
+        priority: int = 0,
+        share: float = 1.0,
+        lanes: int | None = None,
+    ) -> None:
+        """`target_ms` is the latency a request asks for unless it names a deadline; larger `priority` goes first.
+
+        `share` is the part of the GPU's time a fair policy gives it, relative to the others. `lanes` is how many
+        batches may be in flight at once; by default as many as the engine runs, or as fit its memory.
+        """
+        self._settle(name, batch, target_ms, priority, share, lanes)
+        if not callable(fn):
+            raise ModelError(f"model {name!r}: fn must be callable with (weights, inputs, outputs)")
+        self.fn = fn
+        self.inputs = _specs(name, "inputs", inputs)
+        self.outputs = _specs(name, "outputs", outputs)
+        self.weights = {key: np.ascontiguousarray(value) for key, value in (weights or {}).items()}
+
+    def _settle(
+        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ModelError(f"a model's name is a text that is not empty, not {name!r}")
+        if target_ms is not None and not 0 < target_ms < math.inf:
+            raise ModelError(f"model {name!r}: target_ms={target_ms}; a target is above zero")
+        if not 0 < share < math.inf:
+            raise ModelError(f"model {name!r}: share={share}; a share is above zero")
+        if lanes is not None and (not isinstance(lanes, int) or lanes < 1):
+            raise ModelError(f"model {name!r}: lanes={lanes!r}; there is at least one")
+        self.name, self.batch = name, _batch(name, batch)
+        self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
+
+    def changed(
+        self,
+        *,
+        name: str | None = None,
+        batch: Sequence[int] | None = None,
+        target_ms: float | None = None,
+        priority: int | None = None,
+        share: float | None = None,
+        lanes: int | None = None,
+    ) -> Self:
+        """The same model with other settings; what is None stays as it is."""
+        made = copy.copy(self)
+        if getattr(self.fn, "__self__", None) is self:  # a method of the model: the new one's from now on
+            made.fn = getattr(made, self.fn.__name__)
+        made._settle(
+            self.name if name is None else name,
+            self.batch if batch is None else batch,
+            self.target_ms if target_ms is None else target_ms,
+            self.priority if priority is None else priority,
+            self.share if share is None else share,
+            self.lanes if lanes is None else lanes,
+        )
+        return made
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: Callable[..., Any],
+        example_inputs: Any,
+        *,
+        name: str | None = None,
+        input_names: Sequence[str] | None = None,
+        dtype: Any = None,
+        autocast: Any = None,
+        channels_last: bool = False,
+        compile: bool = False,
+        batch: Sequence[int] = (1, 2, 4, 8),
+        **about: Any,
+    ) -> Model:
+        """A PyTorch module, or a function of tensors, as a model.
+
+        `example_inputs` is a tensor, a tuple of them, or a dict (passed by name), the batch first. `dtype` converts the
+        weights and floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
+        out images so; `compile` runs it through torch.compile. `target_ms` and the rest are as ever.
+
+        The module is evaluated as after `eval()`, and stays as it is. Weights that are not converted or moved are in
+        the same memory: training it later changes what the model answers.
+
+            pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
+        """
+        from paellapy.scheduler.models.torch_model import from_torch
+
+        return from_torch(
+            module, example_inputs, name=name, input_names=input_names, dtype=dtype, autocast=autocast,
+            channels_last=channels_last, compile=compile, batch=batch, **about,
+        )  # fmt: skip
+
+    uses_torch = False  # whether its function calls PyTorch
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(array.nbytes for array in self.weights.values())
+
+    def place(self, device: Device) -> Arrays:
+        """The weights in the device's memory, shared by all lanes and batch sizes."""
+        return {name: device.array(value) for name, value in self.weights.items()}
+
+    @property
+    def max_batch(self) -> int:
+        return self.batch[-1]
+
+    def __repr__(self) -> str:
+        return f"<Model {self.name!r}: {len(self.inputs)} inputs, {len(self.outputs)} outputs, batch {self.batch}>"
+
+
+def _specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    if not given:
+        raise ModelError(f"model {model!r} has no {what}: name at least one tensor")
+    for key, spec in given.items():
+        if not isinstance(spec, TensorSpec):
+            raise ModelError(f"model {model!r}, {what}[{key!r}] is a {type(spec).__name__}: give a TensorSpec")
+    return dict(given)
+
+
+def _batch(model: str, given: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(given) if isinstance(given, Iterable) else ()
+    if not sizes or any(not isinstance(b, int) or b < 1 for b in sizes) or list(sizes) != sorted(set(sizes)):
+        raise ModelError(f"model {model!r}: batch={given!r}; give whole numbers from 1 up, each larger than the last")
+    return sizes

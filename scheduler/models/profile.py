@@ -1,0 +1,109 @@
+"""Profiles: how a program is cut and what each piece takes, measured once alone on the GPU and kept on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from paellapy.instrument import cache
+from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.occupancy import footprint
+from paellapy.instrument.versions import versions
+from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.program import Cuts, Node
+
+_FORMAT = "5"
+_MOST_STRETCH = 1.35  # what fills more SMs than a window has would rather have them all
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramProfile:
+    """One model at one batch size."""
+
+    batch: int
+    bounds: tuple[tuple[int, int], ...]
+    segments: tuple[SegmentProfile, ...]
+    whole_ns: float  # all of it as one launch
+    cuts: Cuts  # kernels that are launched in slices
+    chain: bool
+    demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
+    together: int = 0  # with so many at once
+    window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
+
+    @property
+    def confined(self) -> bool:
+        """Whether it keeps to a window where many share the GPU: if that hardly slows it."""
+        return 0.0 < self.window_ns <= _MOST_STRETCH * self.whole_ns
+
+    @property
+    def segmented_ns(self) -> float:
+        """All segments, one after the other."""
+        return sum(s.time_ns for s in self.segments)
+
+    def tail_ns(self, done: int) -> float:
+        """What remains after `done` segments."""
+        return sum(s.time_ns for s in self.segments[done:])
+
+
+def segment_profile(nodes: Sequence[Node], waves: Sequence[int], time_ns: float, limits: SmLimits) -> SegmentProfile:
+    """What a segment's largest kernel keeps on the SMs at once; copies alone count as the least of kernels."""
+    time_ns = max(time_ns, 1.0)
+    kernels = [(node, min(node.blocks, wave)) for node, wave in zip(nodes, waves, strict=True) if node.kind == "kernel"]
+    if not kernels:
+        return SegmentProfile(time_ns, blocks=1, warps=1, registers=0)
+    node, resident = max(kernels, key=lambda pair: pair[0].threads * pair[1])
+    each = footprint(limits, node.threads, node.registers, node.shared_bytes)
+    return SegmentProfile(
+        time_ns, resident, resident * each.warps, resident * each.registers, resident * each.shared_bytes, len(kernels)
+    )
+
+
+def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, queue_limit: int) -> ModelProfile:
+    """What the core and simulations need to know of a loaded model."""
+    return ModelProfile(
+        model.name,
+        {each.batch: each.segments for each in programs},
+        target_ms=model.target_ms,
+        priority=model.priority,
+        share=model.share,
+        lanes=lanes,
+        queue_limit=queue_limit,
+        demand={each.batch: each.demand for each in programs if each.demand},
+        together={each.batch: each.together for each in programs if each.together},
+        input_bytes=sum(spec.nbytes for spec in model.inputs.values()),
+    )
+
+
+def key(content: str, fingerprint: str, quantum_ns: float) -> str:
+    """What a stored profile depends on: the program, the GPU with its driver, our versions, and the quantum."""
+    return cache.digest(
+        "program profile", _FORMAT, content, fingerprint, json.dumps(versions(), sort_keys=True), repr(quantum_ns)
+    )
+
+
+def store(where: str, profile: ProgramProfile) -> None:
+    cache.write(where, json.dumps(asdict(profile)).encode())
+
+
+def load(where: str) -> ProgramProfile | None:
+    """A stored profile; None where there is none, or one that cannot be read."""
+    data = cache.read(where)
+    if data is None:
+        return None
+    try:
+        found = json.loads(data)
+        return ProgramProfile(
+            batch=found["batch"],
+            bounds=tuple((int(a), int(b)) for a, b in found["bounds"]),
+            segments=tuple(SegmentProfile(**s) for s in found["segments"]),
+            whole_ns=found["whole_ns"],
+            cuts={int(k): tuple((int(a), int(b)) for a, b in parts) for k, parts in found["cuts"].items()},
+            chain=found["chain"],
+            demand=found["demand"],
+            together=found["together"],
+            window_ns=found["window_ns"],
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,80 @@
+"""A program: what one lane's captured function does, node by node, as every device describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paellapy.instrument import cache
+from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.occupancy import occupancy
+from paellapy.scheduler.models.model import Model
+
+NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
+Part = tuple[int, int]  # first block and number of blocks of a slice
+Cuts = dict[int, tuple[Part, ...]]  # number of our launch → the slices it is launched in
+Marks = dict[tuple[int, Part | None], int]  # our launch, or a slice of it → the segment it is the last kernel of
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One kernel or copy of a program, with what it takes from the GPU."""
+
+    kind: NodeKind
+    name: str = ""
+    blocks: int = 0
+    threads: int = 0  # per block
+    registers: int = 0  # per thread
+    shared_bytes: int = 0  # per block
+    nbytes: int = 0  # of a copy
+    launch: int = -1  # number of our launch in the program; -1: somebody else's kernel, or a copy
+    part: Part | None = None
+    cluster: int = 1
+    divisible: bool = False  # whether it may be cut into slices of blocks
+    digest: str = ""  # of the kernel's code, where we know it
+
+    def wave_blocks(self, limits: SmLimits, sms: int) -> int:
+        """Blocks of this kernel that the whole GPU holds at once."""
+        return occupancy(limits, self.threads, self.registers, self.shared_bytes).blocks_per_sm * sms
+
+
+@dataclass(slots=True)
+class Program:
+    """One lane's captured work at one batch size. `body` is the device's own: a CUDA graph or a list of launches."""
+
+    model: Model
+    lane: int
+    batch: int
+    nodes: list[Node]  # in an order that respects every dependency
+    chain: bool  # each node follows the one before it, and nothing else
+    body: Any
+    keep: list[Any] = field(default_factory=list)
+    marks: Marks = field(default_factory=dict)  # kernels that say when all their blocks are on the SMs
+
+    def content(self) -> str:
+        """A digest of what the program does, the same for every lane."""
+        return content_digest(self.nodes)
+
+
+def content_digest(nodes: Iterable[Node]) -> str:
+    return cache.digest(*(repr(node) for node in nodes))
+
+
+def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Marks:
+    """Which of our launches end a segment that another follows; only copies may come after them."""
+    marks: Marks = {}
+    for k, (first, end) in enumerate(bounds[:-1]):
+        for node in reversed(nodes[first:end]):
+            if node.kind == "kernel":
+                if node.launch >= 0:
+                    marks[node.launch, node.part] = k
+                break
+            if node.kind not in ("h2d", "d2h", "d2d"):
+                break
+    return marks
+
+
+def our_launches(nodes: Sequence[Node]) -> dict[int, Node]:
+    """Our launches that were captured whole, by number."""
+    return {node.launch: node for node in nodes if node.launch >= 0 and node.part is None}

@@ -1,0 +1,299 @@
+"""PyTorch modules and functions as models: `Model.from_torch`.
+
+On a GPU the module runs under capture, eager or compiled, with cuDNN, cuBLAS and Triton kernels alike. On the virtual
+GPU PyTorch computes the data on the CPU and its operations are placed on the SMs by estimate (`torch_ops`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.core.errors import CaptureError, ModelError
+from paellapy.scheduler.models.capture import Counting
+from paellapy.scheduler.models.model import Arrays, Model, TensorSpec
+
+
+def needs_torch() -> Any:
+    """PyTorch, or what to install."""
+    try:
+        import torch
+    except ImportError:
+        raise ModelError("Model.from_torch needs PyTorch: pip install torch") from None
+    return torch
+
+
+def numpy_dtype(torch: Any, dtype: Any) -> np.dtype[Any]:
+    """NumPy's name for one of PyTorch's element types."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+    except TypeError:
+        raise ModelError(f"tensors of {dtype} have no counterpart in NumPy, so no request could carry them") from None
+
+
+def as_tensor(torch: Any, array: Any) -> Any:
+    """A tensor over the memory of one of our arrays, on the GPU or on the host."""
+    name = array.dtype.name
+    plain = getattr(np, name, None) is not None or name == "bool"
+    if isinstance(array, np.ndarray):
+        raw = array.view(np.ndarray)
+        return torch.from_numpy(raw) if plain else torch.from_numpy(raw.view(f"u{raw.itemsize}")).view(_of(torch, name))
+    if plain:
+        return torch.as_tensor(array, device=f"cuda:{array.device.index}")
+    bits = _Bits(array)
+    return torch.as_tensor(bits, device=f"cuda:{array.device.index}").view(_of(torch, name))
+
+
+def _of(torch: Any, name: str) -> Any:
+    return getattr(torch, name)
+
+
+class _Bits:
+    """An array whose elements CUDA's array interface cannot name, as unsigned numbers of the same width."""
+
+    def __init__(self, array: Any) -> None:
+        kind = {1: "|u1", 2: "<i2"}[array.dtype.itemsize]  # torch has had int16 for longer than uint16
+        self._keep = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "typestr": kind}
+
+
+def torch_dtype(torch: Any, title: str, what: str, given: Any) -> Any:
+    """A floating-point type of PyTorch's, given as such or by its name."""
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ModelError(f"model {title!r}: {what}={given!r}; give a floating-point type, as torch.float16")
+    return found
+
+
+def own_module(torch: Any, title: str, module: Any) -> Any:
+    """A module of our own over the same weights: what is done to it, the caller's does not notice.
+
+    Its tensors are others over the same memory, so that either can be converted or moved without the other.
+    """
+    attributes = [value for part in module.modules() for value in vars(part).values()]  # as weight_norm's, of a graph
+    held = [*module.parameters(), *module.buffers(), *attributes]
+    plain = [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    shared = {id(t): t.detach() for t in plain}  # lazy, quantised and other special ones know how to be copied
+    shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
+    try:
+        return copy.deepcopy(module, shared).eval()
+    except Exception as e:
+        raise ModelError(
+            f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on it, move it to "
+            "the device, and give a function that calls it"
+        ) from e
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a module is run."""
+
+    autocast: Any  # dtype of torch.autocast; None: off
+    channels_last: bool
+    compile: bool
+
+
+class TorchModel(Model):
+    """A model whose function is a PyTorch module or function."""
+
+    def __init__(
+        self, name: str, call: Callable[..., Any], signature: Signature, options: Options, **about: Any
+    ) -> None:
+        super().__init__(name, self._run, inputs=signature.inputs, outputs=signature.outputs, **about)
+        self._call, self._signature, self.options = call, signature, options
+        self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
+
+    uses_torch = True
+
+    def changed(self, **about: Any) -> Self:
+        made = super().changed(**about)
+        made.operations = {}  # each is loaded by itself
+        return made
+
+    @property
+    def weights_bytes(self) -> int:
+        torch = needs_torch()
+        if not isinstance(self._call, torch.nn.Module):
+            return 0
+        tensors = [*self._call.parameters(), *self._call.buffers()]
+        unique = {t.data_ptr(): t for t in tensors}
+        return sum(t.numel() * t.element_size() for t in unique.values())
+
+    def place(self, device: Device) -> Arrays:
+        """The module on the device: all lanes and batch sizes share it."""
+        torch = needs_torch()
+        where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
+        if where != "cpu" and not torch.cuda.is_available():
+            raise ModelError(
+                f"model {self.name!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
+            )
+        call = self._call
+        if isinstance(call, torch.nn.Module):
+            call = own_module(torch, self.name, call).to(where)
+        if self.options.compile and where != "cpu":
+            call = torch.compile(call, dynamic=False)
+        return {"call": call}
+
+    def _run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+        from paellapy.scheduler.models.torch_ops import record_or_run
+
+        torch = needs_torch()
+        call = weights["call"]
+        if isinstance(next(iter(inputs.values())), np.ndarray):
+            return record_or_run(torch, self, call, inputs, outputs)
+        from paellapy.scheduler.models.torch_pool import refusing_to_wait
+
+        with refusing_to_wait() if isinstance(Device.current().capture, Counting) else contextlib.nullcontext():
+            self.compute(torch, call, inputs, outputs)
+        return None
+
+    def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
+        """Runs the module on our arrays and copies what it returns to the outputs."""
+        given = {key: as_tensor(torch, array) for key, array in inputs.items()}
+        with self._settings(torch, next(iter(given.values())).device.type):
+            results = self._signature.call(call, given, self.options.channels_last)
+            for key, value in self._signature.name_results(results).items():
+                target = as_tensor(torch, outputs[key])
+                if value.shape != target.shape:
+                    raise CaptureError(
+                        f"output {key!r} has shape {tuple(value.shape)} where the example gave {tuple(target.shape)}: "
+                        "shapes may depend on the batch only in their first extent"
+                    )
+                target.copy_(value)
+
+    @contextlib.contextmanager
+    def _settings(self, torch: Any, kind: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.options.autocast is not None:
+                # Its cache would keep weights cast during one capture for the next one, in memory of the first.
+                stack.enter_context(torch.autocast(kind, self.options.autocast, cache_enabled=False))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What goes in and comes out, by name, and how the module wants it."""
+
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    keywords: bool  # inputs are passed by name
+
+    def call(self, call: Callable[..., Any], given: Mapping[str, Any], channels_last: bool) -> Any:
+        if channels_last:
+            torch = needs_torch()
+            given = {
+                key: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for key, t in given.items()
+            }
+        return call(**given) if self.keywords else call(*given.values())
+
+    def name_results(self, results: Any) -> dict[str, Any]:
+        return dict(zip(self.outputs, _tensors(results).values(), strict=True))
+
+
+def _tensors(results: Any) -> dict[str, Any]:
+    """Named tensors of whatever a module returned."""
+    torch = needs_torch()
+    if isinstance(results, torch.Tensor):
+        return {"output": results}
+    if isinstance(results, Mapping):
+        found = dict(results)
+    elif isinstance(results, tuple) and hasattr(results, "_fields"):
+        found = dict(zip(results._fields, results, strict=True))
+    elif isinstance(results, tuple | list):
+        found = {f"output{k}": each for k, each in enumerate(results)}
+    else:
+        raise ModelError(f"it returns a {type(results).__name__}; a model returns tensors, in a tuple or by name")
+    found = {key: each for key, each in found.items() if each is not None}
+    for key, each in found.items():
+        if not isinstance(each, torch.Tensor):
+            raise ModelError(f"its result {key!r} is a {type(each).__name__}, not a tensor")
+    return found
+
+
+def from_torch(
+    call: Callable[..., Any],
+    example_inputs: Any,
+    *,
+    name: str | None = None,
+    input_names: Sequence[str] | None = None,
+    dtype: Any = None,
+    autocast: Any = None,
+    channels_last: bool = False,
+    compile: bool = False,
+    batch: Sequence[int] = (1, 2, 4, 8),
+    **about: Any,
+) -> TorchModel:
+    """See `Model.from_torch`."""
+    torch = needs_torch()
+    if not callable(call):
+        raise ModelError(f"from_torch takes a module or a function, not a {type(call).__name__}")
+    kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
+    title = str(name or kind)
+    given, keywords = _named_inputs(torch, title, example_inputs, input_names)
+    dtype, autocast = (torch_dtype(torch, title, *each) for each in (("dtype", dtype), ("autocast", autocast)))
+    if isinstance(call, torch.nn.Module):
+        module = call = own_module(torch, title, call)
+        if dtype is not None:
+            module.to(dtype)
+        if channels_last:
+            module.to(memory_format=torch.channels_last)
+        home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
+    else:
+        home = next(iter(given.values())).device
+    if dtype is not None:
+        given = {key: t.to(dtype) if t.is_floating_point() else t for key, t in given.items()}
+    given = {key: t[:1].to(home) for key, t in given.items()}
+    specs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
+    options = Options(autocast, channels_last, compile)
+    probe = Signature(specs, {}, keywords)
+    try:
+        with torch.no_grad():
+            cast = torch.autocast(home.type, autocast) if autocast is not None else contextlib.nullcontext()
+            with cast:
+                results = _tensors(probe.call(call, given, channels_last))
+    except ModelError as e:
+        raise ModelError(f"model {title!r}: {e}") from None
+    except Exception as e:
+        raise ModelError(f"model {title!r} fails on its example inputs: {type(e).__name__}: {e}") from e
+    outputs = {}
+    for key, t in results.items():
+        if t.dim() == 0 or t.shape[0] != 1:
+            raise ModelError(
+                f"model {title!r}, output {key!r} has shape {tuple(t.shape)} for one request; its first extent must be "
+                "the batch"
+            )
+        outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
+    return TorchModel(title, call, Signature(specs, outputs, keywords), options, batch=batch, **about)
+
+
+def _named_inputs(
+    torch: Any, title: str, example: Any, names: Sequence[str] | None
+) -> tuple[dict[str, Any], bool]:
+    if isinstance(example, Mapping):
+        given, keywords = dict(example), True
+    else:
+        values = list(example) if isinstance(example, tuple | list) else [example]
+        default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
+        if names is not None and len(names) != len(values):
+            raise ModelError(f"model {title!r}: {len(names)} input_names for {len(values)} inputs")
+        given, keywords = dict(zip(names or default, values, strict=True)), False
+    if not given:
+        raise ModelError(f"model {title!r} has no example inputs: give the tensors of one request")
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: give a tensor")
+        if value.dim() == 0 or value.shape[0] < 1:
+            raise ModelError(
+                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent is the batch"
+            )
+    return given, keywords

@@ -1,0 +1,126 @@
+"""PyTorch on the virtual GPU: the CPU computes, and every operation takes SMs and time as estimated.
+
+An operation counts as one kernel. What it moves and multiplies is counted exactly; how a library would tile it, and how
+long its blocks wait, is a guess of the right order. Times measured on a real GPU are what to trust
+(`ModelProfile` of a model loaded there); these let a model be tried, scheduled and served without one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paellapy.instrument.device.base import Device
+from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.scheduler.models.capture import Counting, Recording
+from paellapy.scheduler.models.program import Node
+from paellapy.scheduler.models.torch_waits import Waits
+
+if TYPE_CHECKING:
+    from paellapy.scheduler.models.model import Arrays
+    from paellapy.scheduler.models.torch_model import TorchModel
+
+TILE = 64 * 64  # outputs of one block of a product
+STRIP = 1024  # elements of one block of anything else
+BLOCK_WAIT_NS = 1500.0  # a load, arithmetic, a store: about what the calibrated profile has for such blocks
+STEP_WAIT_NS = 40.0  # per 32 elements of a product's depth that a block goes through
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation, as a kernel."""
+
+    node: Node
+    cost: BlockCost
+
+
+def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) -> list[Operation]:
+    """Runs something on the CPU and lists what a GPU would have launched; raises where it would have waited.
+
+    `memory` is where the model's inputs and weights are.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    found: list[Operation] = []
+    waits = Waits(torch, memory)
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            waits.before(func, args, kwargs)
+            out = func(*args, **kwargs)
+            waits.after(args, kwargs, out)
+            if not _only_a_view(func):
+                formula = flop_registry.get(func._overloadpacket)
+                flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+                operation = _operation(torch, str(func), args, kwargs, out, flops)
+                if operation is not None:
+                    found.append(operation)
+            return out
+
+    with Watch(), waits.refusing_copies():
+        run()
+    return found
+
+
+def _only_a_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns) or not returns
+
+
+def _operation(torch: Any, name: str, args: Any, kwargs: Any, out: Any, flops: float) -> Operation | None:
+    tensors = [a for a in _flat((args, kwargs)) if isinstance(a, torch.Tensor)]
+    results = [a for a in _flat(out) if isinstance(a, torch.Tensor)]
+    written = sum(t.numel() for t in results)
+    if not written or name.startswith("aten.empty"):
+        return None
+    nbytes = float(sum(t.numel() * t.element_size() for t in [*tensors, *results]))
+    largest = max(results, key=lambda t: t.numel())
+    if flops:
+        blocks = max(1, math.ceil(written / TILE))
+        depth = flops / (2.0 * written)
+        half = largest.dtype in (torch.float16, torch.bfloat16)
+        cost = BlockCost(
+            bytes=nbytes / blocks,
+            tensor_flops=flops * (1.0 if half else 2.0) / blocks,  # fp32 as tf32
+            wait_ns=BLOCK_WAIT_NS + STEP_WAIT_NS * depth / 32,
+        )
+        return Operation(Node("kernel", name, blocks, 128, 128, 48 * 1024), cost)
+    blocks = max(1, math.ceil(written / STRIP))
+    cost = BlockCost(bytes=nbytes / blocks, flops=2.0 * written / blocks, wait_ns=BLOCK_WAIT_NS)
+    return Operation(Node("kernel", name, blocks, 128, 32, 0), cost)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _flat(each)]
+    if isinstance(value, tuple | list):
+        return [leaf for each in value for leaf in _flat(each)]
+    return [value]
+
+
+def record_or_run(torch: Any, model: TorchModel, call: Any, inputs: Arrays, outputs: Arrays) -> None:
+    """On the virtual GPU: adds the model's operations to the recording under way, or simply computes."""
+    import numpy as np
+
+    capture = Device.current().capture
+    plain_in = {key: array.view(np.ndarray) for key, array in inputs.items()}
+    plain_out = {key: array.view(np.ndarray) for key, array in outputs.items()}
+
+    def compute() -> None:
+        model.compute(torch, call, plain_in, plain_out)
+
+    if not isinstance(capture, Recording):
+        compute()
+        if isinstance(capture, Counting):
+            capture.launches += 1
+        return
+    batch = len(next(iter(plain_in.values())))
+    if batch not in model.operations:  # the same for every lane
+        weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
+        memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
+        model.operations[batch] = count_operations(torch, compute, memory)
+    capture.compute([(each.node, each.cost) for each in model.operations[batch]], compute)

@@ -1,0 +1,169 @@
+"""How segments that run at once share the simulated GPU: the rate of each, up to 1, its time alone.
+
+* *slots* (blocks, warps, registers and shared memory: the fullest) and *memory bandwidth* in proportion to demand, as
+  block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once above 1;
+* *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
+
+Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
+kernels use a resource now and then, not a part of it all the time, and wait for each other whenever they want it at
+once. Programs that want it independently of each other, parts u of the time, keep it busy 1 - Π(1 - u) of the time
+together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0,
+5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
+
+Where jobs keep to windows of SMs they want less of what others have, the less the more they are: a rule chosen with a
+sweep on the H200 in view, and its one number so that 24 of them do 1.19 times what they do without, as there. Whether
+it holds for more of them is not known, and no more are let in.
+
+What is launched takes its turn in the hardware's queues, if their number is given. `benchmarks/stream_queues.py` shows
+how on an H200: CUDA deals graphs out to them one after the other, whatever their streams, and one graph waits behind
+another of the same queue, but not behind its last kernels: a queue looks some way ahead. Of graphs of 100 kernels one
+waits for another, of those of 2 none does. How far it looks is the most that this allows; further would fit the sweep
+of Paella's CNNs better (side runs, not kept), so it is not quite what the hardware does; and it was chosen by one such
+sweep, of which it therefore predicts nothing. Segments that follow another of their job stay in its queue here, which
+nobody has looked at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.demand import MOST_BUSY
+from paellapy.scheduler.core.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
+from paellapy.scheduler.core.windows import ROOMY
+from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, NOW, QUEUES, RUN_N, SLOTS, Fluid
+
+APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
+DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
+
+
+@inlined
+def least_ns(f: Fluid) -> float:
+    """Less of something is nothing, and late in simulated time would not move the clock."""
+    return float(max(1e-3, 4.5e-16 * f.t[NOW]))
+
+
+@inlined
+def holds_ns(f: Fluid, s: State, lane: int) -> float:
+    """How much of what a lane has launched others of its queue wait for, in time alone."""
+    m, size = s.lane[lane].model, s.lane[lane].size
+    return float(f.left[lane] - DEEP * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
+
+
+@inlined
+def is_before(f: Fluid, other: int, lane: int) -> bool:
+    """Whether it was dealt to the same queue, sooner."""
+    apart = f.order[lane] - f.order[other]
+    return bool(apart > 0 and apart % f.g[QUEUES] == 0)
+
+
+@inlined
+def line_up(f: Fluid, s: State) -> None:
+    """Who waits in a hardware queue."""
+    if f.g[QUEUES] == 0:
+        return
+    for lane in f.run[: f.g[RUN_N]]:
+        f.waits[lane] = 0
+    for other in f.run[: f.g[RUN_N]]:
+        if holds_ns(f, s, other) > least_ns(f):
+            for lane in f.run[: f.g[RUN_N]]:
+                if is_before(f, other, lane):
+                    f.waits[lane] = 1
+
+
+@inlined
+def next_in_queue(f: Fluid, s: State) -> float:
+    """How long it takes until a graph has so few kernels left that others need not wait for it any more."""
+    found = np.inf
+    if f.g[QUEUES] > 0:
+        for lane in f.run[: f.g[RUN_N]]:
+            holds = holds_ns(f, s, lane)
+            if f.rate[lane] > 0.0 and holds > least_ns(f):
+                found = min(found, holds / f.rate[lane])
+    return float(found)
+
+
+@inlined
+def runs(f: Fluid, lane: int) -> bool:
+    return bool(f.delay[lane] <= 0.0 and f.waits[lane] == 0)
+
+
+@inlined
+def share(f: Fluid, s: State) -> None:
+    """Everybody's rate, from what all want."""
+    line_up(f, s)
+    slots = 0.0
+    memory = 0.0
+    issue = 0.0
+    last = f.work.shape[2] - 1
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if runs(f, lane):
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
+            memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
+            issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
+    common = 1.0 / max(1.0, slots, memory)
+    level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        f.rate[lane] = 0.0
+        if runs(f, lane):
+            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+            f.rate[lane] = common if want <= level else common * level / want
+    share_measured(f, s)
+
+
+@inlined
+def issue_level(f: Fluid, s: State, common: float) -> float:
+    """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
+    last = f.work.shape[2] - 1
+    level = 0.0
+    while True:  # upwards, from below every fair part: each round but the last settles at least one
+        below = 0.0
+        above = 0
+        for k in range(f.g[RUN_N]):
+            lane = f.run[k]
+            if runs(f, lane):
+                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
+                if want > level:
+                    above += 1
+                else:
+                    below += want
+        if above == 0:
+            return level
+        higher = (1.0 - below) / above
+        if higher <= level * (1.0 + 1e-9):
+            return level
+        level = higher
+
+
+@inlined
+def share_measured(f: Fluid, s: State) -> None:
+    """Rates of programs whose part of the GPU was measured: all together keep it busy as if they did not know of each
+    other, and each gets its part of that by what it wants.
+    """
+    idle = 1.0
+    wants = 0.0
+    last = f.work.shape[2] - 1
+    apart = 1.0
+    if s.g[WINDOW_N] > 0 and not s.g[WHOLE_ALWAYS]:  # where the hardware decides, nobody keeps to one
+        apart += APART * max(0, f.g[RUN_N] - ROOMY)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        if runs(f, lane):
+            m, size = s.lane[lane].model, s.lane[lane].size
+            busy = f.busy[m, size] / apart
+            if busy == 0.0:
+                seg = last if f.segment[lane] == WHOLE else f.segment[lane]
+                use = f.use[m, size, seg]
+                busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
+            idle *= 1.0 - busy
+            wants -= np.log1p(-busy)
+    for k in range(f.g[RUN_N]):
+        lane = f.run[k]
+        busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
+        if runs(f, lane) and busy > 0.0:
+            f.rate[lane] = min(1.0, -np.log1p(-busy) / wants * (1.0 - idle) / busy)

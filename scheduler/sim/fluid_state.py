@@ -1,0 +1,117 @@
+"""The simulated GPU's tables at the grain of segments: what runs, what it takes, the load, and what came of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paellapy.instrument.device.heaps import Floats, Ints
+from paellapy.scheduler.core.admission import WINDOW
+from paellapy.scheduler.core.state import COMPLETION, State, Table
+
+# F.g
+# NEWS: something for the core to see; QUEUES: of the hardware, 0: one for every job; LAUNCHED: so far
+RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS, QUEUES, LAUNCHED = range(9)
+# F.t
+NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
+SLOTS, MEMORY, ISSUE = range(3)
+BATCH = 256
+MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
+
+RECORD = np.dtype(
+    [
+        ("model", "i4"),
+        ("client", "i4"),
+        ("priority", "i4"),
+        ("batch", "i4"),
+        ("status", "i4"),
+        ("source", "i4"),  # closed-loop client it came from, or NONE
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("started_ns", "i8"),
+        ("finish_ns", "i8"),
+    ],
+    align=True,
+)
+ARRIVAL = np.dtype(
+    [("time_ns", "i8"), ("deadline_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True
+)
+LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True)
+
+
+class Programs(NamedTuple):
+    """What the programs take of the GPU: see the same fields of `Fluid`."""
+
+    use: Floats
+    work: Floats
+    busy: Floats
+    copy: Floats
+    kernels: Floats
+
+
+class Fluid(NamedTuple):
+    """The simulated GPU, its load, and what came of it. L lanes, M models, B sizes, S segments."""
+
+    g: Ints
+    t: Floats
+    use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
+    work: Floats  # [M, B, S + 1] time alone
+    busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
+    copy: Floats  # [M] time it takes to copy a request's inputs into a lane
+    kernels: Floats  # [M, B] of a whole program
+    run: Ints  # [L] lanes with something launched
+    segment: Ints  # [L] what runs, or WHOLE
+    behind: Ints  # [L] launches queued behind it
+    left: Floats  # [L] work
+    delay: Floats  # [L] until the launch reaches the GPU
+    rate: Floats  # [L]
+    order: Ints  # [L] its launch was the so-manieth
+    waits: Ints  # [L] 1: it waits for others in its hardware queue
+    idle: Ints  # [L] 1: the lane has been started and has run dry
+    opened: Floats  # [L] when it last began to take requests
+    generation: Ints  # [L] the lane's own, at that time
+    arrivals: Table  # ARRIVAL, by time
+    clients: Table  # LOOP_CLIENT: each has one request at a time
+    timer: Floats  # heap: when loop clients come back
+    timer_id: Ints
+    free: Ints  # request rows
+    records: Table  # RECORD
+    taken: Table  # COMPLETION, scratch
+    window: Table  # WINDOW[M]; without rows everything is let in
+    bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
+
+
+def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> Fluid:
+    """An idle GPU and a load for it. Times and rows are the caller's to set; `bins` is an even number."""
+    lanes, rows = len(state.lane), len(state.request)
+    ints = np.int64
+    return Fluid(
+        g=np.array([0, 0, 0, 0, 0, 0, 1, 0, 0], ints),  # the models are yet to be opened: news
+        t=np.zeros(8),
+        use=program.use,
+        work=program.work,
+        busy=program.busy,
+        copy=program.copy,
+        kernels=program.kernels,
+        run=np.zeros(lanes, ints),
+        segment=np.zeros(lanes, ints),
+        behind=np.zeros(lanes, ints),
+        left=np.zeros(lanes),
+        delay=np.zeros(lanes),
+        rate=np.zeros(lanes),
+        order=np.zeros(lanes, ints),
+        waits=np.zeros(lanes, ints),
+        idle=np.ones(lanes, ints),
+        opened=np.zeros(lanes),
+        generation=np.zeros(lanes, ints),
+        arrivals=arrivals,
+        clients=clients,
+        timer=np.zeros(len(clients) + 1),
+        timer_id=np.zeros(len(clients) + 1, ints),
+        free=np.arange(rows, dtype=ints),
+        records=np.zeros(max(1024, len(arrivals)), RECORD),
+        taken=np.zeros(BATCH, COMPLETION),
+        window=np.zeros(0, WINDOW),
+        bins=np.zeros((bins, 4)),
+    )

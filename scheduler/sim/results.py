@@ -1,0 +1,148 @@
+"""What came of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.models import ModelProfile
+from paellapy.scheduler.core.state import NEVER, OK, QUEUE_FULL, STATUS, Table
+from paellapy.scheduler.engine.trace import EngineTrace
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One model's requests, or all requests together. Latency counts from the intended arrival."""
+
+    name: str
+    submitted: int
+    completed: int
+    refused: int  # when they came
+    throughput: float  # completed per second
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    mean_ms: float
+    slowdown_p50: float  # latency ÷ time alone at batch 1
+    slowdown_p99: float
+    within_target: float  # of those with a deadline, or else a target: refused or late is not within; NaN without
+    mean_batch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A run. `jobs` has one row per request (fluid.RECORD): model, arrival, start, finish, status, batch, …"""
+
+    policy: str
+    device: str
+    models: Sequence[ModelProfile]
+    jobs: Table
+    seconds: float  # from 0 to the last completion
+    occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), jobs running
+    bin_ms: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+    admission: bool = False  # whether what would be late was to be refused
+    trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
+
+    plot: ClassVar[Callable[..., Any]]  # pictures live above this package: paellapy puts it here when it is imported
+
+    @property
+    def latency_ms(self) -> NDArray[np.float64]:
+        """Of completed requests."""
+        done = self.jobs[self.jobs["status"] == OK]
+        latency: NDArray[np.float64] = (done["finish_ns"] - done["arrival_ns"]) / 1e6
+        return latency
+
+    def model(self, name: str | None = None) -> ModelResult:
+        """Figures of one model; of all together without a name."""
+        names = [each.name for each in self.models]
+        if name is not None and name not in names:
+            raise ArgumentError(f"no model {name!r} in this run: there are {', '.join(names)}")
+        alone = np.array([each.alone_ns() for each in self.models])
+        target = np.array([np.nan if each.target_ms is None else each.target_ms for each in self.models])
+        jobs = self.jobs if name is None else self.jobs[self.jobs["model"] == names.index(name)]
+        done = jobs[jobs["status"] == OK]
+        ms = (done["finish_ns"] - done["arrival_ns"]) / 1e6
+        slow = ms * 1e6 / alone[done["model"]]
+        limit = np.where(jobs["deadline_ns"] < NEVER, jobs["deadline_ns"] - jobs["arrival_ns"], np.inf) / 1e6
+        limit = np.where(np.isfinite(limit), limit, target[jobs["model"]])  # a request's own deadline goes first
+        met = (ms <= limit[jobs["status"] == OK]).sum()
+        with_target = np.isfinite(limit).sum()
+
+        def at(values: NDArray[np.float64], q: float) -> float:
+            return float(np.percentile(values, q)) if len(values) else float("nan")
+
+        return ModelResult(
+            name=name or "all",
+            submitted=len(jobs),
+            completed=len(done),
+            refused=int((jobs["status"] == QUEUE_FULL).sum()),
+            throughput=len(done) / self.seconds if self.seconds else 0.0,
+            p50_ms=at(ms, 50),
+            p90_ms=at(ms, 90),
+            p99_ms=at(ms, 99),
+            mean_ms=float(ms.mean()) if len(ms) else float("nan"),
+            slowdown_p50=at(slow, 50),
+            slowdown_p99=at(slow, 99),
+            within_target=float(met / with_target) if with_target else float("nan"),
+            mean_batch=float(done["batch"].mean()) if len(done) else float("nan"),
+        )
+
+    @property
+    def per_model(self) -> list[ModelResult]:
+        return [self.model(each.name) for each in self.models]
+
+    @property
+    def all(self) -> ModelResult:
+        return self.model()
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether there is anything to be late for: a target of a model's, or a request's deadline."""
+        return any(each.target_ms is not None for each in self.models) or bool((self.jobs["deadline_ns"] < NEVER).any())
+
+    def statuses(self) -> dict[str, int]:
+        """How many requests ended in which way."""
+        numbers, counts = np.unique(self.jobs["status"], return_counts=True)
+        return {STATUS[k]: int(n) for k, n in zip(numbers, counts, strict=True)}
+
+    def table(self) -> Any:
+        """A rich table: one line per model, and one for all."""
+        from paellapy.scheduler.sim.number_table import number_table
+
+        title = f"{self.policy} on {self.device}, {self.seconds:.2f} s"
+        refusals = ["refused"] if self.admission or self.all.refused else []
+        # Short enough for a terminal of 80 columns.
+        columns = [
+            "model", "done", *refusals, "/s", "p50\nms", "p90\nms", "p99\nms", "p99 ÷\nalone", "in\ntarget", "batch"
+        ]  # fmt: skip
+        rows = [
+            [
+                each.name, f"{each.completed}/{each.submitted}", *(str(each.refused) for _ in refusals),
+                f"{each.throughput:.0f}", _cell(each.p50_ms, ".2f"), _cell(each.p90_ms, ".2f"),
+                _cell(each.p99_ms, ".2f"), _cell(each.slowdown_p99, ".1f"), _cell(each.within_target, ".1%"),
+                _cell(each.mean_batch, ".1f"),
+            ]
+            for each in [*self.per_model, self.all]
+        ]  # fmt: skip
+        return number_table(title, columns, rows, total=True)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=110, force_terminal=False, no_color=True)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+
+def _cell(value: float, form: str) -> str:
+    return "–" if np.isnan(value) else format(value, form)

@@ -1,0 +1,272 @@
+"""Workloads: when which model is asked for. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
+
+Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: alike
+Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16)
+Trace.from_csv("trace.csv")                                     # columns t, model[, deadline, priority, client]
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.state import NEVER, Table
+from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
+
+Mix = str | Mapping[str, float] | Sequence[str]
+Row = tuple[float, str, float | None, int | None, int]
+# Beyond, nearly all gaps are next to nothing, and the rate is not the one asked for: at 7, 4000 requests are 500,000.
+MOST_SIGMA = 5.0
+
+
+class WorkloadError(PaellaError, ValueError):
+    """A workload cannot be generated; the message says why."""
+
+
+class Workload(ABC):
+    """Something that asks for models. `a + b` is both at once."""
+
+    @abstractmethod
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        """Requests that come at times of their own (ARRIVAL), by time."""
+
+    def loop_clients(self, models: Sequence[str]) -> Table:
+        """Clients that ask again when they are answered (LOOP_CLIENT)."""
+        return np.zeros(0, LOOP_CLIENT)
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """How long it goes on."""
+
+    def __add__(self, other: Workload) -> Workload:
+        return Mixed((self, other))
+
+
+def _index(models: Sequence[str], name: str) -> int:
+    if name not in models:
+        raise WorkloadError(f"the workload asks for model {name!r}, which is not there: there are {', '.join(models)}")
+    return list(models).index(name)
+
+
+def _priority(priority: int | None) -> int:
+    return MODELS_PRIORITY if priority is None else priority
+
+
+def _weights(mix: Mix) -> dict[str, float]:
+    """By model; names alone have equal shares."""
+    if isinstance(mix, Mapping):
+        return dict(mix)
+    names = [mix] if isinstance(mix, str) else mix
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise WorkloadError(f"a mix of {mix!r}: give a model's name, a list of them, or a weight for each as a dict")
+    return {name: float(names.count(name)) for name in names}
+
+
+def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator) -> NDArray[np.int64]:
+    weights = _weights(mix)
+    numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
+    if not weights or not numbers_only or not sum(weights.values()):
+        raise WorkloadError(f"a mix of {weights}: give weights of zero or more, not all zero")
+    numbers = np.array([_index(models, name) for name in weights])
+    p = np.array(list(weights.values()))
+    return numbers[random.choice(len(numbers), n, p=p / p.sum())]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLoop(Workload):
+    """Requests that do not wait for answers, `rate` per second on average."""
+
+    rate: float
+    mix: Mix
+    duration: float = 1.0
+    deadline_ms: float | None = None
+    priority: int | None = None  # None: the model's
+    clients: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and self.duration > 0 and math.isfinite(self.rate * self.duration)):
+            raise WorkloadError(f"{self.rate} requests per second for {self.duration} s: both must be above zero")
+        if self.clients < 1 or (self.deadline_ms is not None and not self.deadline_ms > 0):
+            raise WorkloadError("a workload has at least one client, and a deadline_ms above zero or none")
+
+    @abstractmethod
+    def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
+        """Times between arrivals, with mean 1."""
+
+    @property
+    def seconds(self) -> float:
+        return self.duration
+
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        random = np.random.default_rng(seed)
+        n = int(self.rate * self.duration) + 1
+        times = np.cumsum(self.gaps(n, random))
+        while times[-1] < self.rate * self.duration:
+            times = np.concatenate([times, times[-1] + np.cumsum(self.gaps(n, random))])
+        times = times[times < self.rate * self.duration] / self.rate * 1e9
+        found = np.zeros(len(times), ARRIVAL)
+        found["time_ns"] = times
+        found["model"] = _choose(models, self.mix, len(times), random)
+        found["client"] = random.integers(0, self.clients, len(times))
+        found["priority"] = _priority(self.priority)
+        found["deadline_ns"] = NEVER if self.deadline_ms is None else found["time_ns"] + int(self.deadline_ms * 1e6)
+        return found
+
+
+class Poisson(_OpenLoop):
+    """Independent arrivals.
+
+    >>> len(Poisson(1000, "m", duration=2).arrivals(["m"], seed=0))
+    1977
+    """
+
+    __slots__ = ()
+
+    def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
+        return random.exponential(1.0, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal(_OpenLoop):
+    """Bursty arrivals: lognormal gaps. Sigma 1.5 and 2 are what Paella is evaluated with."""
+
+    sigma: float = 1.5
+
+    def __post_init__(self) -> None:
+        _OpenLoop.__post_init__(self)  # not super(): with slots, the class is made anew
+        if not 0 <= self.sigma <= MOST_SIGMA:
+            raise WorkloadError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
+
+    def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
+        return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop(Workload):
+    """Clients that ask, wait for the answer, think, and ask again, for `duration` seconds."""
+
+    model: str
+    clients: int = 1
+    think_ms: float = 0.0
+    duration: float = 1.0
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
+            raise WorkloadError("a closed loop has at least one client, think_ms of zero or more, and a duration")
+
+    @property
+    def seconds(self) -> float:
+        return self.duration
+
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        return np.zeros(0, ARRIVAL)
+
+    def loop_clients(self, models: Sequence[str]) -> Table:
+        clients = np.zeros(self.clients, LOOP_CLIENT)
+        clients["think_ns"] = int(self.think_ms * 1e6)
+        clients["model"] = _index(models, self.model)
+        clients["priority"] = _priority(self.priority)
+        clients["client"] = np.arange(self.clients)
+        return clients
+
+
+def _row(row: Mapping[str, str | None], where: str) -> Row:
+    try:
+        at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
+        _check_times(at, deadline)
+        priority = int(row["priority"] or "") if row.get("priority") else None
+        return at, row["model"] or "", deadline, priority, int(row.get("client") or 0)
+    except ValueError as e:
+        raise WorkloadError(f"{where}: {e}") from e
+
+
+def _check_times(at: float, deadline: float | None) -> None:
+    if not (math.isfinite(at) and at >= 0):
+        raise ValueError(f"a request at {at} s: times are finite numbers of zero or more")
+    if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+        raise ValueError(f"a deadline after {deadline} ms: give a finite number above zero, or none")
+
+
+def _checked(row: Row, where: str) -> Row:
+    try:
+        at, model, deadline, priority, client = row
+        _check_times(at, deadline)
+        if not isinstance(model, str):
+            raise ValueError(f"the model is {model!r}, not a name")
+        if not isinstance(client, int | np.integer) or not (priority is None or isinstance(priority, int | np.integer)):
+            raise ValueError("priority (or None) and client are whole numbers")
+    except (TypeError, ValueError) as e:
+        form = "(seconds, model, deadline in ms or None, priority or None, client)"
+        raise WorkloadError(f"{where} is {row!r}, and rows are {form}: {e}") from e
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class Trace(Workload):
+    """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each, in any order."""
+
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        checked = [_checked(row, f"row {k} of the trace") for k, row in enumerate(self.rows)]
+        object.__setattr__(self, "rows", tuple(sorted(checked, key=lambda each: each[0])))
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> Trace:
+        """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
+        rows = []
+        try:
+            with Path(path).open(newline="") as file:
+                reader = csv.DictReader(file)
+                missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
+                if missing:
+                    raise WorkloadError(f"{path} has no column {missing}: its first line names them")
+                for number, row in enumerate(reader, 2):
+                    rows.append(_row(row, f"{path}, line {number}"))
+        except OSError as e:
+            reason = e.strerror or e
+            raise WorkloadError(f"{path} cannot be read ({reason}): name a CSV file with columns t and model") from e
+        except (UnicodeDecodeError, csv.Error) as e:
+            raise WorkloadError(f"{path} is not a text of comma-separated values: {e}") from e
+        return cls(tuple(rows))
+
+    @property
+    def seconds(self) -> float:
+        return max((each[0] for each in self.rows), default=0.0)
+
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        found = np.zeros(len(self.rows), ARRIVAL)
+        for k, (t, model, deadline, priority, client) in enumerate(self.rows):
+            at = int(t * 1e9)
+            due = NEVER if deadline is None else at + int(deadline * 1e6)
+            found[k] = (at, due, _index(models, model), _priority(priority), client)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Workload):
+    """Several workloads at once."""
+
+    parts: tuple[Workload, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(each.seconds for each in self.parts)
+
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        found = [each.arrivals(models, seed + k) for k, each in enumerate(self.parts)]
+        together = np.concatenate(found)
+        return together[np.argsort(together["time_ns"], kind="stable")]
+
+    def loop_clients(self, models: Sequence[str]) -> Table:
+        return np.concatenate([each.loop_clients(models) for each in self.parts])

@@ -1,0 +1,146 @@
+"""When the load generator asks for what: gaps at random, or a file of times and models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.sim.workload import MOST_SIGMA, Trace
+from paellapy.serving.bench.client import BenchError
+from paellapy.serving.protocol import DEFAULT_LEVEL
+
+Arrivals = Literal["poisson", "lognormal", "even"]
+
+ARRIVALS: dict[str, Arrivals] = {"poisson": "poisson", "lognormal": "lognormal", "even": "even"}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace. `level` is the protocol's priority: 1 goes first."""
+
+    at_s: float
+    model: str
+    timeout_us: int | None = None
+    level: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One of three: `rate` requests a second, `concurrency` clients that each wait for their answer, or a `trace`."""
+
+    models: tuple[str, ...] = ()  # none: all that are ready
+    rate: float | None = None
+    concurrency: int | None = None
+    trace: tuple[Arrival, ...] = ()
+    speed: float = 1.0  # a trace so many times as fast
+    arrivals: Arrivals = "poisson"
+    sigma: float = 1.5  # of the lognormal gaps
+    duration_s: float = 10.0
+    warmup_s: float = 1.0  # before, not counted; a trace has none
+    items: int = 1  # per request
+    binary: bool = True
+    timeout_us: int | None = None
+    priority: int | None = None
+    target_ms: float | None = None  # only counted: the share of answers within it
+    connections: int = 512
+    seed: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:
+            raise BenchError("give a rate (open-loop), a concurrency (closed-loop) or a trace, one of the three")
+        above_zero = {
+            "rate": self.rate, "concurrency": self.concurrency, "speed": self.speed, "duration": self.duration_s,
+            "items": self.items, "connections": self.connections, "timeout_us": self.timeout_us,
+            "target_ms": self.target_ms,
+        }  # fmt: skip
+        for name, value in above_zero.items():
+            if value is not None and not 0 < value < math.inf:
+                raise BenchError(f"{name} is {value}: give a number above zero")
+        for name, least in (("warmup", self.warmup_s), ("seed", self.seed)):
+            if not 0 <= least < math.inf:
+                raise BenchError(f"{name} is {least}: give zero or more")
+        if not 0 <= self.sigma <= MOST_SIGMA:
+            raise BenchError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
+
+    @property
+    def counted_s(self) -> float:
+        return self.trace[-1].at_s / self.speed if self.trace else self.duration_s
+
+    @property
+    def uncounted_s(self) -> float:
+        return 0.0 if self.trace else self.warmup_s
+
+
+def gaps(load: Load, rng: np.random.Generator, n: int) -> NDArray[np.float64]:
+    """Seconds between arrivals, with a mean of 1 / rate."""
+    assert load.rate is not None
+    if load.arrivals == "poisson":
+        unit = rng.exponential(1.0, n)
+    elif load.arrivals == "lognormal":
+        unit = rng.lognormal(-(load.sigma**2) / 2, load.sigma, n)
+    else:
+        unit = np.ones(n)
+    return unit / load.rate
+
+
+def arrivals(load: Load, names: list[str], rng: np.random.Generator) -> Iterator[Arrival]:
+    """Every request of an open-loop run, the uncounted ones before included, by time."""
+    if load.trace:
+        for each in load.trace:
+            yield Arrival(each.at_s / load.speed, each.model, each.timeout_us or load.timeout_us, each.level)
+        return
+    at, end = 0.0, load.uncounted_s + load.counted_s
+    while True:
+        which = rng.integers(len(names), size=1024)
+        for gap, k in zip(gaps(load, rng, 1024).tolist(), which.tolist(), strict=True):
+            at += gap
+            if at >= end:
+                return
+            yield Arrival(at, names[k], load.timeout_us, load.priority)
+
+
+def read_trace(path: str | Path) -> tuple[Arrival, ...]:
+    """A CSV file as `paellapy simulate` reads it: t in seconds, model, deadline in ms, priority; or JSON lines.
+
+    Times count from the first of them. A file's priorities are the engine's, larger first.
+    """
+    try:
+        rows = _lines(Path(path)) if Path(path).suffix in (".jsonl", ".json", ".ndjson") else Trace.from_csv(path).rows
+    except OSError as e:
+        raise BenchError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise BenchError(f"{path} is not a text of JSON lines: {e}") from None
+    if not rows:
+        raise BenchError(f"{path} has no requests in it")
+    first = rows[0][0]
+    return tuple(
+        Arrival(
+            at - first,
+            model,
+            None if deadline_ms is None else int(deadline_ms * 1e3),
+            None if priority is None else max(1, DEFAULT_LEVEL - priority),
+        )
+        for at, model, deadline_ms, priority, _ in rows
+    )
+
+
+def _lines(path: Path) -> tuple[tuple[float, str, float | None, int | None, int], ...]:
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                row: dict[str, Any] = json.loads(line)
+                deadline, priority = row.get("deadline"), row.get("priority")
+                found.append((float(row["t"]), str(row["model"]), None if deadline is None else float(deadline),
+                              None if priority is None else int(priority), 0))  # fmt: skip
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise BenchError(f'{path}, line {number}: write {{"t": seconds, "model": "name"}}') from None
+    return tuple(sorted(found, key=lambda each: each[0]))

@@ -1,0 +1,111 @@
+"""The load generator's side of a v2 endpoint: which models it has, and requests for them made beforehand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.serving.bench.arrivals import Load
+from paellapy.serving.bench.client import BenchError, Endpoint, Pool
+from paellapy.serving.datatypes import DTYPES
+
+BODIES = 16  # different inputs per model, made beforehand
+SAID_BYTES = 120  # of an error are kept
+
+Inputs = dict[str, NDArray[Any]]
+
+
+class HttpTarget:
+    """Any v2 endpoint."""
+
+    def __init__(self, url: str, load: Load) -> None:
+        self.url, self.load = url, load
+        self._endpoint = Endpoint.of(url)
+        self._pool = Pool(self._endpoint, load.connections if load.concurrency is None else load.concurrency)
+        self._inputs: dict[str, list[tuple[list[dict[str, Any]], Inputs]]] = {}
+        self._requests: dict[tuple[str, int, int | None, int | None], bytes] = {}
+
+    async def prepare(self, rng: np.random.Generator) -> list[str]:
+        """The names of the models to ask for."""
+        names = list(self.load.models) or sorted({each.model for each in self.load.trace})
+        if not names:
+            index = await self._get("POST", "/v2/repository/index")
+            names = [each["name"] for each in index if each.get("state", "READY") == "READY"]
+            if not names:
+                raise BenchError(f"{self.url} has no model that is ready")
+        for name in names:
+            inputs = (await self._get("GET", f"/v2/models/{name}"))["inputs"]
+            self._inputs[name] = [(inputs, made_up(name, inputs, self.load.items, rng)) for _ in range(BODIES)]
+            for k in range(BODIES):
+                self._request(name, k, self.load.timeout_us, self.load.priority)
+        return names
+
+    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]:
+        """Status and, where it is an error, what is said."""
+        status, body = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level), SAID_BYTES)
+        return status, "" if status == 200 else body.decode(errors="replace")
+
+    def close(self) -> None:
+        self._pool.close()
+
+    async def _get(self, method: str, path: str) -> Any:
+        try:
+            status, body = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
+        except OSError as e:
+            raise BenchError(f"{self.url} cannot be reached: {e}") from e
+        if status != 200:
+            raise BenchError(f"{self.url}{path}: {status} {body[:200].decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            raise BenchError(f"{self.url}{path} does not answer with JSON: is it a v2 endpoint?") from None
+
+    def _request(self, name: str, k: int, timeout_us: int | None, level: int | None) -> bytes:
+        key = (name, k, timeout_us, level)
+        found = self._requests.get(key)
+        if found is None:
+            inputs, arrays = self._inputs[name][k]
+            found = self._requests[key] = self._make(name, inputs, arrays, timeout_us, level)
+        return found
+
+    def _make(
+        self, name: str, inputs: list[dict[str, Any]], arrays: Inputs, timeout_us: int | None, level: int | None
+    ) -> bytes:
+        tensors, tail = [], b""
+        for each in inputs:
+            array = arrays[each["name"]]
+            tensor: dict[str, Any] = {"name": each["name"], "shape": list(array.shape), "datatype": each["datatype"]}
+            if self.load.binary:
+                tensor["parameters"] = {"binary_data_size": array.nbytes}
+                tail += array.tobytes()
+            else:
+                numbers = array if array.dtype.kind in "biu" else array.astype(np.float32)
+                tensor["data"] = numbers.reshape(-1).tolist()
+            tensors.append(tensor)
+        parameters: dict[str, Any] = {"binary_data_output": self.load.binary}
+        if timeout_us is not None:
+            parameters["timeout"] = timeout_us
+        if level is not None:
+            parameters["priority"] = level
+        header = json.dumps({"inputs": tensors, "parameters": parameters}).encode()
+        headers = {**self.load.headers, "Content-Type": "application/json"}
+        if self.load.binary:
+            headers |= {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(header))}
+        return self._endpoint.request("POST", f"/v2/models/{name}/infer", header + tail, headers)
+
+
+def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random.Generator) -> Inputs:
+    """Numbers from 0 to 1 for inputs as a model's metadata describes them."""
+    found = {}
+    for each in inputs:
+        if each["datatype"] not in DTYPES:
+            raise BenchError(f"model {model!r}, input {each['name']!r}: {each['datatype']} inputs cannot be made up")
+        shape = [items if extent < 0 else extent for extent in each["shape"]]
+        dtype = DTYPES[each["datatype"]]
+        values = rng.random(shape) if dtype.kind not in "biu" else rng.integers(0, 2, shape)
+        found[each["name"]] = np.asarray(values).astype(dtype)
+    return found

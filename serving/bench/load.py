@@ -1,0 +1,220 @@
+"""`paellapy bench`: load on a v2 endpoint or an engine, open-loop or closed-loop, and what its clients see of it.
+
+Open-loop, requests come when they come, whether or not earlier ones are answered, and a request's latency counts from
+when it was to be sent: a server that stalls cannot make its own load lighter, nor its latencies shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.serving.bench.arrivals import ARRIVALS, Arrival, Arrivals, Load, arrivals, gaps, read_trace
+from paellapy.serving.bench.client import BenchError
+from paellapy.serving.bench.engine import EngineTarget
+from paellapy.serving.bench.http import HttpTarget
+
+Progress = Callable[[float, int, int], None]  # seconds, requests counted, refused
+
+PERCENTILES = (50, 90, 95, 99, 99.9, 99.99)
+HALVES = 18  # of the distance to 100 %: down to 4 in a million
+TICKS = 4  # in each
+PAUSE_S = 0.1  # of a client that found nobody to ask
+
+
+class Target(Protocol):
+    """What is loaded."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def prepare(self, rng: np.random.Generator) -> list[str]: ...
+
+    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one model: latencies of what was answered, and how the rest ended."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Outcome) -> None:
+        self.latencies_s += other.latencies_s
+        self.refused_s += other.refused_s
+        self.errors += other.errors
+
+    def summary(self, seconds: float, target_ms: float | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "answered": len(self.latencies_s),
+            "answered_per_s": len(self.latencies_s) / seconds,
+            "refused": len(self.refused_s),
+            "errors": dict(self.errors),
+        }
+        if self.latencies_s:
+            found["latency_ms"] = _milliseconds(self.latencies_s)
+            found["latency_hdr"] = hdr(self.latencies_s)
+            if target_ms is not None:
+                found["within_target"] = float(np.mean(np.array(self.latencies_s) * 1e3 <= target_ms))
+        if self.refused_s:
+            found["refusal_ms"] = _milliseconds(self.refused_s)
+        return found
+
+
+def _milliseconds(times_s: list[float]) -> dict[str, float]:
+    values = np.array(times_s) * 1e3
+    return {
+        "mean": float(values.mean()),
+        **{f"p{p:g}": float(v) for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)},
+        "max": float(values.max()),
+    }
+
+
+def hdr(times_s: list[float]) -> list[tuple[float, float]]:
+    """(percentile, ms) as HDR histograms are plotted: denser and denser towards 100, as far as there are values.
+
+    >>> hdr([0.001, 0.002, 0.003])[-1]
+    (100.0, 3.0)
+    """
+    values = np.sort(np.array(times_s)) * 1e3
+    distance = 0.5 ** (np.arange(HALVES * TICKS) / TICKS)
+    wanted = np.concatenate([100.0 * (1 - distance[distance * len(values) >= 1]), [100.0]])
+    found = np.percentile(values, wanted)
+    return [(round(float(p), 6), round(float(v), 6)) for p, v in zip(wanted, found, strict=True)]
+
+
+class Bench:
+    """One client's run."""
+
+    def __init__(self, target: Target, load: Load, progress: Progress | None = None) -> None:
+        self.target, self.load, self._progress = target, load, progress
+        self._rng = np.random.default_rng(load.seed)
+        self.outcomes: dict[str, Outcome] = {}
+        self._counted = self._refused = self._sent = 0
+        self.late_s = 0.0  # how late this client itself was at worst
+        self.seconds = load.counted_s
+
+    async def run(self, begin: Callable[[], float] = time.perf_counter) -> None:
+        """Loads the target. `begin` is asked for the moment to start, once everything is prepared."""
+        try:
+            names = await self.target.prepare(self._rng)
+            self.outcomes = {name: Outcome() for name in names}
+            at = begin() + 0.01
+            ticker = asyncio.create_task(self._tick(at))
+            try:
+                await (self._closed(names, at) if self.load.concurrency is not None else self._open(names, at))
+            finally:
+                ticker.cancel()
+        finally:
+            self.target.close()
+
+    async def _open(self, names: list[str], begin: float) -> None:
+        clock, count = time.perf_counter, begin + self.load.uncounted_s
+        tasks: set[asyncio.Task[bool]] = set()
+        for each in arrivals(self.load, names, self._rng):
+            at = begin + each.at_s
+            if (wait := at - clock()) > 0:
+                await asyncio.sleep(wait)
+            elif at >= count:
+                self.late_s = max(self.late_s, -wait)
+            task = asyncio.create_task(self._one(each.model, each.timeout_us, each.level, at, at >= count))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _closed(self, names: list[str], begin: float) -> None:
+        load, clock = self.load, time.perf_counter
+        assert load.concurrency is not None
+        count = begin + load.warmup_s
+        end = count + load.duration_s
+
+        async def client() -> None:
+            while (now := clock()) < end:
+                name = names[0] if len(names) == 1 else names[int(self._rng.integers(len(names)))]
+                if not await self._one(name, load.timeout_us, load.priority, now, now >= count):
+                    await asyncio.sleep(min(PAUSE_S, max(0.0, end - clock())))
+
+        await asyncio.gather(*(client() for _ in range(load.concurrency)))
+        self.seconds = clock() - count
+
+    async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> bool:
+        """Whether there was an answer, of whatever kind."""
+        self._sent += 1
+        try:
+            status, said = await self.target.ask(name, self._sent, timeout_us, level)
+        except (OSError, BenchError) as e:
+            status, said = 0, str(e)
+        if not counted:
+            return status != 0
+        took = time.perf_counter() - intended
+        outcome = self.outcomes[name]
+        self._counted += 1
+        if status == 200:
+            outcome.latencies_s.append(took)
+        elif status in (429, 503):
+            self._refused += 1
+            outcome.refused_s.append(took)
+        else:
+            outcome.errors[f"{status or 'connection'}: {said}"] += 1
+        return status != 0
+
+    async def _tick(self, begin: float) -> None:
+        while self._progress is not None:
+            self._progress(time.perf_counter() - begin, self._counted, self._refused)
+            await asyncio.sleep(0.1)
+
+
+def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, float]]) -> dict[str, Any]:
+    """What JSON files hold, of (outcomes, seconds, lateness) of every client."""
+    outcomes: dict[str, Outcome] = {}
+    everything = Outcome()
+    for found, _, _ in runs:
+        for name, each in found.items():
+            outcomes.setdefault(name, Outcome()).add(each)
+            everything.add(each)
+    seconds = max(each[1] for each in runs)
+    settings = {key: value for key, value in asdict(load).items() if key not in ("headers", "trace")}  # keys, and long
+    return {
+        "url": url,
+        "load": {**settings, "trace": len(load.trace) or None},
+        "clients": len(runs),
+        "seconds": seconds,
+        "client_late_ms": max(each[2] for each in runs) * 1e3,
+        "all": everything.summary(seconds, load.target_ms),
+        "models": {name: each.summary(seconds, load.target_ms) for name, each in outcomes.items()},
+    }
+
+
+def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:
+    """One run against an endpoint's URL or an engine; a summary for JSON. `clients`: so many processes of them."""
+    from paellapy.serving.bench.processes import run_processes
+    from paellapy.serving.server import loop_factory
+
+    load.check()
+    if clients > 1:
+        if not isinstance(target, str):
+            raise BenchError("several client processes need an endpoint to ask: an engine is in this process")
+        return summarize(target, load, run_processes(target, load, progress, clients))
+    chosen: Target = HttpTarget(target, load) if isinstance(target, str) else EngineTarget(target, load)
+    bench = Bench(chosen, load, progress)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(bench.run())
+    return summarize(chosen.url, load, [(bench.outcomes, bench.seconds, bench.late_s)])
+
+
+__all__ = [
+    "ARRIVALS", "Arrival", "Arrivals", "Bench", "BenchError", "Load", "Outcome", "gaps", "hdr", "read_trace",
+    "run_bench", "summarize",
+]  # fmt: skip

@@ -1,0 +1,110 @@
+"""Bytes of the short way: from the socket to where they are read, and from slots to the socket.
+
+Of a large tensor every copy counts: the socket's bytes go into a buffer that all connections share, or into the body
+they belong to, and an answer leaves from the slot it lies in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from paellapy.serving.fast_path.connection import FastConnection
+
+READ_BYTES = 1 << 20  # at once; what the kernel holds of a connection is usually less
+FIRST_BYTES = 1 << 20  # of a body; a longer one grows as it comes: a length alone takes no memory
+AHEAD_BYTES = 1 << 16  # of what is behind a request that is being answered: it is kept until then
+COPIED_BYTES = 1 << 14  # shorter ones are copied: that takes less time than not to
+
+
+def read_buffer() -> memoryview:
+    return np.empty(READ_BYTES, np.uint8).data
+
+
+class Body:
+    """The body of one request while it arrives."""
+
+    __slots__ = ("_memory", "at", "length")
+
+    def __init__(self, length: int) -> None:
+        self.length, self.at = length, 0
+        self._memory = np.empty(min(length, FIRST_BYTES), np.uint8)
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; `at` is to be moved on by as many as came."""
+        if self.at == len(self._memory):
+            larger = np.empty(min(self.length, 2 * len(self._memory)), np.uint8)
+            larger[: self.at] = self._memory
+            self._memory = larger
+        return self._memory.data[self.at :]
+
+    def add(self, data: bytes | memoryview) -> None:
+        at = 0
+        while at < len(data):
+            room = self.room()
+            n = min(len(room), len(data) - at)
+            room[:n] = memoryview(data)[at : at + n]
+            at += n
+            self.at += n
+
+    def all(self) -> memoryview:
+        return self._memory.data
+
+
+class Reader(asyncio.BufferedProtocol):
+    """Reads for a connection. The event loop would hand over a new object for everything that comes."""
+
+    def __init__(self, connection: FastConnection) -> None:
+        self._connection, self._shared = connection, connection.lane.buffer
+        self._body: Body | None = None  # what is being read into
+        self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
+        self.connection_lost, self.eof_received = connection.connection_lost, connection.eof_received  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> Any:
+        body = self._body = self._connection.body
+        if body is not None:
+            return body.room()
+        return self._shared if self._connection.idle else self._shared[:AHEAD_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._body is not None:
+            self._connection.body_received(self._body, nbytes)
+            return
+        data = self._shared[:nbytes]
+        self._connection.data_received(bytes(data) if nbytes < COPIED_BYTES else data)
+
+
+def descriptor(transport: asyncio.Transport) -> int:
+    """Of the socket, where what is written to it goes to the client as it is; -1: not known, or TLS."""
+    if transport.get_extra_info("sslcontext") is not None:
+        return -1
+    socket = transport.get_extra_info("socket")
+    return -1 if socket is None else int(socket.fileno())
+
+
+def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> None:
+    """An answer to its connection. The memory of its pieces is the caller's again when this returns."""
+    size = sum(map(len, pieces))
+    sent = 0
+    if size >= COPIED_BYTES and not transport.get_write_buffer_size() and not transport.is_closing():
+        fd = descriptor(transport)
+        if fd >= 0:
+            try:
+                sent = os.writev(fd, pieces)
+            except OSError:  # no room; or the client has left, as the transport is about to see
+                sent = 0
+    if sent < size:
+        transport.write(b"".join(_after(pieces, sent) if sent else pieces))
+
+
+def _after(pieces: list[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
+    left: list[bytes | memoryview] = []
+    for piece in pieces:
+        if sent < len(piece):
+            left.append(memoryview(piece)[sent:] if sent else piece)
+        sent = max(0, sent - len(piece))
+    return left

@@ -1,0 +1,1 @@
+"""`--workers N`: a supervisor, the engine's own process, and processes that speak HTTP."""

@@ -1,0 +1,170 @@
+"""Messages between a worker and the engine's process: calls with answers, events, and file descriptors beside them.
+
+A Unix socket of whole messages (SOCK_SEQPACKET), MessagePack in both directions: no pickle, nothing that is executed. A
+message too large for a packet travels in a block of shared memory, of which the packet carries the descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.core.shared_memory import SharedBlock
+
+PACKET_BYTES = 1 << 15
+MOST_DESCRIPTORS = 250  # of one packet; Linux takes 253
+
+CALL, ANSWER, ERROR, EVENT = range(4)
+
+
+class Message(msgspec.Struct, array_like=True):
+    kind: int
+    number: int  # of the call
+    name: str
+    data: Any = None
+    elsewhere: int = 0  # the data are in the first descriptor's memory: so many bytes
+
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Message).decode
+_encode_data, _decode_data = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
+
+OnMessage = Callable[[Message, list[int]], None]
+
+
+class Channel:
+    """One end of a connection, in an asyncio loop. `on_message` gets calls and events; answers find their callers."""
+
+    def __init__(self, connection: socket.socket, on_message: OnMessage, on_close: Callable[[], None]) -> None:
+        self._socket, self._on_message, self._on_close = connection, on_message, on_close
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self.closed = False
+        connection.setblocking(False)
+        self._loop.add_reader(connection.fileno(), self._readable)
+
+    async def call(self, name: str, data: Any = None) -> Any:
+        """The answer of the other side's function of that name; what it raised is raised here."""
+        self._number += 1
+        number = self._number
+        future = self._waiting[number] = self._loop.create_future()
+        try:
+            self._send(Message(CALL, number, name, data))
+            return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    def event(self, name: str, data: Any, descriptors: Sequence[int] = ()) -> None:
+        self._send(Message(EVENT, 0, name, data), descriptors)
+
+    def answer(self, call: Message, data: Any, descriptors: Sequence[int] = ()) -> None:
+        self._send(Message(ANSWER, call.number, call.name, data), descriptors)
+
+    def refuse(self, call: Message, error: BaseException) -> None:
+        self._send(Message(ERROR, call.number, call.name, [type(error).__name__, str(error)]))
+
+    def close(self) -> None:
+        """This end, and so the other one."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        for _, descriptors in self._unsent:
+            _close_all(descriptors)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineAwayError("the engine's process has ended; it is being started again"))
+        self._on_close()
+
+    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        if self.closed:
+            raise EngineAwayError("the engine's process has ended; it is being started again")
+        own: list[int] = [os.dup(fd) for fd in descriptors]  # until it is sent they must stay
+        packet = _encode(message)
+        if len(packet) > PACKET_BYTES:
+            data = _encode_data(message.data)
+            block = SharedBlock(len(data))
+            block.array[: len(data)] = np.frombuffer(data, np.uint8)
+            own.insert(0, os.dup(block.fd))
+            packet = _encode(Message(message.kind, message.number, message.name, None, len(data)))
+        self._unsent.append((packet, own))
+        if len(self._unsent) == 1:
+            self._writable()
+
+    def _writable(self) -> None:
+        while self._unsent:
+            packet, descriptors = self._unsent[0]
+            try:
+                socket.send_fds(self._socket, [packet], descriptors)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket.fileno(), self._writable)
+                return
+            except OSError:
+                self.close()
+                return
+            self._unsent.popleft()
+            _close_all(descriptors)
+        self._loop.remove_writer(self._socket.fileno())
+
+    def _readable(self) -> None:
+        for _ in range(64):
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, 2 * PACKET_BYTES, MOST_DESCRIPTORS)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, descriptors = b"", []
+            if not packet:
+                self.close()
+                return
+            for fd in descriptors:
+                os.set_inheritable(fd, False)
+            self._take(_decode(packet), descriptors)
+            if self.closed:
+                return
+
+    def _take(self, message: Message, descriptors: list[int]) -> None:
+        if message.elsewhere:
+            block = SharedBlock.of(descriptors.pop(0))
+            message.data = _decode_data(block.array[: message.elsewhere].tobytes())
+        if message.kind in (CALL, EVENT):
+            self._on_message(message, descriptors)
+            return
+        future = self._waiting.get(message.number)
+        if future is None or future.done():
+            _close_all(descriptors)
+        elif message.kind == ERROR:
+            future.set_exception(_raised(*message.data))
+        else:
+            future.set_result((message.data, descriptors) if descriptors else message.data)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _raised(kind: str, text: str) -> PaellaError:
+    """Errors cross as their class's name and text. Only classes of ours come back as such."""
+    todo: list[type[PaellaError]] = [PaellaError]
+    while todo:
+        each = todo.pop()
+        if each.__name__ == kind:
+            try:
+                return each(text)
+            except TypeError:  # it takes more than a text
+                break
+        todo += each.__subclasses__()
+    return PaellaError(text)

@@ -1,0 +1,222 @@
+"""The engine's own process: it listens for workers on a Unix socket, gives each its part of the shared memory, tells
+all of them what is loaded, and takes back what a worker had that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.engine.fronts import Fronts
+from paellapy.scheduler.engine.loader import LoadedModel
+from paellapy.serving.calls import Calls
+from paellapy.serving.datatypes import datatype
+from paellapy.serving.logs import log
+from paellapy.serving.registry import READY, Entry, Registry
+from paellapy.serving.workers.channel import CALL, MOST_DESCRIPTORS, Channel, Message
+from paellapy.serving.workers.kept import Kept
+
+HELLO = "hello"
+STATE = "state"
+_REST_S = 2.0
+
+
+def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
+    """Everything a worker needs to write inputs and to read outputs. The lanes' memory goes beside it."""
+    model = loaded.model
+    return {
+        "inputs": [[key, list(s.shape), datatype(s.dtype)] for key, s in model.inputs.items()],
+        "outputs": [[key, list(s.shape), datatype(s.dtype)] for key, s in model.outputs.items()],
+        "batch": list(model.batch),
+        "target_ms": model.target_ms,
+        "priority": model.priority,
+        "share": model.share,
+        "row": loaded.row,
+        "generation": loaded.generation,
+        "lanes": list(loaded.lane_of),
+        "plan": asdict(loaded.lanes[0].plan),
+        "memory_bytes": loaded.reservation.total_bytes,
+    }
+
+
+class _Worker:
+    """One connection."""
+
+    def __init__(self) -> None:
+        self.channel: Channel | None = None
+        self.front = 0
+        self.knows: set[tuple[int, int]] = set()  # rows and generations whose memory it has
+
+
+class EngineHost:
+    """Serves one engine to workers. In its process nothing happens per request but what the core does."""
+
+    def __init__(self, registry: Registry, path: Path, kept: Kept) -> None:
+        self._kept = kept
+        self._registry, self._engine, self._path = registry, registry.engine, path
+        self._fronts = Fronts(self._engine)
+        self._calls = Calls(registry)
+        self._workers: set[_Worker] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._gone = asyncio.Event()
+        self._settled = False
+        self._listening: socket.socket | None = None
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if policy := self._kept.restore(self._registry):
+            # By way of the configured one, to which one can then switch back.
+            await asyncio.to_thread(self._calls.set_policy, policy)
+        self._path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listening.bind(str(self._path))
+        self._listening.listen(64)
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+        self._registry.changed += [partial(self._kept.save, self._registry), self._changed]
+        self._keep(self._rest())
+
+    def warm_up(self) -> None:
+        """What a worker's death needs, in this process."""
+        self._fronts.warm_up()
+
+    def settle(self) -> None:
+        """What is to be loaded at the start is loaded, or could not be."""
+        self._settled = True
+        self._tell_all()
+
+    async def stop(self) -> None:
+        """Once every worker is gone: nobody is answered by an engine that has ended."""
+        while self._workers:
+            self._gone.clear()
+            await self._gone.wait()
+        if self._listening is not None:
+            self._loop.remove_reader(self._listening.fileno())
+            self._listening.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _keep(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _rest(self) -> None:
+        while True:
+            await asyncio.sleep(_REST_S)
+            await asyncio.to_thread(self._calls.rest)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return
+        worker = _Worker()
+        worker.channel = Channel(
+            connection, lambda message, fds: self._message(worker, message, fds), lambda: self._lost(worker)
+        )
+        self._workers.add(worker)
+
+    def _message(self, worker: _Worker, message: Message, descriptors: list[int]) -> None:
+        for fd in descriptors:
+            os.close(fd)
+        if message.kind == CALL:
+            self._keep(self._answer(worker, message))
+
+    async def _answer(self, worker: _Worker, call: Message) -> None:
+        channel = worker.channel
+        assert channel is not None
+        try:
+            if call.name == HELLO:
+                self._hello(worker, call)
+                return
+            if call.name not in self._calls.functions:
+                raise PaellaError(f"the engine has no function {call.name!r}")
+            found = await self._calls.call(call.name, call.data)
+            if not channel.closed:
+                channel.answer(call, found)
+        except PaellaError as e:
+            if not channel.closed:
+                channel.refuse(call, e)
+        except Exception as e:
+            log.error("a call failed", exc_info=e, extra={"fields": {"call": call.name}})
+            if not channel.closed:
+                channel.refuse(call, PaellaError(f"{call.name}: {type(e).__name__}: {e}"))
+
+    def _hello(self, worker: _Worker, call: Message) -> None:
+        channel = worker.channel
+        assert channel is not None
+        front = int(call.data["front"])
+        wake_fd, stage = self._fronts.attach(front)
+        worker.front = front
+        engine = self._engine
+        channel.answer(
+            call,
+            {
+                "limits": asdict(engine.limits),
+                "stage_address": stage.address,
+                "device": engine.device.name,
+                "title": engine.device.title,
+            },
+            [self._fronts.state.fd, engine.bell.fd, wake_fd, stage.fd],
+        )
+        self._tell(worker)
+
+    def _lost(self, worker: _Worker) -> None:
+        self._keep(self._take_back(worker))
+
+    async def _take_back(self, worker: _Worker) -> None:
+        if worker.front:
+            had = await asyncio.to_thread(self._fronts.detach, worker.front)
+            if had:
+                log.warning("a worker is gone", extra={"fields": {"worker": worker.front, "requests": had}})
+        self._workers.discard(worker)
+        self._gone.set()
+
+    # -- what is loaded
+
+    def _changed(self) -> None:
+        self._loop.call_soon_threadsafe(self._tell_all)
+
+    def _tell_all(self) -> None:
+        for worker in list(self._workers):
+            if worker.front and worker.channel is not None and not worker.channel.closed:
+                self._tell(worker)
+
+    def _tell(self, worker: _Worker) -> None:
+        """The registry as it stands. The memory of lanes comes with the first message about them."""
+        loaded = self._engine.loaded_rows()
+        entries, descriptors = [], list[int]()
+        known: set[tuple[int, int]] = set()
+        for entry in list(self._registry.entries.values()):
+            found: dict[str, Any] = {
+                "name": entry.name, "wanted": entry.wanted, "state": entry.state, "reason": entry.reason,
+            }  # fmt: skip
+            ours = loaded.get(entry.row)
+            if entry.state == READY and ours is not None and ours.model is entry.model:
+                found["model"] = describe_model(entry, ours)
+                key = (ours.row, ours.generation)
+                blocks = [lane.memory.block for lane in ours.lane_of.values()]
+                if key not in worker.knows and len(descriptors) + len(blocks) > MOST_DESCRIPTORS:
+                    found["state"], found["reason"] = "LOADING", ""  # with the next message
+                    del found["model"]
+                    self._loop.call_soon(self._tell, worker)
+                else:
+                    if key not in worker.knows:
+                        found["model"]["mapped"] = len(blocks)
+                        descriptors += [block.fd for block in blocks if block is not None]
+                    known.add(key)
+            entries.append(found)
+        worker.knows = known
+        assert worker.channel is not None
+        if worker.channel.closed:
+            return
+        memory = {"budget_bytes": self._engine.memory.budget_bytes, "held_bytes": self._engine.memory.held_bytes}
+        data = {"entries": entries, "policy": self._engine.policy, "memory": memory, "settled": self._settled}
+        worker.channel.event(STATE, data, descriptors)

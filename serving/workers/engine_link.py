@@ -1,0 +1,228 @@
+"""A worker's side of the engine's process: the registry as that process tells it, and a link that is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import EngineAwayError
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.core.step import predict_finish
+from paellapy.scheduler.engine.remote import AWAY, Link, RemoteEngine, RemoteModel
+from paellapy.scheduler.models.lane_memory import LanePlan
+from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.policies.policy import Policy
+from paellapy.serving.datatypes import DTYPES
+from paellapy.serving.logs import log
+from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
+from paellapy.serving.workers.channel import Channel, Message
+from paellapy.serving.workers.engine_host import HELLO, STATE
+
+_AGAIN_S = 0.05  # between two attempts to reach the engine's process
+_STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"
+
+
+def _elsewhere(*_: Any) -> None:
+    raise RuntimeError(_STATE_BELONGS_ELSEWHERE)
+
+
+class RemoteRegistry(Catalogue):
+    """What the engine's process may serve, and has loaded."""
+
+    engine: RemoteEngine
+
+    def __init__(self, engine: RemoteEngine, call: Callable[[str, Any], Any]) -> None:
+        super().__init__()
+        self.engine, self._call = engine, call
+
+    async def load_async(self, name: str) -> float:
+        return float(await self._call("load", name))
+
+    async def unload_async(self, name: str) -> None:
+        await self._call("unload", name)
+
+    def find(self, name: str, version: str | None = None) -> Entry:
+        if not self.entries:
+            raise EngineAwayError(AWAY)  # nothing is known yet, not even what there is
+        return super().find(name, version)
+
+    def ready(self, name: str, version: str | None = None) -> Model:
+        self.find(name, version)
+        if self.engine.link is None:
+            raise EngineAwayError(AWAY)
+        return super().ready(name, version)
+
+    def update(self, told: list[dict[str, Any]], descriptors: list[int]) -> None:
+        """The whole registry as it is now."""
+        before = {(m.row, m.generation): m for m in self.engine.loaded_rows().values()}
+        models: dict[str, RemoteModel] = {}
+        entries: dict[str, Entry] = {}
+        for number, each in enumerate(told):
+            name = each["name"]
+            entry = self.entries.get(name) or Entry(name, _no_factory, number=number)
+            entry.wanted, entry.state, entry.reason = each["wanted"], each["state"], each["reason"]
+            found = each.get("model")
+            entry.model = None
+            if found is not None:
+                model = before.get((found["row"], found["generation"]))
+                if model is None:
+                    taken = [descriptors.pop(0) for _ in range(found.get("mapped", 0))]
+                    model = _model(name, found, taken)
+                    predict_finish(self.engine.state, model.row, time.monotonic_ns())  # compiled before it is needed
+                models[name] = model
+                entry.model, entry.row = model.model, model.row
+            entries[name] = entry
+        for fd in descriptors:
+            os.close(fd)
+        self.entries = entries
+        self.by_row = {each.row: each.model for each in models.values()}
+        self.engine.set_models(models)
+
+    def lost(self) -> None:
+        """Nothing is loaded until the next process says so."""
+        for entry in self.entries.values():
+            if entry.state == READY:
+                entry.state, entry.model = LOADING, None
+        self.by_row = {}
+
+
+def _no_factory() -> Model:
+    raise RuntimeError(_STATE_BELONGS_ELSEWHERE)
+
+
+def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteModel:
+    def specs(tensors: list[list[Any]]) -> dict[str, TensorSpec]:
+        return {key: TensorSpec(tuple(shape), DTYPES[kind]) for key, shape, kind in tensors}
+
+    model = Model(
+        name,
+        _elsewhere,
+        inputs=specs(told["inputs"]),
+        outputs=specs(told["outputs"]),
+        batch=tuple(told["batch"]),
+        target_ms=told["target_ms"],
+        priority=told["priority"],
+        share=told["share"],
+        lanes=len(told["lanes"]),
+    )
+    blocks = [SharedBlock.of(fd) for fd in descriptors]
+    for block in blocks:
+        block.close_descriptor()
+    lanes = dict(zip(told["lanes"], blocks, strict=True))
+    plan = LanePlan(**told["plan"])
+    return RemoteModel.over(model, told["row"], told["generation"], plan, lanes, told["memory_bytes"])
+
+
+class EngineLink:
+    """Keeps a worker connected to the engine's process, whichever that is at the moment."""
+
+    def __init__(self, path: Path, front: int, policies: Callable[[str], Policy]) -> None:
+        self._path, self._front, self._policies = path, front, policies
+        self.engine = RemoteEngine()
+        self.registry = RemoteRegistry(self.engine, self.call)
+        self._channel: Channel | None = None
+        self._ended = asyncio.Event()
+        self._news = asyncio.Event()
+        self._closing = False
+        self.settled = False  # what was to be loaded at the start is, or could not be
+
+    async def call(self, name: str, data: Any = None) -> Any:
+        """Of the engine's process; EngineAwayError while there is none."""
+        if self._channel is None or self.engine.link is None:
+            raise EngineAwayError(AWAY)
+        return await self._channel.call(name, data)
+
+    async def run(self) -> None:
+        """Until `close`."""
+        while not self._closing:
+            try:
+                await self._connect()
+            except (OSError, PaellaError):  # not there yet, or our predecessor's death is not known there yet
+                if self._channel is not None:
+                    self._channel.close()
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            await self._ended.wait()
+
+    def close(self) -> None:
+        self._closing = True
+        if self._channel is not None:
+            self._channel.close()
+
+    def poke(self) -> None:
+        """Whoever waits for changes looks again."""
+        self._news.set()
+
+    async def changed(self) -> None:
+        """Until the engine's process says something new, or is gone."""
+        self._news.clear()
+        await self._news.wait()
+
+    async def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(str(self._path))
+        except OSError:
+            connection.close()
+            raise
+        self._ended.clear()
+        early: list[tuple[Message, list[int]]] = []  # what comes before we know how to read it
+
+        def message(each: Message, fds: list[int]) -> None:
+            if self.engine.link is None:
+                early.append((each, fds))
+            else:
+                self._told(each, fds)
+
+        channel = self._channel = Channel(connection, message, self._lost)
+        data, fds = await channel.call(HELLO, {"front": self._front})
+        if channel.closed:
+            for fd in fds:
+                os.close(fd)
+            raise EngineAwayError(AWAY)
+        state, bell_fd, wake_fd, stage = fds
+        link = Link(
+            Limits(**data["limits"]),
+            self._front,
+            SharedBlock.of(state),
+            bell_fd,
+            wake_fd,
+            SharedBlock.of(stage),
+            data["stage_address"],
+            self._policies(""),
+            data["device"],
+            data["title"],
+        )
+        self.engine.attach(link)
+        for each, more in early:
+            self._told(each, more)
+
+    def _told(self, message: Message, descriptors: list[int]) -> None:
+        if message.name == STATE:
+            data = message.data
+            if data["policy"] != self.engine.policy:
+                self.engine.set_policy(self._policies(data["policy"]))
+            self.engine.facts = {"memory": data["memory"]}
+            self.settled = self.settled or data["settled"]
+            self.registry.update(data["entries"], descriptors)
+        self._news.set()
+
+    def _lost(self) -> None:
+        """The process has ended: say so to everybody who waits, before anything else."""
+        link = self.engine.link
+        if link is not None:
+            self.engine.lose()
+            self.registry.lost()
+            os.close(link.bell_fd)
+            os.close(link.wake_fd)
+            if not self._closing:
+                log.warning("the engine's process is gone")
+        self._ended.set()
+        self._news.set()

@@ -1,0 +1,199 @@
+"""The processes of `--workers N`: what runs in the engine's, and what in each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
+from paellapy.serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
+from paellapy.serving.config import Config, Source
+from paellapy.serving.counters import Counters, Numbers, counter_table
+from paellapy.serving.logs import configure, log
+from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.server import (
+    Announce,
+    Server,
+    end_now,
+    ends,
+    failure_of,
+    keep_memory,
+    load_models,
+    loop_factory,
+    run,
+    url_of,
+)
+from paellapy.serving.service import Service
+from paellapy.serving.warm import warm_up
+from paellapy.serving.workers.engine_host import EngineHost
+from paellapy.serving.workers.engine_link import EngineLink
+from paellapy.serving.workers.kept import Kept
+from paellapy.serving.workers.supervisor import READY, Process, Supervisor, Tell, listen
+
+SOCKET, KEPT = "engine", "kept"
+ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
+
+
+class Policies:
+    """The configured policy, and those of the package by name."""
+
+    def __init__(self, configured: Policy) -> None:
+        self.configured = configured
+
+    def __call__(self, name: str) -> Policy:
+        """By name; the configured one where there is none."""
+        known = name and name != self.configured.name and name in policy_names()
+        return find_policy(name) if known else self.configured
+
+
+def serve_workers(
+    config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None
+) -> None:
+    """Until SIGTERM or SIGINT."""
+    options = config.server
+    configure(options.log_format, options.log_level)
+    keys, tls = build_keys(config, source), build_tls(config, source)
+    policies = Policies(build_policy(config, source))  # compiled before the fork: the others start with it
+    check_fork(config)
+    warm_up(policies.configured)
+    sockets = listen(options.host, options.port, options.workers)
+    url = url_of(sockets[0].getsockname(), tls is not None)
+    table, since = counter_table(options.workers), time.time()
+    with tempfile.TemporaryDirectory(prefix="paellapy-") as folder:
+        path = Path(folder) / SOCKET
+        workers = [
+            Process(
+                f"worker {k}",
+                f"work{k}",
+                _Worker(k, config, keys, tls, policies, path, table, each, since).main,
+                (each.fileno(),),
+            )
+            for k, each in enumerate(sockets, 1)
+        ]
+        engine = Process("engine", "engine", partial(_engine, config, source, models, policies, path))
+        supervisor = Supervisor(workers, [engine], options.grace_s + options.drain_s)
+        log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
+
+        def ready() -> None:
+            if announce is not None:
+                announce(url)
+
+        supervisor.run(sockets, ready)
+    log.info("stopped")
+
+
+# -- the engine's process
+
+
+def _engine(
+    config: Config, source: Source, models: Sequence[Model], policies: Policies, path: Path, tell: Tell
+) -> int:
+    configure(config.server.log_format, config.server.log_level, process="engine")
+    entries = [entry_of(model) for model in models]
+    if config.models or not entries:
+        entries += build_entries(config, source)
+    engine = build_engine(config, source, policies.configured)
+    registry = Registry(engine, entries)
+
+    async def main() -> int:
+        host, stop = EngineHost(registry, path, Kept(path.with_name(KEPT))), asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await host.start()
+        loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
+        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
+        try:
+            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                host.settle()
+                tell(READY)
+            await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            await host.stop()
+            if not await ends(loading, config.server.drain_s):
+                end_now(0)
+        finally:
+            stopped.cancel()
+            failed.cancel()
+        return 0
+
+    code = asyncio.run(main())
+    engine.close()
+    return code
+
+
+# -- a worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """`front` is its number, from 1."""
+
+    front: int
+    config: Config
+    keys: Mapping[str, str]
+    tls: ssl.SSLContext | None
+    policies: Policies
+    path: Path
+    table: Numbers
+    listening: socket.socket
+    since: float  # when the server began
+
+    def main(self, tell: Tell) -> int:
+        options = self.config.server
+        configure(options.log_format, options.log_level, process=f"worker {self.front}")
+        keep_memory()
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(self._main(tell))
+        return 0
+
+    async def _main(self, tell: Tell) -> None:
+        link = EngineLink(self.path, self.front, self.policies)
+        server = _WorkerServer(link, self)
+        linked = asyncio.create_task(link.run())
+        try:
+            await run(server, lambda _: tell(READY), aloud=False)
+        finally:
+            link.close()
+            linked.cancel()
+
+
+class _WorkerServer(Server):
+    """Its models are loaded by another process."""
+
+    def __init__(self, link: EngineLink, worker: _Worker) -> None:
+        o = worker.config.server
+        counters = Counters(link.registry, worker.table, worker.front - 1)
+        service = Service(
+            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since
+        )
+        super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=worker.listening)
+        self._link = link
+
+    async def start(self) -> None:
+        """Connections wait in the kernel's queue until the engine is known, but not for one that does not come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENGINE_PATIENCE_S):
+                while not self._link.registry.entries:
+                    await self._link.changed()
+        await super().start()
+
+    async def load(self) -> None:
+        while not self._link.settled and not self.service.draining:
+            await self._link.changed()
+
+    async def stop(self) -> None:
+        self.service.draining = True
+        self._link.poke()
+        await super().stop()
