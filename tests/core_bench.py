@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.parts import part
+from paellapy.scheduler.core import rings, step
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
-from paellapy.scheduler.core.step import rings, step
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 LIMITS = st.Limits(

@@ -1,15 +1,20 @@
-"""The corpus compiled to plain PTX, without a GPU."""
+"""Kernels compiled without a GPU: the corpus to plain PTX, any kernel to a program of the evaluator."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
-from corpus import Case, CudaCase
+import triton
+from corpus import Case, CudaCase, ast_source
+from corpus.case import Argument, Call, options
+from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.compiled import Source
 from paellapy.instrument.cuda_source import CudaSource
 from paellapy.instrument.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.ttir import TtirProgram
 
 
 @functools.cache
@@ -20,5 +25,11 @@ def source_of(case: Case | CudaCase, target: str | None = None) -> Source:
         return CudaSource(case.source, case.name_expression or case.entry, case.options).source(target)
     call = case.make(np.random.default_rng(0), 1.0)
     kernel = TritonSource(case.kernel)
-    values, key, options = kernel.bind(TypeHandlers(), **call.args, **call.constexprs, **call.options)
-    return kernel.source(values, (*key, *sorted(options.items())), options, target)
+    values, key, chosen = kernel.bind(TypeHandlers(), **call.args, **call.constexprs, **call.options)
+    return kernel.source(values, (*key, *sorted(chosen.items())), chosen, target)
+
+
+def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:
+    call = Call(args, constexprs, (1,), (), dict, 0.0, options())
+    built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", 80, 32), options=call.options)
+    return TtirProgram.parse(built.asm["ttir"], kernel.__name__)

@@ -10,13 +10,13 @@ import sys
 import textwrap
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import triton
 import triton.language as tl
 from engine_models import mlp_model, mlp_reference, random_inputs, scale, scale_model, scale_reference
+from places import TESTS
 
 import paellapy as pp
 from paellapy.instrument.device.cuda_memory import CudaEvent
@@ -414,7 +414,7 @@ def test_a_fault_answers_everybody_and_nothing_hangs():
     """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=120,

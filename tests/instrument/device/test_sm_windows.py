@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sm_model import EXACT, H200
+from sm_timing import EXACT, H200
 
 from paellapy.instrument.device.parts import KIB
 from paellapy.instrument.device.sm_costs import BlockCost

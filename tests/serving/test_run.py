@@ -11,18 +11,18 @@ import signal
 import socket
 import ssl
 import threading
-from pathlib import Path
 from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
 import pytest
+from places import TESTS
 from serving_server import infer_body, read_until, running, serving
 
 from paellapy import demo, serve_demo
 from paellapy.serving.logs import log
 
-TLS = Path(__file__).parent / "tls"  # a certificate for localhost that signs itself
+TLS = TESTS / "tls"  # a certificate for localhost that signs itself
 IMAGES, LABELS = demo.held_out()
 
 CONFIG = """

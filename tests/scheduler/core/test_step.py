@@ -14,6 +14,7 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
+from paellapy.scheduler.core import rings, step
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.ahead import JUST_AHEAD_NS, MOST_STRETCH
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
@@ -28,7 +29,6 @@ from paellapy.scheduler.core.models import (
     remove,
     save_profiles,
 )
-from paellapy.scheduler.core.step import rings, step
 from paellapy.scheduler.engine.install import install_windows
 from paellapy.scheduler.engine.occupancy import occupancy
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names

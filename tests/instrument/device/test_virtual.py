@@ -16,6 +16,7 @@ import triton.language as tl
 from corpus import CUDA_CASES, TRITON_CASES, Case, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 import paellapy as pp
 from paellapy.instrument.device.parts import PARTS
@@ -241,7 +242,7 @@ def test_an_error_inside_a_trace_is_the_error_one_sees(device: Any) -> None:
 
 
 def test_readme_example_runs(tmp_path: Path) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     code = readme.split("```python\n")[1].split("```")[0]
     script = tmp_path / "example.py"
     script.write_text(code)

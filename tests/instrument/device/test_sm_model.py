@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sm_timing import EXACT, H200
 
-from paellapy.instrument.device.parts import KIB, part
+from paellapy.instrument.device.parts import KIB
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import DeadlockError, SmModel
 from paellapy.instrument.device.sm_program import Kernel
@@ -19,23 +20,8 @@ from paellapy.instrument.errors import LaunchError, NoDeviceError
 from paellapy.instrument.occupancy import Footprint, footprint, occupancy
 from paellapy.instrument.records import BLOCK, SM_LINE, WARP_SHIFT
 
-H200 = part("h200")
 # Four SMs in two GPCs: small enough that a handful of launches contend for everything.
 SMALL = dataclasses.replace(H200, gpc_sms=(2, 2), concurrent_grids=8)
-# No latencies and full rates: times follow from the work alone, and whole durations stay whole.
-EXACT = Timing(
-    launch_ns=0,
-    kernel_gap_ns=0,
-    graph_gap_ns=0,
-    grid_issue_ns=0,
-    block_issue_ns=0,
-    block_overhead_ns=1,
-    bandwidth_efficiency=1,
-    flops_efficiency=1,
-    tensor_efficiency=1,
-    pcie_efficiency=1,
-    copy_latency_ns=0,
-)
 
 
 @dataclasses.dataclass(frozen=True)

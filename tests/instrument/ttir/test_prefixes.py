@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from corpus_sources import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ttir_tape import compiled
 
 from paellapy.instrument.errors import OutOfBoundsError
 from paellapy.instrument.ttir import TtirProgram, program

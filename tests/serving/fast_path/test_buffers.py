@@ -14,8 +14,8 @@ import uvloop
 from engine_models import scale_model
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from raw_client import Client
 from serving_server import running
-from test_serving_fast_lane import Client
 
 from paellapy.serving.fast_path import buffers
 from paellapy.serving.fast_path.buffers import Body, write

@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from places import TESTS
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -41,7 +41,7 @@ def run(tmp_path):
         script = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\nprint('done', flush=True)\nos._exit(0)\n"
         found = subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)},
+            env={**os.environ, "PAELLAPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(TESTS)},
             capture_output=True,
             text=True,
             timeout=200,

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 from engine_models import random_inputs, scale_model
+from places import ROOT
 
 import paellapy as pp
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.viz import live_widget
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from browser import Browser, find_chromium
 
@@ -236,7 +237,7 @@ def test_the_module_draws_a_real_engine_and_its_controls_work(engine, view, tmp_
 
 
 def test_the_page_on_serving_quotes_what_looking_was_measured_to_cost():
-    root = Path(__file__).parent.parent
+    root = ROOT
     found = json.loads((root / "benchmarks" / "results" / "live_overhead.json").read_text())["results"]
     page = " ".join((root / "docs" / "serving.md").read_text().split())
     assert f"at {found['hz']:.1f} pictures a second" in page

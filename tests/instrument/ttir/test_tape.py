@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from corpus import ast_source
-from corpus.case import Argument, Call, options
+from corpus_sources import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
 
 from paellapy.instrument.ttir import TtirProgram, libdevice, tape
 from paellapy.instrument.ttir.conversion import decode, encode, rounder
 from paellapy.instrument.ttir.types import ELEMENTS
-
-
-def compiled(kernel: Any, args: dict[str, Argument], **constexprs: Any) -> TtirProgram:
-    call = Call(args, constexprs, (1,), (), dict, 0.0, options())
-    built = triton.compile(ast_source(kernel, call), target=GPUTarget("cuda", 80, 32), options=call.options)
-    return TtirProgram.parse(built.asm["ttir"], kernel.__name__)
 
 
 @triton.jit

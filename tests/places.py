@@ -1,0 +1,8 @@
+"""Where things lie in the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
