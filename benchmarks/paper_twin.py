@@ -28,7 +28,7 @@ from rich.table import Table
 from paellapy.scheduler.core.models import load_profiles
 from paellapy.scheduler.core.state import OK, QUEUE_FULL
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import Trace
+from paellapy.scheduler.sim.workload import TraceWorkload
 
 FIGURES = ("p50_slowdown", "p99_slowdown", "throughput")
 
@@ -45,8 +45,9 @@ def simulated(
     rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
     by = "demand" if isinstance(system.active, float) else "active"
     limit = {by: system.active} if system.active else {}
+    windows = system.setup.windows > 0
     result = simulate(
-        profiles, Trace(rows), system.policy, queues=system.setup.queues, sm_windows=system.setup.windows > 0, **limit
+        profiles, TraceWorkload(rows), system.policy, queues=system.setup.queues, sm_windows=windows, **limit
     )
     done = result.jobs[result.jobs["status"] == OK]
     alone = np.array([alone_ns[each.name] for each in profiles])  # by what slowdowns were measured too
@@ -65,7 +66,7 @@ def admitted(profiles: list[Any], system: System, at: Any, model: Any, alone_ns:
     each = zip(at.tolist(), model.tolist(), strict=True)
     rows = tuple((t / 1e9, names[m], due_ns[m] / 1e6, None, 0) for t, m in each)
     jobs = simulate(
-        profiles, Trace(rows), system.policy, demand=system.active, queues=system.setup.queues, admission=True
+        profiles, TraceWorkload(rows), system.policy, demand=system.active, queues=system.setup.queues, admission=True
     ).jobs
     let_in = jobs[jobs["status"] != QUEUE_FULL]
     in_time = (let_in["status"] == OK) & (let_in["finish_ns"] - let_in["arrival_ns"] <= due_ns[let_in["model"]])

@@ -30,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import paellapy as pp
-from paellapy.instrument.device.queues import VARIABLE
+from paellapy.instrument.queues import VARIABLE
 from paellapy.scheduler.policies.fifo import rank as fifo
 from paellapy.scheduler.policies.policy import policy
 from paellapy.scheduler.policies.srpt import rank as srpt

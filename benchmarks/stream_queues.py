@@ -32,7 +32,7 @@ from rich.table import Table
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.device.queues import VARIABLE as QUEUES
+from paellapy.instrument.queues import VARIABLE as QUEUES
 from paellapy.scheduler.backends.base import WINDOW_SHARE
 from paellapy.scheduler.backends.cuda_graphs import instantiate, read_graph, segment_graph
 from paellapy.scheduler.backends.cuda_windows import CudaWindows

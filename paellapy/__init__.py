@@ -13,100 +13,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import lazy_loader
 
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from paellapy.instrument.queues import ask_for_all
 
-from paellapy import examples, viz
-from paellapy.instrument.device import Array, Device, Stream, devices
-from paellapy.instrument.errors import (
-    ArgumentError,
-    CompileError,
-    InstrumentError,
-    LaunchError,
-    NoDeviceError,
-    OutOfBoundsError,
-    PaellaError,
-    PtxError,
-    TraceError,
-    UnsupportedOpError,
-)
-from paellapy.instrument.kernel import CudaKernel, Kernel, TritonKernel, kernel
-from paellapy.instrument.live import Counts, counts
-from paellapy.instrument.torch_hook import instrument_torch
-from paellapy.instrument.trace import Trace
-from paellapy.instrument.tracing import trace
-from paellapy.scheduler.core.models import ModelProfile, load_profiles, save_profiles
-from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.models.model import Model, TensorSpec
-from paellapy.scheduler.policies.policy import Policy, policy, policy_names
-from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson
-from paellapy.scheduler.sim.workload import Trace as TraceWorkload
-from paellapy.serving.api import serve
-from paellapy.simulation import simulate
-from paellapy.viz import MissingExtraError, compare, live
+ask_for_all()
 
-__all__ = [
-    "ArgumentError",
-    "Array",
-    "ClosedLoop",
-    "CompileError",
-    "Counts",
-    "CudaKernel",
-    "Device",
-    "Engine",
-    "InstrumentError",
-    "Kernel",
-    "LaunchError",
-    "Lognormal",
-    "MissingExtraError",
-    "Model",
-    "ModelProfile",
-    "NoDeviceError",
-    "OutOfBoundsError",
-    "PaellaError",
-    "Poisson",
-    "Policy",
-    "PtxError",
-    "Stream",
-    "TensorSpec",
-    "Trace",
-    "TraceError",
-    "TraceWorkload",
-    "TritonKernel",
-    "UnsupportedOpError",
-    "array",
-    "compare",
-    "counts",
-    "devices",
-    "empty",
-    "examples",
-    "instrument_torch",
-    "kernel",
-    "live",
-    "load_profiles",
-    "policy",
-    "policy_names",
-    "save_profiles",
-    "serve",
-    "simulate",
-    "stream",
-    "trace",
-    "viz",
-]
-
-
-def array(data: NDArray[Any]) -> Array:
-    """A copy of `data` in the current device's memory."""
-    return Device.current().array(np.asarray(data))
-
-
-def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
-    """Uninitialised memory on the current device."""
-    return Device.current().empty(shape, dtype)
-
-
-def stream(priority: int = 0) -> Stream:
-    """A new stream of the current device; `with stream:` makes it current. Larger priorities go first."""
-    return Device.current().stream(priority)
+# `__init__.pyi` says where each public name lives. The modules are imported when a name is first used, so that
+# `import paellapy` takes a moment, and a script pays for Triton, Numba or the server only where it uses them.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

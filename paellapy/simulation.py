@@ -17,7 +17,7 @@ from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
 from paellapy.scheduler.sim.simulate import simulated_part
 from paellapy.scheduler.sim.trace import OwnKernels
-from paellapy.scheduler.sim.workload import Lognormal, Poisson, Trace, Workload
+from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
 
 
 def simulate(
@@ -138,4 +138,4 @@ def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, s
         return Lognormal(rate, shares, duration=seconds, sigma=sigma)
     if not Path(kind).is_file():
         raise ArgumentError(f"no workload {kind!r}: say poisson, lognormal, or a CSV file with columns t and model")
-    return Trace.from_csv(Path(kind))
+    return TraceWorkload.from_csv(Path(kind))

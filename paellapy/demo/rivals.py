@@ -15,7 +15,7 @@ import numpy as np
 from paellapy.demo import kernels as _kernels
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.models.model import Arrays, Model, TensorSpec
-from paellapy.scheduler.sim.workload import Trace
+from paellapy.scheduler.sim.workload import TraceWorkload
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 
@@ -50,10 +50,10 @@ def rivals() -> list[Model]:
     return [_model(name, kind, weights) for name, kind in KINDS.items()]
 
 
-def rush(longs: int = 12, shorts: int = 24) -> Trace:
+def rush(longs: int = 12, shorts: int = 24) -> TraceWorkload:
     """Requests for both: the long ones come 0.3 ms apart, the short ones every 0.6 ms, and go on after them."""
     rows = [(k * 0.3e-3, "long") for k in range(longs)] + [(0.1e-3 + k * 0.6e-3, "short") for k in range(shorts)]
-    return Trace(tuple((at, name, None, None, 0) for at, name in sorted(rows)))
+    return TraceWorkload(tuple((at, name, None, None, 0) for at, name in sorted(rows)))
 
 
 def _model(name: str, kind: _Kind, weights: Arrays) -> Model:

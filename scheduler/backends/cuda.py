@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device import queues
+from paellapy.instrument import queues
 from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library

@@ -2,7 +2,7 @@
 
 Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: alike
 Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16)
-Trace.from_csv("trace.csv")                                     # columns t, model[, deadline, priority, client]
+TraceWorkload.from_csv("trace.csv")                             # columns t, model[, deadline, priority, client]
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _checked(row: Row, where: str) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace(Workload):
+class TraceWorkload(Workload):
     """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each, in any order."""
 
     rows: tuple[Row, ...]
@@ -222,7 +222,7 @@ class Trace(Workload):
         object.__setattr__(self, "rows", tuple(sorted(checked, key=lambda each: each[0])))
 
     @classmethod
-    def from_csv(cls, path: str | Path) -> Trace:
+    def from_csv(cls, path: str | Path) -> TraceWorkload:
         """Columns `t` (seconds), `model`, and optionally `deadline` (ms after t), `priority`, `client`."""
         rows = []
         try:

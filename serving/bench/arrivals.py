@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.sim.workload import MOST_SIGMA, Trace
+from paellapy.scheduler.sim.workload import MOST_SIGMA, TraceWorkload
 from paellapy.serving.bench.client import BenchError
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
@@ -113,7 +113,8 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
     Times count from the first of them. A file's priorities are the engine's, larger first.
     """
     try:
-        rows = _lines(Path(path)) if Path(path).suffix in (".jsonl", ".json", ".ndjson") else Trace.from_csv(path).rows
+        is_json = Path(path).suffix in (".jsonl", ".json", ".ndjson")
+        rows = _lines(Path(path)) if is_json else TraceWorkload.from_csv(path).rows
     except OSError as e:
         raise BenchError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:

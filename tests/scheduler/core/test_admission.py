@@ -15,7 +15,7 @@ from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.state import MAX_ACTIVE, OK, QUEUE_FULL
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, Trace
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
 from paellapy.serving.admission import Window
 
 MS = 1_000_000
@@ -65,7 +65,7 @@ def test_deadlines_are_kept_as_targets_are():
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.lognormal(np.log(1 / 12000) - 1.125, 1.5, 12000))
     rows = tuple((float(t), "net", 2.0, None, 0) for t in times)
-    result = simulate([free], Trace(rows), "slack", admission=True)
+    result = simulate([free], TraceWorkload(rows), "slack", admission=True)
     let_in = result.jobs[result.jobs["status"] != QUEUE_FULL]
     in_time = (let_in["status"] == OK) & (let_in["finish_ns"] - let_in["arrival_ns"] <= 2 * MS)
     assert 0.2 < len(let_in) / len(rows) < 0.9
@@ -170,7 +170,7 @@ def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_tha
     rng = np.random.default_rng(0)
     times = {name: np.cumsum(rng.exponential(1 / n, 10 * n)) for name, n in (("often", 2000), ("seldom", 20))}
     rows = tuple((float(t), name, None, None, 0) for name, found in times.items() for t in found)
-    jobs = simulate([often, seldom], Trace(rows), "fifo", admission=True).jobs
+    jobs = simulate([often, seldom], TraceWorkload(rows), "fifo", admission=True).jobs
     let_in = jobs[(jobs["model"] == 1) & (jobs["status"] != QUEUE_FULL)]
     assert len(let_in) > 50
     assert (let_in["finish_ns"] - let_in["arrival_ns"] <= 11 * MS).mean() > 0.97

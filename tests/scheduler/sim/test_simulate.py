@@ -18,7 +18,7 @@ from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.fluid import HAND_OVER_NS, run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import COPY_GBPS, Fidelity, simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, Trace, Workload, WorkloadError
+from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, TraceWorkload, Workload, WorkloadError
 from paellapy.viz.palette import OKABE_ITO
 
 
@@ -52,12 +52,12 @@ def test_lognormal_gaps_are_burstier_than_poisson() -> None:
 def test_traces_come_from_csv(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("t,model,deadline,priority,client\n0.002,b,,,\n0.001,a,5,2,3\n")
-    found = Trace.from_csv(path).arrivals(["a", "b"], 0)
+    found = TraceWorkload.from_csv(path).arrivals(["a", "b"], 0)
     assert found["time_ns"].tolist() == [1_000_000, 2_000_000]
     assert found["model"].tolist() == [0, 1]
     assert found["deadline_ns"].tolist() == [6_000_000, st.NEVER]
     assert found["client"].tolist() == [3, 0]
-    result = simulate([net("a"), net("b")], Trace.from_csv(path), "fifo")
+    result = simulate([net("a"), net("b")], TraceWorkload.from_csv(path), "fifo")
     assert result.all.completed == 2
 
 
@@ -79,17 +79,17 @@ def test_a_wrong_trace_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(WorkloadError, match=r"wrong\.csv"):
-        Trace.from_csv(path)
+        TraceWorkload.from_csv(path)
 
 
 def test_a_trace_that_is_not_there_is_named() -> None:
     with pytest.raises(WorkloadError, match=r"missing\.csv cannot be read .* name a CSV file"):
-        Trace.from_csv("missing.csv")
+        TraceWorkload.from_csv("missing.csv")
 
 
 def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
     rows = ((3e-3, "net", None, None, 2), (1e-3, "net", 5.0, None, 1), (2e-3, "net", None, 1, 0))
-    runs = [simulate([net()], Trace(each), "fifo").jobs for each in (rows, tuple(sorted(rows)))]
+    runs = [simulate([net()], TraceWorkload(each), "fifo").jobs for each in (rows, tuple(sorted(rows)))]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert runs[0]["arrival_ns"].tolist() == [1_000_000, 2_000_000, 3_000_000]
 
@@ -110,7 +110,7 @@ def test_the_rows_of_a_trace_may_come_in_any_order() -> None:
 )
 def test_a_wrong_row_of_a_trace_is_named(row: object) -> None:
     with pytest.raises(WorkloadError, match=r"row 1 of the trace is .* and rows are"):
-        Trace(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
+        TraceWorkload(((0.0, "m", None, None, 0), row))  # type: ignore[arg-type]
 
 
 def test_a_list_of_models_is_asked_for_in_equal_shares() -> None:
@@ -174,14 +174,14 @@ def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
     policy=st_.sampled_from(["slack", "paella", "streams"]),
 )
 def test_few_requests_for_many_models_are_all_answered(rows: list[tuple[float, str]], policy: str) -> None:
-    load = Trace(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
+    load = TraceWorkload(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
     result = simulate(mix_profiles(), load, policy)
     assert (result.jobs["status"] == st.OK).sum() == len(rows)
 
 
 @pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
 def test_few_requests_are_all_answered_where_every_block_is_placed(requests: int) -> None:
-    load = Trace(tuple((0.0, f"net{k % 6}", None, None, 0) for k in range(requests)))
+    load = TraceWorkload(tuple((0.0, f"net{k % 6}", None, None, 0) for k in range(requests)))
     result = simulate([net(f"net{k}") for k in range(6)], load, "fifo", fidelity="blocks")
     assert result.all.completed == requests
 
@@ -207,7 +207,7 @@ def test_deadlines_expire_and_queues_overflow() -> None:
 
 def test_a_deadline_is_what_a_request_is_held_to_and_else_its_model_s_target() -> None:
     def within(target_ms: float | None, deadline_ms: float | None) -> float:
-        load = Trace(tuple((k * 1e-3, "net", deadline_ms, None, 0) for k in range(10)))
+        load = TraceWorkload(tuple((k * 1e-3, "net", deadline_ms, None, 0) for k in range(10)))
         return simulate([net(target_ms=target_ms)], load, "fifo").all.within_target
 
     assert within(target_ms=100.0, deadline_ms=0.1) == 0.0  # 0.2 ms alone
@@ -216,7 +216,7 @@ def test_a_deadline_is_what_a_request_is_held_to_and_else_its_model_s_target() -
     assert within(target_ms=0.1, deadline_ms=None) == 0.0
     assert within(target_ms=100.0, deadline_ms=None) == 1.0
     assert np.isnan(within(target_ms=None, deadline_ms=None))
-    some = Trace(((0.0, "net", 100.0, None, 0), (0.1, "net", None, None, 0)))
+    some = TraceWorkload(((0.0, "net", 100.0, None, 0), (0.1, "net", None, None, 0)))
     assert simulate([net()], some, "fifo").all.within_target == 1.0  # of the one that has a deadline
 
 
@@ -245,7 +245,7 @@ def test_results_print_and_plot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fidelity", ["segments", "blocks"])
 def test_occupancy_covers_the_whole_run_however_long_it_goes_on(fidelity: Fidelity) -> None:
-    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(300)))
+    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(300)))
     result = simulate([net(blocks=2000)], load, "streams", fidelity=fidelity)
     assert result.seconds > 100 * load.seconds
     assert result.bin_ms * len(result.occupancy) == pytest.approx(result.seconds * 1e3, abs=result.bin_ms)
@@ -264,7 +264,7 @@ def test_parts_of_the_gpu_stay_parts_where_demand_was_measured() -> None:
 
 
 def test_an_empty_run_has_figures_that_say_so() -> None:
-    result = simulate([net()], Trace(()), "fifo")
+    result = simulate([net()], TraceWorkload(()), "fifo")
     assert result.all.completed == 0
     assert np.isnan(result.all.p99_ms)
     assert str(result)
@@ -372,7 +372,7 @@ def test_programs_that_want_the_gpu_independently_fill_it_little_by_little() -> 
 def last_ns(kernels: int, queues: int | None, policy: str = "streams", segments: int = 1) -> float:
     """When the last of six jobs of 100 ms that come at once ends."""
     cut = [SegmentProfile(100e6 / segments, blocks=1, warps=1, registers=32, kernels=kernels // segments)] * segments
-    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
     jobs = simulate([ModelProfile("net", {1: cut}, lanes=6)], load, policy, queues=queues, host_launch_ns=0.0).jobs
     return float(np.max(jobs["finish_ns"]))
 
@@ -401,7 +401,7 @@ def test_queues_of_short_kernels_end_late_in_simulated_time_too(policy: str, sin
         ModelProfile(f"net{n}", {1: [SegmentProfile(100.0 * n, blocks=1, warps=1, registers=32, kernels=n)]}, lanes=4)
         for n in (150, 300, 700)
     ]
-    load = Trace(tuple((since + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
+    load = TraceWorkload(tuple((since + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
     assert (simulate(nets, load, policy, queues=8).jobs["status"] == st.OK).all()
 
 
@@ -412,7 +412,7 @@ def test_more_hardware_queues_never_take_longer(kernels: int, queues: int, more:
 
 def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=4)]}, lanes=6)
-    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
+    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(6)))
 
     def seconds(queues: int | None, policy: str = "streams") -> float:
         return simulate([net], load, policy, queues=queues, fidelity="blocks").seconds
@@ -425,7 +425,7 @@ def test_streams_share_hardware_queues_where_every_block_is_placed_too() -> None
 def test_who_waits_in_a_hardware_queue_takes_nothing_from_those_who_run() -> None:
     """Kernel issue is full with four: more queues never do less."""
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=1, warps=1, registers=32, kernels=50)]}, lanes=32)
-    load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
+    load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(32)))
     last = [simulate([net], load, "streams", queues=n, host_launch_ns=0.0).seconds for n in (1, 2, 4, 8, None)]
     assert all(later <= sooner * 1.001 for sooner, later in pairwise(last)), last
 
@@ -434,7 +434,7 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
     """One that issues little beside three that would each issue all the time: what it leaves is theirs."""
     little = ModelProfile("little", {1: [SegmentProfile(100e6, kernels=1)]}, lanes=1)
     much = ModelProfile("much", {1: [SegmentProfile(1e6, kernels=100_000)]}, lanes=3)
-    load = Trace(tuple((1e-6, name, None, None, 0) for name in ("little", "much", "much", "much")))
+    load = TraceWorkload(tuple((1e-6, name, None, None, 0) for name in ("little", "much", "much", "much")))
     jobs = simulate([little, much], load, "streams", host_launch_ns=0.0).jobs
     assert jobs["finish_ns"][jobs["model"] == 1].max() == pytest.approx(3e6, rel=0.01)
     assert jobs["finish_ns"][jobs["model"] == 0].max() == pytest.approx(100e6, rel=0.01)
@@ -443,7 +443,7 @@ def test_kernel_issue_that_some_leave_is_used_by_the_others() -> None:
 def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
     def finished(input_bytes: int, second: float) -> tuple[int, ...]:
         net = ModelProfile("net", {1: [SegmentProfile(200e3)], 4: [SegmentProfile(300e3)]}, lanes=1)
-        load = Trace(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
+        load = TraceWorkload(tuple((t, "net", None, None, 0) for t in (1e-6, second, second)))
         jobs = simulate(replace(net, input_bytes=input_bytes), load, "streams").jobs
         return tuple(jobs["finish_ns"])
 
@@ -459,7 +459,7 @@ def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
 
     def finished(input_bytes: int) -> list[int]:
         net = ModelProfile("net", {1: [SegmentProfile(200e3)]}, lanes=2, input_bytes=input_bytes)
-        load = Trace(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
+        load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
         return sorted(simulate(net, load, "serial").jobs["finish_ns"].tolist())
 
     assert HAND_OVER_NS + 400_000 / COPY_GBPS < 200e3
@@ -473,7 +473,7 @@ def test_one_segment_at_a_time_loses_next_to_nothing(fidelity: Fidelity) -> None
     """The next is sent before the GPU runs dry, although nothing else happens at that time."""
     net = ModelProfile("net", {1: [SegmentProfile(100e3, blocks=132, warps=1056)] * 10}, lanes=2)
     first = replace(net, name="first", priority=1)  # whom a job in one piece could not make way for
-    load = Trace(((1e-6, "net", None, None, 0),))
+    load = TraceWorkload(((1e-6, "net", None, None, 0),))
     one, two = (simulate([net, first], load, look_ahead=ahead, fidelity=fidelity).seconds for ahead in (1, 2))
     assert one == pytest.approx(two, rel=0.002)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paellapy.instrument.device import queues
+from paellapy.instrument import queues
 
 
 def in_process(code: str, **env: str) -> str:
@@ -50,7 +50,7 @@ def test_few_queues_are_told_of_where_nobody_chose_them(
 
 def test_to_ask_whether_the_gpu_is_in_use_does_not_load_its_driver() -> None:
     loaded = "'libcuda.so' in open('/proc/self/maps').read()"
-    code = f"from paellapy.instrument.device import queues; print(queues.gpu_in_use(), {loaded})"
+    code = f"from paellapy.instrument import queues; print(queues.gpu_in_use(), {loaded})"
     assert in_process(code) == "False False"
 
 

@@ -1,0 +1,88 @@
+from . import examples as examples
+from . import viz as viz
+from .arrays import array as array
+from .arrays import empty as empty
+from .arrays import stream as stream
+from .instrument.device import Array as Array
+from .instrument.device import Device as Device
+from .instrument.device import Stream as Stream
+from .instrument.device import devices as devices
+from .instrument.errors import (
+    ArgumentError as ArgumentError,
+)
+from .instrument.errors import (
+    CompileError as CompileError,
+)
+from .instrument.errors import (
+    InstrumentError as InstrumentError,
+)
+from .instrument.errors import (
+    LaunchError as LaunchError,
+)
+from .instrument.errors import (
+    NoDeviceError as NoDeviceError,
+)
+from .instrument.errors import (
+    OutOfBoundsError as OutOfBoundsError,
+)
+from .instrument.errors import (
+    PaellaError as PaellaError,
+)
+from .instrument.errors import (
+    PtxError as PtxError,
+)
+from .instrument.errors import (
+    TraceError as TraceError,
+)
+from .instrument.errors import (
+    UnsupportedOpError as UnsupportedOpError,
+)
+from .instrument.kernel import (
+    CudaKernel as CudaKernel,
+)
+from .instrument.kernel import (
+    Kernel as Kernel,
+)
+from .instrument.kernel import (
+    TritonKernel as TritonKernel,
+)
+from .instrument.kernel import (
+    kernel as kernel,
+)
+from .instrument.live import Counts as Counts
+from .instrument.live import counts as counts
+from .instrument.torch_hook import instrument_torch as instrument_torch
+from .instrument.trace import Trace as Trace
+from .instrument.tracing import trace as trace
+from .scheduler.core.models import (
+    ModelProfile as ModelProfile,
+)
+from .scheduler.core.models import (
+    load_profiles as load_profiles,
+)
+from .scheduler.core.models import (
+    save_profiles as save_profiles,
+)
+from .scheduler.engine.engine import Engine as Engine
+from .scheduler.models.model import Model as Model
+from .scheduler.models.model import TensorSpec as TensorSpec
+from .scheduler.policies.policy import Policy as Policy
+from .scheduler.policies.policy import policy as policy
+from .scheduler.policies.policy import policy_names as policy_names
+from .scheduler.sim.workload import (
+    ClosedLoop as ClosedLoop,
+)
+from .scheduler.sim.workload import (
+    Lognormal as Lognormal,
+)
+from .scheduler.sim.workload import (
+    Poisson as Poisson,
+)
+from .scheduler.sim.workload import (
+    TraceWorkload as TraceWorkload,
+)
+from .serving.api import serve as serve
+from .simulation import simulate as simulate
+from .viz import MissingExtraError as MissingExtraError
+from .viz import compare as compare
+from .viz import live as live

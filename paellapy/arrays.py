@@ -1,0 +1,25 @@
+"""Arrays and streams of the current device: what `pp.array`, `pp.empty` and `pp.stream` make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from paellapy.instrument.device import Array, Device, Stream
+
+
+def array(data: NDArray[Any]) -> Array:
+    """A copy of `data` in the current device's memory."""
+    return Device.current().array(np.asarray(data))
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+    """Uninitialised memory on the current device."""
+    return Device.current().empty(shape, dtype)
+
+
+def stream(priority: int = 0) -> Stream:
+    """A new stream of the current device; `with stream:` makes it current. Larger priorities go first."""
+    return Device.current().stream(priority)

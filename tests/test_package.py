@@ -1,0 +1,106 @@
+"""The package: one import root, whatever lies beside the script, from a wheel and from the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+OURS = ("instrument", "scheduler", "serving")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a clone has it, so that building leaves nothing in this one."""
+    folder = tmp_path_factory.mktemp("source")
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, files.stdout.decode().split("\0")):
+        if name.startswith(("benchmarks/results/", "docs/", "notebooks/", "tests/")) or not (ROOT / name).exists():
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (folder / name).symlink_to(os.readlink(ROOT / name))
+        else:
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def build(source: Path, into: Path, kind: str) -> Path:
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(into)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return into / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+def test_a_wheel_holds_one_package_and_all_of_it(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"paellapy"}
+    held = {name.removeprefix("paellapy/") for name in names if name.startswith("paellapy/")}
+    for folder in (*OURS, "paellapy"):
+        root = ROOT / folder
+        for path in root.rglob("*"):
+            if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts:
+                kept = path.relative_to(ROOT if folder != "paellapy" else root).as_posix()
+                assert kept in held, f"{kept} is not in the wheel"
+
+
+def test_a_source_distribution_holds_one_package(source: Path, tmp_path: Path) -> None:
+    with tarfile.open(build(source, tmp_path, "sdist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        assert not any(member.issym() for member in archive.getmembers())
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    assert {folder for folder in folders if not folder.endswith(".egg-info")} == {"paellapy"}
+    assert {f"paellapy/{folder}/__init__.py" for folder in OURS} < names
+
+
+@pytest.mark.parametrize("installed", ["wheel", "editable"])
+def test_a_script_may_lie_beside_files_with_names_of_our_folders(
+    installed: str, wheel: Path, tmp_path: Path
+) -> None:
+    """And beside packages of those names, as PyPI has them."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    beside = tmp_path / "script"
+    beside.mkdir()
+    for name in OURS:
+        (beside / f"{name}.py").write_text("MINE = True\n")
+    (beside / "queue_of_jobs.py").write_text(
+        "import instrument, scheduler, serving\n"
+        "import paellapy as pp\n"
+        "for name in pp.__all__:\n    getattr(pp, name)\n"
+        "import paellapy.scheduler.engine.engine\n"
+        "assert instrument.MINE and scheduler.MINE and serving.MINE\n"
+        "print(pp.__file__)\n"
+    )
+    root = site if installed == "wheel" else ROOT
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(beside / "queue_of_jobs.py")]
+    done = subprocess.run(command, env=environment, cwd=beside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == root / "paellapy" / "__init__.py"
+
+
+@pytest.mark.parametrize("folder", OURS)
+def test_a_folder_refuses_to_be_a_second_copy_of_itself(folder: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"import paellapy.{folder}" in done.stderr.splitlines()[-1]
+
+
+def test_importing_the_package_imports_none_of_what_it_may_need() -> None:
+    code = "import sys, paellapy; print(sorted({'numpy', 'numba', 'triton', 'aiohttp', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
