@@ -1,0 +1,146 @@
+"""How long the first use takes on a machine without caches, this tree against another checkout, in one run.
+
+    git worktree add ../before COMMIT
+    python benchmarks/cold_start.py --base ../before
+
+Every task runs in a process of its own with empty caches (Numba's, Triton's, paellapy's), then once more with the
+caches that the first run has filled. CPU-seconds of the process and its children count: on a machine that others use,
+the time on the clock says little. The trees take turns, so that a slow moment hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HERE = Path(__file__).parents[1]
+
+_MIX = """
+import paellapy as pp
+try:
+    from paellapy.scheduler.sim.mix import MIX, mix_profiles
+except ImportError:  # before there were rooms
+    from scheduler.simulate_mix import MIX, mix_profiles
+load = pp.Poisson(3000, MIX, duration=0.05)
+assert pp.simulate(mix_profiles(), load, "srpt").model().completed > 0
+"""
+_SECOND = """
+import time
+def longest(job): return -job.total_ns
+began = time.process_time()
+assert pp.simulate(mix_profiles(), load, pp.policy(longest)).model().completed > 0
+print(time.process_time() - began)
+"""
+_ENGINE = """
+import numpy as np, paellapy as pp
+from paellapy import demo
+with pp.Engine("virtual:h200") as engine:
+    for name in demo.names():
+        engine.load(demo.load(name))
+    for name in demo.names():
+        assert engine.infer_sync(name, {"image": demo.held_out()[0][0]})
+"""
+TASKS = {
+    "import paellapy": "import paellapy",
+    "first simulate": _MIX,
+    "first engine, demo models, one answer each": _ENGINE,
+}
+
+
+def measure(tree: Path, code: str, caches: Path) -> tuple[float, float, str]:
+    """CPU-seconds and seconds of a process that runs the code against a tree, and what it prints."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "NUMBA_CACHE_DIR": str(caches / "numba"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "PAELLAPY_CACHE_DIR": str(caches / "paellapy"),
+        "XDG_CACHE_HOME": str(caches / "cache"),
+    }
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=caches, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    said = process.stdout.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"the task failed in {tree}")
+    return usage.ru_utime + usage.ru_stime, time.perf_counter() - began, said.strip()
+
+
+def runs(trees: dict[str, Path], repeats: int) -> Iterator[dict[str, Any]]:
+    for repeat in range(repeats):
+        for task, code in TASKS.items():
+            for name, tree in trees.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    # Python's own byte code is compiled by the first import of a tree: not what is measured here.
+                    measure(tree, "import paellapy as pp; [getattr(pp, n) for n in pp.__all__]", Path(folder))
+                with tempfile.TemporaryDirectory() as folder:
+                    for caches in ("empty", "filled"):
+                        cpu_s, s, _ = measure(tree, code, Path(folder))
+                        yield {"tree": name, "task": task, "caches": caches, "repeat": repeat, "cpu_s": cpu_s, "s": s}
+                    if code is _MIX:
+                        _, _, said = measure(tree, _MIX + _SECOND, Path(folder))
+                        yield {
+                            "tree": name, "task": "another policy in the same process", "caches": "empty",
+                            "repeat": repeat, "cpu_s": float(said), "s": float(said),
+                        }  # fmt: skip
+
+
+def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task and caches: CPU-seconds in each tree, and their ratio."""
+    rows: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for each in found:
+        rows.setdefault((each["task"], each["caches"]), {}).setdefault(each["tree"], []).append(each["cpu_s"])
+    table = []
+    for (task, caches), by_tree in rows.items():
+        row: dict[str, Any] = {"task": task, "caches": caches}
+        row |= {f"{tree}_cpu_s": round(statistics.median(values), 3) for tree, values in by_tree.items()}
+        if "base_cpu_s" in row:
+            row["ratio"] = round(row["this_cpu_s"] / row["base_cpu_s"], 3)
+        table.append(row)
+    return table
+
+
+def commit_of(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    trees = {"this": HERE} | ({"base": arguments.base.resolve()} if arguments.base else {})
+    for tree in trees.values():
+        if not (tree / "paellapy" / "__init__.py").is_file():
+            raise SystemExit(f"{tree} is no checkout of paellapy")
+    console = Console()
+    total = arguments.repeats * len(trees) * (2 * len(TASKS) + 1)
+    found = list(track(runs(trees, arguments.repeats), "cold and warm starts", total=total, console=console))
+    rows = medians(found)
+    table = Table("task", "caches", *(f"{name}, CPU s" for name in trees), "ratio")
+    for row in rows:
+        cells = [f"{row[f'{name}_cpu_s']:.2f}" for name in trees]
+        table.add_row(row["task"], row["caches"], *cells, f"{row['ratio']:.2f}" if "ratio" in row else "")
+    console.print(table)
+    commits = {name: commit_of(tree) for name, tree in trees.items()}
+    console.print(save("cold_start", {"commits": commits, "medians": rows, "runs": found}, folder=arguments.write))
+
+
+if __name__ == "__main__":
+    main()
