@@ -18,6 +18,7 @@ from rich.table import Table
 import paellapy as pp
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.device.timing import PROFILES, Timing
 
 Array = NDArray[Any]
@@ -56,8 +57,9 @@ class Launch:
         sim = SmModel(model.part, timing=model.timing)
         cost = model.block_cost(compiled, self.cost, self.values, threads, self.launcher.program.dot_dtype)
         blocks = len(self.cost) * compiled.source.cluster
-        sim.launch(sim.stream(), blocks, threads, compiled.registers, compiled.shared_bytes, cost=cost,
-                   cluster=compiled.source.cluster)  # fmt: skip
+        cluster = compiled.source.cluster
+        kernel = Kernel(blocks, threads, compiled.registers, compiled.shared_bytes, cost, cluster=cluster)
+        sim.launch(sim.stream(), kernel)
         sim.run()
         seen = sim.blocks()
         lived = seen["end_ns"] - seen["start_ns"]
@@ -226,10 +228,8 @@ def _simulate(model: CostModel, works: dict[str, Any], names: Sequence[str]) -> 
         launcher, _, values, cost = works[name]
         compiled = launcher.compiled
         blocks = model.block_cost(compiled, cost, values, launcher.threads, launcher.program.dot_dtype)
-        handles.append(
-            sim.launch(sim.stream(), len(cost), launcher.threads, compiled.registers, compiled.shared_bytes,
-                       cost=blocks, trace=False, submit_ns=i * model.part.launch_ns)
-        )  # fmt: skip
+        kernel = Kernel(len(cost), launcher.threads, compiled.registers, compiled.shared_bytes, blocks)
+        handles.append(sim.launch(sim.stream(), kernel, trace=False, submit_ns=i * model.part.launch_ns))
     sim.run()
     begin = sim.start_ns(handles[0])
     return max(sim.finish_ns(h) for h in handles) - begin, sim.start_ns(handles[-1]) - begin

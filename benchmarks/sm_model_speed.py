@@ -24,7 +24,7 @@ GPU = part("h200")
 
 def one_grid(n_blocks: int, **work: object) -> SmModel:
     sim = SmModel(GPU)
-    sim.launch(sim.stream(), n_blocks, 256, 32, **work)  # type: ignore[arg-type]
+    sim.launch(sim.stream(), Kernel(n_blocks, 256, 32, **work))  # type: ignore[arg-type]
     return sim
 
 
@@ -84,7 +84,7 @@ def stepping(n: int) -> dict[str, float]:
     s = sim.stream()
     before = time.process_time()
     for _ in range(n):
-        sim.launch(s, 4, 256, 32, duration_ns=5000.0, trace=False)
+        sim.launch(s, Kernel(4, 256, 32, duration_ns=5000.0), trace=False)
         sim.run(stop_on_completion=True)
         sim.completed()
     return {"cycles": n, "us_per_cycle": (time.process_time() - before) / n * 1e6}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Heuristics
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import ArgumentError, PaellaError
 
-if TYPE_CHECKING:
-    from paellapy.instrument.kernel import TritonKernel
+# Launches a kernel once with these keywords and whatever the tuner given beside them adds.
+Trial = Callable[["Tuner", dict[str, Any]], Any]
 
 _WARMUPS, _REPEATS = 2, 5
 
@@ -23,9 +24,7 @@ class Tuner:
         self.wrappers, self.arg_names = tuple(wrappers), tuple(arg_names)
         self._best: dict[Any, Any] = {}
 
-    def choose(
-        self, kernel: TritonKernel, device: Device, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def choose(self, device: Device, args: Sequence[Any], kwargs: dict[str, Any], trial: Trial) -> dict[str, Any]:
         """The keywords of the best configuration, timed once per key."""
         for i, wrapper in enumerate(self.wrappers):
             if isinstance(wrapper, Heuristics):
@@ -37,8 +36,10 @@ class Tuner:
                 if len(configs) == 1:
                     self._best[key] = configs[0]
                 else:
-                    rest = self.wrappers[i + 1 :]
-                    self._best[key] = self._fastest(kernel, device, grid, args, kwargs, configs, wrapper, rest)
+                    inner = Tuner(self.wrappers[i + 1 :], self.arg_names)
+                    named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+                    keep = _Restorer(device, wrapper, named)
+                    self._best[key] = _fastest(device, configs, named, keep, partial(_once, trial, inner, kwargs))
             best = self._best[key]
             if best.pre_hook is not None:
                 best.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **best.all_kwargs()})
@@ -74,51 +75,44 @@ class Tuner:
             raise ArgumentError("the autotuner's early_config_prune left no configuration to try")
         return list(pruned)
 
-    def _fastest(
-        self,
-        kernel: TritonKernel,
-        device: Device,
-        grid: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        configs: list[Any],
-        wrapper: Autotuner,
-        rest: Sequence[Any],
-    ) -> Any:
-        inner = Tuner(rest, self.arg_names)
-        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        keep = _Restorer(device, wrapper, named)
-        times: list[float] = []
-        failure: PaellaError | None = None
-        session, device.session = device.session, None  # trials are not part of a trace
-        tuner, kernel._tuner = kernel._tuner, inner if rest else None
-        try:
-            for config in configs:
-                merged = {**kwargs, **_launch_kwargs(config)}
-                best = float("inf")
-                try:
-                    for attempt in range(_WARMUPS + _REPEATS):
-                        keep.before()
-                        if config.pre_hook is not None:
-                            config.pre_hook({**named, **config.all_kwargs()})
-                        with device.stream() as stream:
-                            start = stream.record()
-                            kernel[grid](*args, **merged)
-                            end = stream.record()
-                            stream.synchronize()
-                        if attempt >= _WARMUPS:
-                            best = min(best, end.elapsed_ns(start))
-                except ArgumentError:
-                    raise
-                except PaellaError as e:  # too much shared memory for this GPU, say: the others may fit
-                    failure = e
-                keep.after()
-                times.append(best)
-        finally:
-            device.session, kernel._tuner = session, tuner
-        if failure is not None and min(times) == float("inf"):
-            raise failure
-        return configs[times.index(min(times))]
+
+def _once(trial: Trial, inner: Tuner, kwargs: dict[str, Any], more: dict[str, Any]) -> None:
+    trial(inner, {**kwargs, **more})
+
+
+def _fastest(
+    device: Device, configs: list[Any], named: dict[str, Any], keep: _Restorer, run: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """The configuration that takes the least time on the device."""
+    times: list[float] = []
+    failure: PaellaError | None = None
+    session, device.session = device.session, None  # trials are not part of a trace
+    try:
+        for config in configs:
+            best = float("inf")
+            try:
+                for attempt in range(_WARMUPS + _REPEATS):
+                    keep.before()
+                    if config.pre_hook is not None:
+                        config.pre_hook({**named, **config.all_kwargs()})
+                    with device.stream() as stream:
+                        start = stream.record()
+                        run(_launch_kwargs(config))
+                        end = stream.record()
+                        stream.synchronize()
+                    if attempt >= _WARMUPS:
+                        best = min(best, end.elapsed_ns(start))
+            except ArgumentError:
+                raise
+            except PaellaError as e:  # too much shared memory for this GPU, say: the others may fit
+                failure = e
+            keep.after()
+            times.append(best)
+    finally:
+        device.session = session
+    if failure is not None and min(times) == float("inf"):
+        raise failure
+    return configs[times.index(min(times))]
 
 
 class _Restorer:

@@ -87,7 +87,17 @@ class TritonKernel(Kernel):
     def _run(self, grid: Grid, part: tuple[int, int] | None, /, *args: Any, **kwargs: Any) -> Any:
         device = Device.current()
         if self._tuner is not None:
-            kwargs = self._tuner.choose(self, device, grid, args, kwargs)
+            kwargs = self._tuner.choose(device, args, kwargs, functools.partial(self._trial, device, grid, args))
+        return self._launch(device, grid, part, args, kwargs)
+
+    def _trial(self, device: Device, grid: Grid, args: Sequence[Any], tuner: Tuner, kwargs: dict[str, Any]) -> Any:
+        """One launch of the whole grid, with the keywords that the tuner chooses."""
+        again = functools.partial(self._trial, device, grid, args)
+        return self._launch(device, grid, None, args, tuner.choose(device, args, kwargs, again))
+
+    def _launch(
+        self, device: Device, grid: Grid, part: tuple[int, int] | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         values, key, options = self._bind(device, args, kwargs)
         if options:
             key = self._with_options(key, options)

@@ -6,7 +6,7 @@ import functools
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,28 @@ from paellapy.instrument.records import Records
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from paellapy.instrument.trace import Trace
+
+class Facts(Protocol):
+    """The part a trace was taken on."""
+
+    @property
+    def n_sm(self) -> int: ...
+    @property
+    def max_warps_per_sm(self) -> int: ...
+    @property
+    def compute_capability(self) -> tuple[int, int]: ...
+
+
+class Traced(Protocol):
+    """A trace, as far as its numbers need it."""
+
+    blocks: Records
+    launches: Records
+    kernels: tuple[str, ...]
+    warps: NDArray[np.int64]  # of each block
+
+    @property
+    def device(self) -> Facts: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,14 +110,14 @@ class Summary:
         return Group(Text(self.title), table)  # a table's own title is no wider than the table
 
 
-def summarize(trace: Trace) -> Summary:
+def summarize(trace: Traced) -> Summary:
     """One row per kernel that ran, in the order of their names in `trace.kernels`."""
     run = runs(trace.blocks)
     ran = np.unique(trace.blocks["kernel"]).tolist()
     return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran))
 
 
-def _kernel_summary(trace: Trace, kernel: int, run: NDArray[np.int64]) -> KernelSummary:
+def _kernel_summary(trace: Traced, kernel: int, run: NDArray[np.int64]) -> KernelSummary:
     chosen = trace.blocks["kernel"] == kernel
     b, replays = trace.blocks[chosen], np.unique(run[chosen])
     duration = b["end_ns"] - b["start_ns"]
@@ -117,13 +138,13 @@ def _kernel_summary(trace: Trace, kernel: int, run: NDArray[np.int64]) -> Kernel
     )
 
 
-def _waves(trace: Trace, launch: Any, most_seen: int) -> float:
+def _waves(trace: Traced, launch: Any, most_seen: int) -> float:
     allowed = allowed_by(trace, launch)
     per_sm = most_seen if allowed is None else allowed.blocks_per_sm
     return int(launch["blocks"]) / (trace.device.n_sm * per_sm)
 
 
-def allowed_by(trace: Trace, launch: Any) -> Occupancy | None:
+def allowed_by(trace: Traced, launch: Any) -> Occupancy | None:
     """What a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
     needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
     return _allowed(trace.device.compute_capability, *needs)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled
-from paellapy.instrument.device.base import Launcher, check_grid
+from paellapy.instrument.compiled import Compiled, Source
+from paellapy.instrument.device.base import Capture, Launcher, check_grid
+from paellapy.instrument.device.cuda_memory import CudaArray
 from paellapy.instrument.device.driver import check, driver, fail, library
+from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
-
-if TYPE_CHECKING:
-    from paellapy.instrument.device.cuda import CudaDevice
 
 _INVALID_CONTEXT = 201
 _DEFAULT_SHARED_LIMIT = 48 * 1024
@@ -26,6 +26,24 @@ _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
 _FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify"))
+
+
+class Gpu(Protocol):
+    """What a launch asks of the GPU it is made on."""
+
+    title: str
+    limits: SmLimits
+    capture: Capture | None
+    session: Any
+    lines: CudaArray
+    rings: CudaArray | None
+
+    def activate(self) -> None: ...
+    def current_stream(self) -> int: ...
+    def prepare(
+        self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> Launcher: ...
+    def next_notify_word(self) -> tuple[NDArray[np.uint64], int, int]: ...
 
 
 class _ParamBuffer:
@@ -60,9 +78,7 @@ class Notification:
 
 
 class CudaLauncher(Launcher):
-    def __init__(
-        self, device: CudaDevice, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> None:
+    def __init__(self, device: Gpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         cu = driver()
         source = compiled.source
         self.device, self.compiled, self.pick = device, compiled, pick
@@ -118,6 +134,7 @@ class CudaLauncher(Launcher):
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
     ) -> Notification | None:
+        # One long function: every call on this path costs a launch of a few microseconds some of them.
         device = self.device
         if device.capture is not None and device.capture.active:
             return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
@@ -146,7 +163,6 @@ class CudaLauncher(Launcher):
             self._pack(buffer.bytes, 0, *self.pick(values), *hidden)
         except (struct.error, OverflowError) as e:
             raise ArgumentError(f"kernel {self.compiled.name!r}: an argument does not fit its parameter: {e}") from None
-        notification = None
         first, count = 0, gx * gy * gz
         if self._sliced:
             first, count = part or (0, count)
@@ -154,28 +170,33 @@ class CudaLauncher(Launcher):
         if self._trace:
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
-        if self._notify:
-            if device.capture is not None and device.capture.mine and device.capture.notify_word:
-                address = device.capture.notify_word
-            else:
-                words, index, address = device.next_notify_word()
-                notification = Notification(words, index)
-            _QWORD.pack_into(buffer.bytes, self._descriptor_at + _NOTIFY, address)
+        notification = self._to_be_notified(buffer) if self._notify else None
         if self._sliced:
             gx, gy, gz = count, 1, 1
         if self._special:
             status = self._launch_special((gx, gy, gz), (bx, by, bz), shared_bytes, stream, buffer)
         else:
-            extra = buffer.address
-            status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
+            call = (self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, buffer.address)
+            status = self._launch(*call)
             if status == _INVALID_CONTEXT:
                 device.activate()
-                status = self._launch(self._function, gx, gy, gz, bx, by, bz, shared_bytes, stream, None, extra)
+                status = self._launch(*call)
         self._free.append(buffer)
         if scratch and (device.capture is None or not device.capture.mine):
             check(driver().cuMemFreeAsync(scratch, stream), "freeing scratch memory")
         if status:
             fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
+        return notification
+
+    def _to_be_notified(self, buffer: _ParamBuffer) -> Notification | None:
+        """Gives the launch a word to write to; None where a capture has one of its own."""
+        capture, notification = self.device.capture, None
+        if capture is not None and capture.mine and capture.notify_word:
+            address = capture.notify_word
+        else:
+            words, index, address = self.device.next_notify_word()
+            notification = Notification(words, index)
+        _QWORD.pack_into(buffer.bytes, self._descriptor_at + _NOTIFY, address)
         return notification
 
     def _allocate_scratch(self, blocks: int, stream: int) -> int:

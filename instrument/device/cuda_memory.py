@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,23 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Event, Stream
 from paellapy.instrument.device.driver import check, driver
 
-if TYPE_CHECKING:
-    from paellapy.instrument.device.cuda import CudaDevice
-
 # Element types NumPy does not know travel under the name of their bits.
 _INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+
+
+class Gpu(Protocol):
+    """What memory and streams ask of the GPU they belong to."""
+
+    name: str
+
+    @property
+    def stream_stack(self) -> list[int]: ...
+    def activate(self) -> None: ...
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, ptr: int) -> None: ...
+    def copy_in(self, ptr: int, source: NDArray[Any]) -> None: ...
+    def copy_out(self, target: NDArray[Any], ptr: int) -> None: ...
+    def not_in_capture(self, doing: str) -> None: ...
 
 
 class CudaArray:
@@ -23,13 +35,13 @@ class CudaArray:
 
     __slots__ = ("__weakref__", "device", "dtype", "ptr", "shape")
 
-    def __init__(self, device: CudaDevice, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, device: Gpu, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
         self.ptr = device.allocate(max(1, self.nbytes))
         weakref.finalize(self, device.free, self.ptr)
 
     @classmethod
-    def over(cls, device: CudaDevice, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+    def over(cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
         """An array over memory that belongs to somebody else, who keeps it as long as the array is used."""
         array = cls.__new__(cls)
         array.device, array.ptr, array.shape, array.dtype = device, ptr, shape, dtype
@@ -66,7 +78,7 @@ class CudaArray:
 
 
 class CudaStream(Stream):
-    def __init__(self, device: CudaDevice, priority: int, green: Any = None) -> None:
+    def __init__(self, device: Gpu, priority: int, green: Any = None) -> None:
         """`green`: a green context whose SMs it has; without one, all of them."""
         cu = driver()
         device.activate()

@@ -39,6 +39,7 @@ from paellapy.instrument.device.sm_layout import (
 )
 from paellapy.instrument.device.sm_place import place, start_grid
 from paellapy.instrument.device.sm_pools import pool_due
+from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.device.sm_streams import drain_todo, finish_work, link_new, look_at
 
 
@@ -122,11 +123,9 @@ def next_event(s: State) -> float:
 
 
 @compiled
-def submit_again(
-    ci: Ints, cf: Floats, ints: Ints, floats: Floats, kernels: Ints, graphs: Ints, last_graph: int, at: float,
-    handle: int,
-) -> int:  # fmt: skip
+def submit_again(ci: Ints, cf: Floats, commands: Commands, last_graph: int, at: float, handle: int) -> int:
     """Commands as they once were, from `handle` on; how many numbers of graphs they take after `last_graph`."""
+    ints, floats, kernels, graphs = commands
     for k in range(ints.shape[0]):
         i = (handle + k) & (ci.shape[0] - 1)
         for column in range(ints.shape[1]):
@@ -153,6 +152,8 @@ def fetch_completed(g: Ints, ci: Ints, into: Ints) -> None:
     g[UNREPORTED] = 0
 
 
-# All that is folded into what is compiled here.
-PARTS = (*sorted(Path(__file__).parent.glob("sm_*.py")), Path(__file__).with_name("heaps.py"))
+# The files of all code and constants that are folded into what is compiled here.
+PARTS = tuple(Path(__file__).with_name(f"{m}.py") for m in (
+    "heaps", "sm_blocks", "sm_core", "sm_layout", "sm_place", "sm_pools", "sm_program", "sm_streams"
+))  # fmt: skip
 notice_edits(run, next_event, submit_again, fetch_completed, parts=PARTS)

@@ -2,7 +2,7 @@
 
     sim = SmModel(part("h200"))
     s = sim.stream()
-    k = sim.launch(s, 1024, threads=256, registers=32, cost=BlockCost(bytes=12288))
+    k = sim.launch(s, Kernel(1024, threads=256, registers=32, cost=BlockCost(bytes=12288)))
     sim.run()
     sim.finish_ns(k)
 
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.parts import Part
-from paellapy.instrument.device.sm_costs import BlockCost, Costs, cost_table
-from paellapy.instrument.device.sm_program import Kernel, Placed, Program
+from paellapy.instrument.device.sm_costs import Costs, cost_table
+from paellapy.instrument.device.sm_program import Commands, Kernel, Placed, Program
 from paellapy.instrument.device.sm_state import (
     doubled,
     more_commands,
@@ -120,40 +120,32 @@ class SmModel:
     def launch(
         self,
         stream: int,
-        n_blocks: int,
-        threads: int,
-        registers: int = 32,
-        shared_bytes: int = 0,
+        kernel: Kernel,
         *,
-        cost: BlockCost | None = None,
-        duration_ns: ArrayLike | None = None,
-        latency_ns: float | None = None,
-        cluster: int = 1,
         window: int = 0,
         graph: int = 0,
         launch_id: int | None = None,
-        kernel: int = 0,
-        first: int = 0,
         trace: bool = True,
         report: bool = True,
         submit_ns: float | None = None,
     ) -> int:
-        """Put a kernel on a stream; its handle. Blocks take `cost` at shared rates, or exactly `duration_ns`.
+        """Put a kernel on a stream; its handle.
 
-        `first` numbers the first block (slices of a larger grid); `launch_id` defaults to the handle. With
-        `report=False` the end is not among `completed()`. `window` confines its blocks to some SMs; 0 is all.
+        `launch_id` defaults to the handle. With `report=False` the end is not among `completed()`. `window` confines
+        its blocks to some SMs; 0 is all.
         """
         at = self._check(stream, submit_ns)
-        warps, whole, allocated, shared = self._footprint(n_blocks, threads, registers, shared_bytes, cluster, window)
-        self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, cost, duration_ns)
+        warps, whole, allocated, shared = self._footprint(kernel, window)
+        n_blocks = kernel.n_blocks
+        self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, kernel.cost, kernel.duration_ns)
         handle, i = self._reserve()
-        latency = self.timing.block_overhead_ns if latency_ns is None else latency_ns
+        latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
         # The order of sm_layout's columns, KIND to WINDOW and SUBMIT to FINISH: one assignment is five times faster.
         self._s.ci[i] = (lay.LAUNCH, stream, self._priorities[stream], -1, lay.QUEUED, n_blocks, 0, 0, warps, whole,
-                         allocated, shared, cluster, row, stride, trace_row, number, kernel, first, 0, graph, report,
-                         -1, -1, 0, window)  # fmt: skip
+                         allocated, shared, kernel.cluster, row, stride, trace_row, number, kernel.kernel, kernel.first,
+                         0, graph, report, -1, -1, 0, window)  # fmt: skip
         self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
         return handle
 
@@ -167,9 +159,7 @@ class SmModel:
         costs = []
         row = 0
         for k, each in enumerate(kernels):
-            block = self._footprint(
-                each.n_blocks, each.threads, each.registers, each.shared_bytes, each.cluster, window
-            )
+            block = self._footprint(each, window)
             table = cost_table(each.n_blocks, each.cost, each.duration_ns)
             ints[k, [lay.WARPS, lay.THREADS, lay.REGISTERS, lay.SHARED]] = block
             ints[k, [lay.BLOCKS, lay.CLUSTER, lay.KERNEL, lay.FIRST]] = (
@@ -227,19 +217,18 @@ class SmModel:
         ints = self._s.ci[rows].copy()
         kernels = np.flatnonzero(ints[:, lay.KIND] == lay.LAUNCH)
         _, graphs = np.unique(ints[kernels, lay.GRAPH], return_inverse=True)
-        return Placed(ints, self._s.cf[rows].copy(), kernels, graphs, int(ints[0, lay.STREAM]), self._costs.epoch)
+        commands = Commands(ints, self._s.cf[rows].copy(), kernels, graphs)
+        return Placed(commands, int(ints[0, lay.STREAM]), self._costs.epoch)
 
     def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
         """The same commands once more, untraced; the handle of the last, or -1: their costs are gone, place them."""
         if placed.epoch != self._costs.epoch or placed.stream != stream:
             return -1
         at = self._check(stream, submit_ns)
-        n = len(placed.ints)
+        n = len(placed.commands.ints)
         handle, _ = self._reserve(n)
         s = self._s
-        self._graphs += core.submit_again(
-            s.ci, s.cf, placed.ints, placed.floats, placed.kernels, placed.graphs, self._graphs, at, handle
-        )
+        self._graphs += core.submit_again(s.ci, s.cf, placed.commands, self._graphs, at, handle)
         return handle + n - 1
 
     @property
@@ -426,9 +415,10 @@ class SmModel:
             raise LaunchError(f"no command {handle}: known are {self._base} to {self._next - 1}")
         return handle & (len(self._s.ci) - 1)
 
-    def _footprint(
-        self, n_blocks: int, threads: int, registers: int, shared: int, cluster: int, window: int
-    ) -> tuple[int, int, int, int]:
+    def _footprint(self, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
+        """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
+        n_blocks, cluster = kernel.n_blocks, kernel.cluster
+        threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
         key = (threads, registers, shared, cluster, window)
         if key not in self._footprints:
             occupancy(self.part, threads, registers, shared, cluster)  # refuses what fits no SM or no GPC

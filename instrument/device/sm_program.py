@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,7 +13,7 @@ from paellapy.instrument.device.sm_costs import BlockCost
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch as a program holds it: what `SmModel.launch` takes, less the stream and the time."""
+    """One launch, less the stream and the time. Its blocks take `cost` at shared rates, or exactly `duration_ns`."""
 
     n_blocks: int
     threads: int
@@ -23,7 +24,7 @@ class Kernel:
     latency_ns: float | None = None
     cluster: int = 1
     kernel: int = 0
-    first: int = 0
+    first: int = 0  # number of the first block: a slice of a larger grid begins there
 
 
 @dataclass(slots=True)
@@ -37,13 +38,19 @@ class Program:
     epoch: int = field(default=-1)  # of the cost table that `ints` refers to
 
 
-@dataclass(slots=True)
-class Placed:
-    """Commands of one piece of work, as the core's tables have them."""
+class Commands(NamedTuple):
+    """Commands of one piece of work, as the core's tables have them. A tuple, because compiled code takes it."""
 
     ints: NDArray[np.int64]
     floats: NDArray[np.float64]
     kernels: NDArray[np.int64]  # which of them are kernels,
     graphs: NDArray[np.int64]  # and of which graph, counted from 0
+
+
+@dataclass(slots=True)
+class Placed:
+    """Commands that were submitted to a stream once, and may be again."""
+
+    commands: Commands
     stream: int
     epoch: int

@@ -22,10 +22,6 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     slots = n * sm.blocks
     g = np.zeros(lay.G_SIZE, np.int64)
     g[lay.BACKFILL], g[lay.GRID_LIMIT], g[lay.SEED], g[lay.FP_THREADS] = backfill, part.concurrent_grids, seed, -1
-    t = np.zeros(lay.T_SIZE)
-    t[lay.LAUNCH_NS], t[lay.JITTER] = timing.launch_ns, timing.jitter
-    t[lay.KERNEL_GAP], t[lay.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
-    t[lay.GRID_ISSUE], t[lay.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
     if lines is None:
         lines = np.zeros(n, SM_LINE)
     elif lines.dtype != SM_LINE or lines.shape != (n,):
@@ -36,7 +32,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     window[0, lay.W_SMS] = n
     return lay.State(
         g=g,
-        t=t,
+        t=_times(timing),
         ci=np.zeros((1024, lay.CI_SIZE), np.int64),
         cf=np.zeros((1024, lay.CF_SIZE)),
         cost=np.zeros((1024, lay.COST_COLUMNS)),
@@ -68,6 +64,14 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         lines=lines,
         use=np.zeros((n, 4)),
     )
+
+
+def _times(timing: Timing) -> NDArray[np.float64]:
+    t = np.zeros(lay.T_SIZE)
+    t[lay.LAUNCH_NS], t[lay.JITTER] = timing.launch_ns, timing.jitter
+    t[lay.KERNEL_GAP], t[lay.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
+    t[lay.GRID_ISSUE], t[lay.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
+    return t
 
 
 def _clocks(part: Part, timing: Timing) -> NDArray[np.float64]:

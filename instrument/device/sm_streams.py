@@ -108,6 +108,17 @@ def ready_ns(s: State, i: int) -> float:
 
 
 @inlined
+def fire(s: State, event: int) -> None:
+    """The event happens: the queues that wait for it may go on."""
+    s.event[event, E_FIRED] = 1
+    waiter = s.event[event, E_WAITERS]
+    while waiter >= 0:
+        s.queue[waiter, Q_WAITS] = 0
+        look_at(s, waiter)
+        waiter = s.queue[waiter, Q_NEXT_WAITER]
+
+
+@inlined
 def advance_queue(s: State, queue: int) -> None:
     """Let go of the queue's head as long as it may: a queue is first in, first out, over all streams mapped onto it."""
     while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
@@ -155,12 +166,7 @@ def advance_queue(s: State, queue: int) -> None:
             s.g[PENDING] -= 1
             s.stream_t[stream] = s.t[NOW]
             if kind == RECORD:
-                s.event[event, E_FIRED] = 1
-                waiter = s.event[event, E_WAITERS]
-                while waiter >= 0:
-                    s.queue[waiter, Q_WAITS] = 0
-                    look_at(s, waiter)
-                    waiter = s.queue[waiter, Q_NEXT_WAITER]
+                fire(s, event)
 
 
 @inlined

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from paellapy.instrument.compiled import Compiled
-from paellapy.instrument.device.base import Launcher, check_grid
+from paellapy.instrument.device.base import Capture, Launcher, check_grid
+from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import BlockCost
+from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.errors import LaunchError
 from paellapy.instrument.occupancy import occupancy
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
 
-if TYPE_CHECKING:
-    from paellapy.instrument.device.virtual import VirtualDevice
+
+class Gpu(Protocol):
+    """What a launch asks of the virtual GPU it is made on."""
+
+    part: Part
+    costs: CostModel
+    model: SmModel
+    capture: Capture | None
+    session: Any
+
+    def submit(self) -> float: ...
+    def current_stream(self) -> int: ...
 
 
 class VirtualNotification:
     """What a launch at level `notify` returns: set once its last block is on an SM."""
 
-    def __init__(self, device: VirtualDevice, handle: int) -> None:
-        self._device, self._handle = device, handle
+    def __init__(self, model: SmModel, handle: int) -> None:
+        self._model, self._handle = model, handle
 
     @property
     def time_ns(self) -> int:
         """When the last block started, on the device's clock; 0 before that."""
-        at = self._device.model.notify_ns(self._handle)
+        at = self._model.notify_ns(self._handle)
         return 0 if np.isnan(at) else max(1, int(at))
 
     def __bool__(self) -> bool:
@@ -36,9 +50,7 @@ class VirtualNotification:
 
 
 class VirtualLauncher(Launcher):
-    def __init__(
-        self, device: VirtualDevice, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]
-    ) -> None:
+    def __init__(self, device: Gpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         source = compiled.source
         if not source.ttir:
             raise LaunchError(
@@ -70,7 +82,7 @@ class VirtualLauncher(Launcher):
         cost = self.evaluate(values, (gx, gy, gz), first, count)
         handle = self._place(cost, values, (gx, gy, gz), first, count)
         if self.compiled.config.notifies:
-            return VirtualNotification(self.device, handle)
+            return VirtualNotification(self.device.model, handle)
         return None
 
     def evaluate(self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> Records:
@@ -95,20 +107,17 @@ class VirtualLauncher(Launcher):
             wide = (gx * cluster, gy, gz)
             launch_id = session.add(compiled, wide, self.threads, compiled.source.dynamic_shared_bytes,
                                     first * cluster, count * cluster, stream)  # fmt: skip
-        return device.model.launch(
-            stream,
+        kernel = Kernel(
             count * cluster,
             self.threads,
             compiled.registers,
             compiled.shared_bytes,
             cost=self.block_cost(cost, values),
             cluster=cluster,
-            launch_id=launch_id,
             first=first * cluster,
-            trace=session is not None,
-            report=False,
-            submit_ns=submit,
         )
+        traced = session is not None
+        return device.model.launch(stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit)
 
     def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
         """The evaluator's counts as the SM model takes them; `values` are the launch's arguments."""

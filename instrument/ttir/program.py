@@ -17,6 +17,8 @@ from paellapy.instrument.ttir.arguments import Bound, Signature
 from paellapy.instrument.ttir.lower import Facts, Lowering
 from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
 from paellapy.instrument.ttir.parser import parse
+from paellapy.instrument.ttir.replay import compile_tape
+from paellapy.instrument.ttir.shorten import shorten
 from paellapy.instrument.ttir.tape import Replay, Tape
 from paellapy.instrument.ttir.tree import Module
 from paellapy.instrument.ttir.turns import take_turns
@@ -154,10 +156,11 @@ class TtirProgram:
             self._dynamic = True
         elif tape.full:
             self._remember(key, Recorded(hopeless=True))
-        elif not tape.shorten() and self._splits(tape, len(ids)):
+        elif (short := shorten(tape.entries)) is None and self._splits(tape, len(ids)):
             self._remember(key, Recorded(split=True))
         else:
-            self._remember(key, Recorded(tape.compile(bound.buffers.element), cost, tape.bytes))
+            entries = tape.entries if short is None else short
+            self._remember(key, Recorded(compile_tape(entries, bound.buffers.element), cost, tape.bytes))
         return cost + machine.dynamic_cost
 
     def _splits(self, tape: Tape, blocks: int) -> bool:

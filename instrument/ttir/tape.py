@@ -114,19 +114,6 @@ class Tape:
     def count(self, field: int, mask: Sym, size: int, site: Site) -> None:
         self._add(memory.count_bytes, (COST, field, mask, size, site), None, False)
 
-    def shorten(self) -> bool:
-        """Leaves out what is masked, where all of it can work on slices of memory instead."""
-        from paellapy.instrument.ttir.shorten import shorten
-
-        short = shorten(self.entries)
-        self.entries = self.entries if short is None else short
-        return short is not None
-
-    def compile(self, declared: Sequence[Element | None]) -> Replay:
-        from paellapy.instrument.ttir.replay import compile_tape
-
-        return compile_tape(self.entries, declared)
-
 
 class _CostTable:
     """Stands for the cost table of the replay."""

@@ -24,7 +24,7 @@ from paellapy.instrument.device.jit import compile_for
 from paellapy.instrument.device.sm_core import next_event, submit_again
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.sm_program import Commands, Kernel
 from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import TraceError
@@ -136,10 +136,9 @@ class VirtualBackend(Backend):
             if cost is None:
                 handles.append(model.copy(stream, node.nbytes, node.kind))
             else:
-                handles.append(
-                    model.launch(stream, node.blocks, node.threads, node.registers, node.shared_bytes, cost=cost,
-                                 cluster=node.cluster, graph=graph, trace=False)
-                )  # fmt: skip
+                takes = (node.blocks, node.threads, node.registers, node.shared_bytes)
+                kernel = Kernel(*takes, cost=cost, cluster=node.cluster)
+                handles.append(model.launch(stream, kernel, graph=graph, trace=False))
         model.run()
         ends = np.array([model.start_ns(handles[0]), *(model.finish_ns(h) for h in handles)])
         return [float(t) for t in np.diff(ends)]
@@ -276,7 +275,7 @@ class VirtualBackend(Backend):
         compile_for(serve, state, self.sm.state, *rest)
         sm = self.sm.state
         compile_for(next_event, sm)
-        compile_for(submit_again, sm.ci, sm.cf, sm.ci, sm.cf, sm.todo, sm.todo, 0, 0.0, 0)
+        compile_for(submit_again, sm.ci, sm.cf, Commands(sm.ci, sm.cf, sm.todo, sm.todo), 0, 0.0, 0)
         self._compiled.set()
         while not self._stopping:
             with self._lock:

@@ -61,12 +61,16 @@ def play(
         sim.stream(each)
     handles = []
     for each in script:
-        how = {"cost": BlockCost(bytes=each.duration * 100, flops=each.duration * 300)} if work else {
-            "duration_ns": each.duration
-        }
+        how = (
+            {"cost": BlockCost(bytes=each.duration * 100, flops=each.duration * 300)}
+            if work
+            else {"duration_ns": each.duration}
+        )
         handles.append(
             sim.launch(
-                each.stream, each.n_blocks, each.threads, each.registers, each.shared, submit_ns=each.submit, **how
+                each.stream,
+                Kernel(each.n_blocks, each.threads, each.registers, each.shared, **how),
+                submit_ns=each.submit,
             )
         )
     return sim, handles
@@ -210,11 +214,7 @@ def test_submitting_when_the_time_comes_is_the_same_as_ahead(script: list[Launch
                 sim.run(at)
             sim.launch(
                 each.stream,
-                each.n_blocks,
-                each.threads,
-                each.registers,
-                each.shared,
-                duration_ns=each.duration,
+                Kernel(each.n_blocks, each.threads, each.registers, each.shared, duration_ns=each.duration),
                 submit_ns=at,
             )
         sim.run()
@@ -231,7 +231,9 @@ def test_the_same_seed_gives_the_same_run(script: list[Launch], priority: list[i
         streams = [sim.stream(each) for each in priority]
         for each in script:
             cost = BlockCost(bytes=each.duration * 100)
-            sim.launch(streams[each.stream], each.n_blocks, each.threads, each.registers, each.shared, cost=cost)
+            sim.launch(
+                streams[each.stream], Kernel(each.n_blocks, each.threads, each.registers, each.shared, cost=cost)
+            )
         sim.run()
         return sim.blocks().tobytes()
 
@@ -242,7 +244,7 @@ def test_another_seed_gives_other_durations_within_the_jitter():
     ends = []
     for seed in (1, 2):
         sim = SmModel(SMALL, seed, timing=dataclasses.replace(EXACT, jitter=0.1))
-        sim.launch(sim.stream(), 64, 32, duration_ns=1000)
+        sim.launch(sim.stream(), Kernel(64, 32, duration_ns=1000))
         sim.run()
         ends.append(sim.blocks()["end_ns"])
         assert 900 <= ends[-1].min() < 950 < 1050 < ends[-1].max() <= 1100
@@ -254,7 +256,7 @@ def test_another_seed_gives_other_durations_within_the_jitter():
 
 def alone_ns(cost: BlockCost, n_blocks: int = 132 * 8 * 20, **launch: object) -> float:
     sim = SmModel(H200, timing=EXACT)
-    k = sim.launch(sim.stream(), n_blocks, 256, 32, cost=cost, trace=False, **launch)  # type: ignore[arg-type]
+    k = sim.launch(sim.stream(), Kernel(n_blocks, 256, 32, cost=cost, **launch), trace=False)  # type: ignore[arg-type]
     sim.run()
     return sim.finish_ns(k) - sim.start_ns(k)
 
@@ -279,10 +281,10 @@ def test_a_lone_block_is_bound_by_its_sm():
 def test_two_kernels_bound_by_the_same_thing_take_the_sum(cost: BlockCost):
     sim = SmModel(H200, timing=EXACT)
     n = 132 * 4 * 10
-    pair = [sim.launch(sim.stream(), n, 256, 64, 100 * KIB, cost=cost) for _ in range(2)]
+    pair = [sim.launch(sim.stream(), Kernel(n, 256, 64, 100 * KIB, cost=cost)) for _ in range(2)]
     sim.run()
     one = SmModel(H200, timing=EXACT)
-    k = one.launch(one.stream(), n, 256, 64, 100 * KIB, cost=cost)
+    k = one.launch(one.stream(), Kernel(n, 256, 64, 100 * KIB, cost=cost))
     one.run()
     assert max(sim.finish_ns(each) for each in pair) == pytest.approx(2 * one.finish_ns(k), rel=0.01)
 
@@ -291,8 +293,8 @@ def test_kernels_bound_by_different_things_overlap():
     sim = SmModel(H200, timing=EXACT)
     n = 132 * 4 * 8
     # Four blocks of each fit an SM; the first kernel's grid is placed whole before the second's.
-    memory = sim.launch(sim.stream(), 132 * 4, 256, 32, cost=BlockCost(bytes=n * 1000))
-    flops = sim.launch(sim.stream(), 132 * 4, 256, 32, cost=BlockCost(flops=n * 1000 * 66.9 / 4.8))
+    memory = sim.launch(sim.stream(), Kernel(132 * 4, 256, 32, cost=BlockCost(bytes=n * 1000)))
+    flops = sim.launch(sim.stream(), Kernel(132 * 4, 256, 32, cost=BlockCost(flops=n * 1000 * 66.9 / 4.8)))
     sim.run()
     alone = 132 * 4 * n * 1000 / 4800
     assert sim.finish_ns(memory) == pytest.approx(alone, rel=0.01)
@@ -327,7 +329,7 @@ def test_sharing_follows_the_fluid_model(blocks: list[tuple[int, int]], bandwidt
     gpu = dataclasses.replace(SMALL, bandwidth_gbps=bandwidth, concurrent_grids=128)
     sim = SmModel(gpu, timing=EXACT)
     for w, amount in blocks:
-        sim.launch(sim.stream(), 1, w * 32, cost=BlockCost(bytes=amount))
+        sim.launch(sim.stream(), Kernel(1, w * 32, cost=BlockCost(bytes=amount)))
     sim.run()
     found = sim.blocks()
     assert (found["start_ns"] == 0).all()
@@ -339,18 +341,18 @@ def test_sharing_follows_the_fluid_model(blocks: list[tuple[int, int]], bandwidt
 def test_measured_kernels_come_out_right():
     """The two measured kernels the default efficiencies stand for."""
     sim = SmModel(H200, timing=Timing())
-    add = sim.launch(sim.stream(), 16384, 128, 32, cost=BlockCost(bytes=3 * 4096))
+    add = sim.launch(sim.stream(), Kernel(16384, 128, 32, cost=BlockCost(bytes=3 * 4096)))
     sim.run()
     assert sim.finish_ns(add) - sim.start_ns(add) == pytest.approx(48_000, rel=0.1)
     sim = SmModel(H200, timing=Timing())
-    gemm = sim.launch(sim.stream(), 256, 256, 128, 100 * KIB, cost=BlockCost(tensor_flops=2 * 2048**3 / 256))
+    gemm = sim.launch(sim.stream(), Kernel(256, 256, 128, 100 * KIB, cost=BlockCost(tensor_flops=2 * 2048**3 / 256)))
     sim.run()
     assert sim.finish_ns(gemm) - sim.start_ns(gemm) == pytest.approx(27_000, rel=0.15)
 
 
 def test_costs_may_differ_from_block_to_block():
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 3, 32, duration_ns=[5, 50, 500], first=7)
+    sim.launch(sim.stream(), Kernel(3, 32, duration_ns=[5, 50, 500], first=7))
     sim.run()
     assert sim.blocks()[["block", "end_ns"]].tolist() == [(7, 5), (8, 50), (9, 500)]
 
@@ -362,28 +364,28 @@ def test_a_launch_takes_its_latency_and_kernels_keep_their_gap():
     timing = dataclasses.replace(EXACT, launch_ns=5000, kernel_gap_ns=4000, graph_gap_ns=1000)
     sim = SmModel(SMALL, timing=timing)
     s, g = sim.stream(), sim.graph()
-    k = [sim.launch(s, 1, 32, duration_ns=100, graph=graph) for graph in (0, 0, g, g, sim.graph())]
+    k = [sim.launch(s, Kernel(1, 32, duration_ns=100), graph=graph) for graph in (0, 0, g, g, sim.graph())]
     sim.run()
     assert [sim.start_ns(each) for each in k] == [5000, 9100, 13200, 14300, 18400]
 
 
 def test_the_front_end_starts_one_grid_after_the_other():
     sim = SmModel(SMALL, timing=dataclasses.replace(EXACT, grid_issue_ns=740))
-    k = [sim.launch(sim.stream(), 1, 32, duration_ns=100) for _ in range(3)]
+    k = [sim.launch(sim.stream(), Kernel(1, 32, duration_ns=100)) for _ in range(3)]
     sim.run()
     assert [sim.start_ns(each) for each in k] == [0, 740, 1480]
 
 
 def test_the_front_end_takes_the_most_urgent_grid_first():
     sim = SmModel(SMALL, timing=dataclasses.replace(EXACT, grid_issue_ns=740))
-    k = [sim.launch(sim.stream(priority), 1, 32, duration_ns=100) for priority in (-1, 0, 2, 0)]
+    k = [sim.launch(sim.stream(priority), Kernel(1, 32, duration_ns=100)) for priority in (-1, 0, 2, 0)]
     sim.run()
     assert [sim.start_ns(each) for each in k] == [2220, 740, 0, 1480]
 
 
 def test_blocks_are_issued_one_after_the_other_to_the_sm_with_most_room():
     sim = SmModel(SMALL, timing=dataclasses.replace(EXACT, block_issue_ns=10))
-    k = sim.launch(sim.stream(), 6, 256, duration_ns=1000)
+    k = sim.launch(sim.stream(), Kernel(6, 256, duration_ns=1000))
     sim.run()
     assert sim.blocks()[["sm", "start_ns"]].tolist() == [(0, 0), (1, 10), (2, 20), (3, 30), (0, 40), (1, 50)]
     assert sim.notify_ns(k) == 50
@@ -391,15 +393,15 @@ def test_blocks_are_issued_one_after_the_other_to_the_sm_with_most_room():
 
 def test_a_late_urgent_grid_goes_first_but_preempts_nothing():
     sim = SmModel(SMALL, timing=EXACT)
-    low = sim.launch(sim.stream(), 12, 1024, duration_ns=100)  # two to an SM: 8 run, 4 wait
-    high = sim.launch(sim.stream(priority=1), 8, 1024, duration_ns=10, submit_ns=50)
+    low = sim.launch(sim.stream(), Kernel(12, 1024, duration_ns=100))  # two to an SM: 8 run, 4 wait
+    high = sim.launch(sim.stream(priority=1), Kernel(8, 1024, duration_ns=10), submit_ns=50)
     sim.run()
     assert (sim.start_ns(high), sim.finish_ns(high), sim.finish_ns(low)) == (100, 110, 210)
 
 
 def test_only_so_many_grids_run_at_once():
     sim = SmModel(dataclasses.replace(SMALL, concurrent_grids=2), timing=EXACT)
-    k = [sim.launch(sim.stream(), 1, 32, duration_ns=100) for _ in range(5)]
+    k = [sim.launch(sim.stream(), Kernel(1, 32, duration_ns=100)) for _ in range(5)]
     sim.run()
     assert [sim.start_ns(each) for each in k] == [0, 0, 100, 100, 200]
 
@@ -408,9 +410,9 @@ def test_only_so_many_grids_run_at_once():
 def test_streams_on_one_hardware_queue_wait_for_its_head(false_dependencies: bool, expected: int):
     sim = SmModel(SMALL, timing=EXACT, false_dependencies=false_dependencies, connections=1)
     a, b = sim.stream(), sim.stream()
-    sim.launch(a, 1, 32, duration_ns=100)
-    sim.launch(a, 1, 32, duration_ns=100)  # waits for the first, and holds up the queue
-    other = sim.launch(b, 1, 32, duration_ns=100)
+    sim.launch(a, Kernel(1, 32, duration_ns=100))
+    sim.launch(a, Kernel(1, 32, duration_ns=100))  # waits for the first, and holds up the queue
+    other = sim.launch(b, Kernel(1, 32, duration_ns=100))
     sim.run()
     assert sim.start_ns(other) == expected
 
@@ -420,11 +422,11 @@ def test_an_event_orders_two_streams():
     a, b = sim.stream(), sim.stream()
     early = sim.event()
     sim.wait(b, early)
-    later = sim.launch(b, 1, 32, duration_ns=10)
-    sim.launch(a, 1, 32, duration_ns=100)
+    later = sim.launch(b, Kernel(1, 32, duration_ns=10))
+    sim.launch(a, Kernel(1, 32, duration_ns=100))
     sim.record(a, early)
     sim.wait(a, sim.record(b))
-    last = sim.launch(a, 1, 32, duration_ns=10)
+    last = sim.launch(a, Kernel(1, 32, duration_ns=10))
     sim.run()
     assert (sim.start_ns(later), sim.start_ns(last)) == (100, 110)
 
@@ -433,7 +435,7 @@ def test_copies_share_an_engine_per_direction():
     sim = SmModel(H200, timing=dataclasses.replace(EXACT, copy_latency_ns=1000))
     up = [sim.copy(sim.stream(), 64_000, "h2d") for _ in range(2)]
     down = sim.copy(sim.stream(), 64_000, "d2h")
-    kernel = sim.launch(0, 1, 32, duration_ns=10)
+    kernel = sim.launch(0, Kernel(1, 32, duration_ns=10))
     sim.run()
     assert [sim.finish_ns(each) for each in (*up, down)] == [2000, 4000, 2000]
     assert sim.start_ns(kernel) == 2000
@@ -444,7 +446,7 @@ def test_a_wait_for_what_nobody_records_is_a_deadlock():
     sim = SmModel(SMALL, timing=EXACT)
     s = sim.stream()
     sim.wait(s, sim.event())
-    sim.launch(s, 1, 32, duration_ns=1)
+    sim.launch(s, Kernel(1, 32, duration_ns=1))
     assert sim.run(1000) == 1000  # somebody may still record it
     with pytest.raises(DeadlockError, match=r"2 commands .* 0 \(wait 0\) waits for event 0, which nobody records"):
         sim.run()
@@ -467,8 +469,8 @@ def test_a_cycle_of_waits_is_a_deadlock():
 
 def test_a_cluster_starts_together_inside_one_gpc():
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 3, 1024, 32, duration_ns=30)
-    sim.launch(sim.stream(), 24, 1024, 32, cluster=4, duration_ns=[*range(10, 34)])
+    sim.launch(sim.stream(), Kernel(3, 1024, 32, duration_ns=30))
+    sim.launch(sim.stream(), Kernel(24, 1024, 32, cluster=4, duration_ns=[*range(10, 34)]))
     sim.run()
     sim.check_integrity()
     clusters = sim.blocks()[3:].reshape(-1, 4)
@@ -479,9 +481,9 @@ def test_a_cluster_starts_together_inside_one_gpc():
 def test_a_cluster_that_fits_nowhere_is_refused():
     sim = SmModel(SMALL, timing=EXACT)
     with pytest.raises(LaunchError, match="a cluster of 4 blocks fits no GPC"):
-        sim.launch(sim.stream(), 4, 1024, 32, 200 * KIB, cluster=4, duration_ns=1)
+        sim.launch(sim.stream(), Kernel(4, 1024, 32, 200 * KIB, cluster=4, duration_ns=1))
     with pytest.raises(LaunchError, match="5 blocks in clusters of 2"):
-        sim.launch(0, 5, 32, cluster=2, duration_ns=1)
+        sim.launch(0, Kernel(5, 32, cluster=2, duration_ns=1))
 
 
 # --- programs, records, long runs ----------------------------------------------------------------------------------
@@ -505,10 +507,7 @@ def test_a_program_runs_like_its_kernels_in_a_graph():
     for _ in range(3):
         g = plain.graph()
         for k in kernels:
-            plain.launch(
-                0, k.n_blocks, k.threads, k.registers, k.shared_bytes, cost=k.cost, duration_ns=k.duration_ns, graph=g,
-                kernel=k.kernel,
-            )  # fmt: skip
+            plain.launch(0, k, graph=g)
     plain.run()
     assert sim.blocks().tobytes() == plain.blocks().tobytes()
 
@@ -516,7 +515,7 @@ def test_a_program_runs_like_its_kernels_in_a_graph():
 def test_the_counters_count_blocks_and_warps_of_each_sm():
     lines = np.zeros(SMALL.sms, SM_LINE)
     sim = SmModel(SMALL, timing=EXACT, lines=lines)
-    sim.launch(sim.stream(), 8, 256, duration_ns=100)
+    sim.launch(sim.stream(), Kernel(8, 256, duration_ns=100))
     sim.run(50)
     assert lines["started"].tolist() == [2 | 16 << WARP_SHIFT] * 4
     assert lines["ended"].tolist() == [0] * 4
@@ -529,9 +528,9 @@ def test_the_counters_count_blocks_and_warps_of_each_sm():
 def test_untraced_launches_leave_no_blocks_and_cleared_ones_are_gone():
     sim = SmModel(SMALL, timing=EXACT)
     s = sim.stream()
-    sim.launch(s, 5000, 32, duration_ns=1, trace=False)
-    first = sim.launch(s, 2, 32, duration_ns=1)
-    second = sim.launch(s, 2, 32, duration_ns=[10, 100], launch_id=77)
+    sim.launch(s, Kernel(5000, 32, duration_ns=1), trace=False)
+    first = sim.launch(s, Kernel(2, 32, duration_ns=1))
+    second = sim.launch(s, Kernel(2, 32, duration_ns=[10, 100]), launch_id=77)
     while not sim.done(first):
         sim.run(sim.next_event_ns)
     sim.run(sim.next_event_ns + 20)
@@ -545,7 +544,7 @@ def test_untraced_launches_leave_no_blocks_and_cleared_ones_are_gone():
 def test_completions_come_step_by_step():
     sim = SmModel(SMALL, timing=EXACT)
     s = sim.stream()
-    k = [sim.launch(s, 1, 32, duration_ns=10, report=report) for report in (True, False, True)]
+    k = [sim.launch(s, Kernel(1, 32, duration_ns=10), report=report) for report in (True, False, True)]
     assert sim.next_event_ns == 0
     assert sim.run(stop_on_completion=True) == 10
     assert sim.completed().tolist() == [k[0]]
@@ -561,7 +560,7 @@ def test_a_long_run_with_a_short_history_stays_small():
     streams = [sim.stream() for _ in range(100)]
     handles = []
     for k in range(6000):
-        handles.append(sim.launch(streams[k % 100], 2, 32, duration_ns=[k % 7 + 1, 5], trace=False))
+        handles.append(sim.launch(streams[k % 100], Kernel(2, 32, duration_ns=[k % 7 + 1, 5]), trace=False))
         sim.run(stop_on_completion=k % 3 == 0, until_ns=sim.now_ns + 1)
         sim.completed()
     sim.run()
@@ -576,7 +575,7 @@ def test_a_long_run_with_a_short_history_stays_small():
 def test_without_a_history_everything_is_kept():
     sim = SmModel(SMALL, timing=EXACT)
     streams = [sim.stream() for _ in range(70)]
-    handles = [sim.launch(streams[k % 70], 1, 32, duration_ns=k % 5 + 1, submit_ns=k) for k in range(5000)]
+    handles = [sim.launch(streams[k % 70], Kernel(1, 32, duration_ns=k % 5 + 1), submit_ns=k) for k in range(5000)]
     sim.run()
     assert [sim.start_ns(each) for each in handles[::100]] == [*range(0, 5000, 100)]
     assert len(sim.completed()) == 5000
@@ -589,21 +588,21 @@ def test_what_cannot_be_is_refused():
     sim = SmModel(SMALL, timing=EXACT)
     s = sim.stream()
     with pytest.raises(LaunchError, match="bytes of shared memory per block"):
-        sim.launch(s, 1, 32, 32, 300 * KIB, duration_ns=1)
+        sim.launch(s, Kernel(1, 32, 32, 300 * KIB, duration_ns=1))
     with pytest.raises(LaunchError, match="no stream 5: there are 1"):
-        sim.launch(5, 1, 32, duration_ns=1)
+        sim.launch(5, Kernel(1, 32, duration_ns=1))
     with pytest.raises(LaunchError, match="priority of 1000"):
         sim.stream(1000)
     with pytest.raises(LaunchError, match="a grid of 0 blocks"):
-        sim.launch(s, 0, 32, duration_ns=1)
+        sim.launch(s, Kernel(0, 32, duration_ns=1))
     with pytest.raises(LaunchError, match="either a cost or a duration_ns"):
-        sim.launch(s, 1, 32)
+        sim.launch(s, Kernel(1, 32))
     with pytest.raises(LaunchError, match="either a cost or a duration_ns"):
-        sim.launch(s, 1, 32, duration_ns=1, cost=BlockCost())
+        sim.launch(s, Kernel(1, 32, duration_ns=1, cost=BlockCost()))
     with pytest.raises(LaunchError, match="one for each of the 3 blocks"):
-        sim.launch(s, 3, 32, duration_ns=[1, 2])
+        sim.launch(s, Kernel(3, 32, duration_ns=[1, 2]))
     with pytest.raises(LaunchError, match="zero or more"):
-        sim.launch(s, 3, 32, duration_ns=-1)
+        sim.launch(s, Kernel(3, 32, duration_ns=-1))
     with pytest.raises(LaunchError, match="'p2p'"):
         sim.copy(s, 1, "p2p")  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match="no event 3"):
@@ -618,7 +617,7 @@ def test_what_cannot_be_is_refused():
         SmModel(SMALL, lines=np.zeros(3, SM_LINE))
     sim.run(100)
     with pytest.raises(LaunchError, match=r"submit at 50 ns: it is 100\.0 ns"):
-        sim.launch(s, 1, 32, duration_ns=1, submit_ns=50)
+        sim.launch(s, Kernel(1, 32, duration_ns=1), submit_ns=50)
     with pytest.raises(LaunchError, match="run until 50 ns"):
         sim.run(50)
 

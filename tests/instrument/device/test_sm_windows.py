@@ -76,10 +76,9 @@ def play(script: list[Launch], priority: list[int], *, work: bool = False, backf
         sim.stream(each)
     for each in script:
         how = {"cost": BlockCost(bytes=each.duration * 100)} if work else {"duration_ns": each.duration}
-        sim.launch(
-            each.stream, each.n_blocks, each.threads, 32, each.shared, cluster=each.cluster, submit_ns=each.submit,
-            window=sim.window(*each.window) if each.window else 0, **how,
-        )  # fmt: skip
+        kernel = Kernel(each.n_blocks, each.threads, 32, each.shared, cluster=each.cluster, **how)
+        window = sim.window(*each.window) if each.window else 0
+        sim.launch(each.stream, kernel, submit_ns=each.submit, window=window)
     sim.run()
     sim.check_integrity()
     return sim
@@ -180,7 +179,7 @@ def test_blocks_stay_in_their_window_and_no_sm_is_overfull(script: list[Launch],
 @pytest.mark.parametrize("first", range(SMS))
 def test_a_window_goes_around_the_end(first: int):
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 6, 1024, duration_ns=10, window=sim.window(first, 3))
+    sim.launch(sim.stream(), Kernel(6, 1024, duration_ns=10), window=sim.window(first, 3))
     sim.run()
     assert sorted(sim.blocks()["sm"].tolist()) == sorted([*sms_of(first, 3)] * 2)
 
@@ -198,9 +197,11 @@ def test_a_window_of_all_sms_is_like_none(launch: Launch, first: int, work: bool
 @pytest.mark.parametrize(("n_blocks", "window", "start"), [(14, (0, 4), 2), (30, (0, 8), 100)])
 def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, window: tuple[int, int], start: int):
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 1, 1024, duration_ns=100)  # the placement tree is for this footprint from now on
-    sim.launch(sim.stream(), n_blocks, 512, cluster=cluster, duration_ns=99, window=sim.window(*window), submit_ns=1)
-    k = sim.launch(sim.stream(), 8, 1024, duration_ns=10, submit_ns=2)
+    sim.launch(sim.stream(), Kernel(1, 1024, duration_ns=100))  # the placement tree is for this footprint from now on
+    sim.launch(
+        sim.stream(), Kernel(n_blocks, 512, cluster=cluster, duration_ns=99), window=sim.window(*window), submit_ns=1
+    )
+    k = sim.launch(sim.stream(), Kernel(8, 1024, duration_ns=10), submit_ns=2)
     sim.run()
     sim.check_integrity()
     assert (sim.start_ns(k), sim.notify_ns(k)) == (start, start)
@@ -210,7 +211,7 @@ def test_unconfined_blocks_see_what_others_took(cluster: int, n_blocks: int, win
 
 def test_a_cluster_stays_in_its_gpcs_part_of_the_window():
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 24, 1024, cluster=2, duration_ns=10, window=sim.window(7, 3))  # SMs 7, 0 and 1
+    sim.launch(sim.stream(), Kernel(24, 1024, cluster=2, duration_ns=10), window=sim.window(7, 3))  # SMs 7, 0 and 1
     sim.run()
     sim.check_integrity()
     clusters = sim.blocks().reshape(-1, 2)
@@ -233,7 +234,7 @@ def test_disjoint_windows_do_not_delay_each_other(work: bool):
         handles: dict[tuple[int, int], list[int]] = {each: [] for each in windows}
         for n_blocks in (20, 3, 50):
             for stream, each in zip(streams, windows, strict=True):
-                handles[each].append(sim.launch(stream, n_blocks, 1024, window=sim.window(*each), **how))
+                handles[each].append(sim.launch(stream, Kernel(n_blocks, 1024, **how), window=sim.window(*each)))
         sim.run()
         return {each: [sim.finish_ns(handle) for handle in found] for each, found in handles.items()}
 
@@ -245,9 +246,11 @@ def started(window: tuple[int, int] | None, *, backfill: bool = False) -> float:
     """When a small grid starts behind one that waits for room in the left half; the right half is empty."""
     sim = SmModel(SMALL, timing=EXACT, backfill=backfill)
     left = sim.window(0, 4)
-    sim.launch(sim.stream(), 7, 1024, duration_ns=100, window=left)
-    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, window=left, submit_ns=1)
-    k = sim.launch(sim.stream(), 1, 32, duration_ns=10, window=sim.window(*window) if window else 0, submit_ns=2)
+    sim.launch(sim.stream(), Kernel(7, 1024, duration_ns=100), window=left)
+    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), window=left, submit_ns=1)
+    k = sim.launch(
+        sim.stream(), Kernel(1, 32, duration_ns=10), window=sim.window(*window) if window else 0, submit_ns=2
+    )
     sim.run()
     return sim.start_ns(k)
 
@@ -262,9 +265,9 @@ def test_a_blocked_grid_holds_up_its_own_window_only():
 
 def test_a_blocked_unconfined_grid_holds_up_all_windows():
     sim = SmModel(SMALL, timing=EXACT)
-    sim.launch(sim.stream(), 8, 32, duration_ns=100)
-    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, submit_ns=1)  # wants an SM to itself
-    k = sim.launch(sim.stream(), 1, 32, duration_ns=10, window=sim.window(4, 4), submit_ns=2)
+    sim.launch(sim.stream(), Kernel(8, 32, duration_ns=100))
+    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), submit_ns=1)  # wants an SM to itself
+    k = sim.launch(sim.stream(), Kernel(1, 32, duration_ns=10), window=sim.window(4, 4), submit_ns=2)
     sim.run()
     assert sim.start_ns(k) == 100
 
@@ -272,9 +275,9 @@ def test_a_blocked_unconfined_grid_holds_up_all_windows():
 def test_an_urgent_grid_goes_ahead_in_a_blocked_window():
     sim = SmModel(SMALL, timing=EXACT)
     left = sim.window(0, 1)
-    sim.launch(sim.stream(), 1, 1024, duration_ns=100, window=left)
-    sim.launch(sim.stream(), 1, 1024, 32, 227 * KIB, duration_ns=100, window=left, submit_ns=1)
-    k = sim.launch(sim.stream(priority=1), 1, 32, duration_ns=10, window=left, submit_ns=2)
+    sim.launch(sim.stream(), Kernel(1, 1024, duration_ns=100), window=left)
+    sim.launch(sim.stream(), Kernel(1, 1024, 32, 227 * KIB, duration_ns=100), window=left, submit_ns=1)
+    k = sim.launch(sim.stream(priority=1), Kernel(1, 32, duration_ns=10), window=left, submit_ns=2)
     sim.run()
     assert sim.start_ns(k) == 2
 
@@ -304,11 +307,11 @@ def test_other_commands_are_not_confined_by_the_rows_they_reuse():
     sim = SmModel(SMALL, timing=EXACT, history=1)
     s, window = sim.stream(), sim.window(0, 1)
     for _ in range(3000):
-        sim.launch(s, 1, 32, duration_ns=1, window=window, trace=False)
+        sim.launch(s, Kernel(1, 32, duration_ns=1), window=window, trace=False)
         sim.copy(s, 64, "h2d")
         sim.run()
         sim.completed()
-    sim.launch(s, SMS, 32, duration_ns=1)
+    sim.launch(s, Kernel(SMS, 32, duration_ns=1))
     sim.run()
     sim.check_integrity()
     assert sim.blocks()["sm"].tolist() == [*range(SMS)]
@@ -320,7 +323,7 @@ def test_there_is_room_for_every_window_and_each_has_one_number():
     numbers = [sim.window(*each) for each in spans]
     assert numbers == [*range(1, len(spans) + 1)]
     assert [sim.window(*each) for each in spans] == numbers
-    sim.launch(sim.stream(), 2, 1024, duration_ns=1, window=sim.window(121, 1))
+    sim.launch(sim.stream(), Kernel(2, 1024, duration_ns=1), window=sim.window(121, 1))
     sim.run()
     assert sim.blocks()["sm"].tolist() == [121, 121]
 
@@ -337,14 +340,14 @@ def test_what_cannot_be_is_refused():
     window = sim.window(2, 2)  # one SM of each of two GPCs
     for unknown in (-1, 2):
         with pytest.raises(LaunchError, match=f"no window {unknown}: there are 1; make one"):
-            sim.launch(s, 1, 32, duration_ns=1, window=unknown)
+            sim.launch(s, Kernel(1, 32, duration_ns=1), window=unknown)
         with pytest.raises(LaunchError, match=f"no window {unknown}"):
             sim.program([Kernel(1, 32, duration_ns=1)], unknown)
     with pytest.raises(LaunchError, match=r"a cluster of 4 blocks fits no GPC's part of window 1: .* choose a larger"):
-        sim.launch(s, 4, 1024, cluster=4, duration_ns=1, window=window)
+        sim.launch(s, Kernel(4, 1024, cluster=4, duration_ns=1), window=window)
     with pytest.raises(LaunchError, match="fits no GPC's part of window 1"):
         sim.program([Kernel(4, 1024, cluster=4, duration_ns=1)], window)
-    sim.launch(s, 4, 1024, cluster=2, duration_ns=1, window=window)
+    sim.launch(s, Kernel(4, 1024, cluster=2, duration_ns=1), window=window)
     sim.run()
     confined = sim.program([Kernel(1, 32, duration_ns=1)], window)
     other = SmModel(SMALL, timing=EXACT)

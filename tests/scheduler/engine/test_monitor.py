@@ -12,6 +12,7 @@ from engine_models import mlp_model, random_inputs, scale_model
 import paellapy as pp
 from paellapy.instrument.device.parts import part
 from paellapy.instrument.device.sm_model import SmModel
+from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.live import counts
 from paellapy.instrument.records import WARP_SHIFT
 from paellapy.scheduler.backends import virtual
@@ -190,7 +191,7 @@ def test_a_closed_engine_still_answers():
 
 def test_the_sm_model_integrates_warps_over_time():
     sim = SmModel(part("h200"))
-    k = sim.launch(sim.stream(), 132 * 4, threads=256, duration_ns=2000.0)
+    k = sim.launch(sim.stream(), Kernel(132 * 4, threads=256, duration_ns=2000.0))
     sim.run()
     until, warp_ns, busy_ns = sim.use_until(1e9)
     assert until == 1e9
@@ -200,7 +201,7 @@ def test_the_sm_model_integrates_warps_over_time():
 
 def test_time_beyond_the_next_event_is_not_known_yet():
     sim = SmModel(part("h200"))
-    sim.launch(sim.stream(), 1, threads=64, duration_ns=2000.0)
+    sim.launch(sim.stream(), Kernel(1, threads=64, duration_ns=2000.0))
     sim.run(sim.next_event_ns)
     while not sim.use_until(sim.now_ns + 500.0)[1].any():
         sim.run(sim.next_event_ns)
