@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from operator import index, itemgetter
-from typing import Any, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 from paellapy.instrument import cuda_source, triton_source
 from paellapy.instrument.arguments import Handlers
@@ -105,7 +105,7 @@ class TritonKernel(Kernel):
         if launcher is None:
             launcher = self._prepare(device, values, key, options, part is not None)
         if callable(grid):
-            grid = grid(dict(zip(self.arg_names, values, strict=True)))
+            grid = grid(self._source.named(*args, **kwargs))
         grid = _as_grid(grid)
         if part is not None:
             _check_part(self.name, grid, part)
@@ -141,13 +141,23 @@ class TritonKernel(Kernel):
         options = triton_source.split_options(options, self.name, self.arg_names)
         return self._source.source(values, key, options, target)
 
-    def compile(
-        self, *args: Any, target: str | None = None, report: Report | None = None, sliced: bool = False, **kwargs: Any
-    ) -> Compiled:
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for any target, without a GPU and without launching.
 
-        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned).
+        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned). `target="sm_90"`,
+        `report=` (the kernel's own level if left out, None for the plain kernel) and `sliced=True` say what to make;
+        where the kernel has a parameter of such a name, write it with an underscore behind: `target_="sm_90"`.
         """
+        return self._compile_variant(args, kwargs, self._own(kwargs, "report", self.report))
+
+    def _own(self, kwargs: dict[str, Any], name: str, default: Any) -> Any:
+        """Takes a keyword of ours out of those that are for the kernel."""
+        if f"{name}_" in kwargs:
+            return kwargs.pop(f"{name}_")
+        return default if name in self.arg_names else kwargs.pop(name, default)
+
+    def _compile_variant(self, args: Sequence[Any], kwargs: dict[str, Any], report: Report | None) -> Compiled:
+        target, sliced = self._own(kwargs, "target", None), self._own(kwargs, "sliced", False)
         device = None if target else Device.current()
         if self._tuner is not None:
             kwargs = self._tuner.first(args, kwargs)
@@ -155,11 +165,12 @@ class TritonKernel(Kernel):
         if options:
             key = self._with_options(key, options)
         source = self._compile_source(values, key, options, target or (device.target if device else ""))
-        return source.build(PassConfig(report or self.report, sliced, self.exits))
+        return source.build(PassConfig(report, sliced, self.exits))
 
-    def theoretical_occupancy(self, *args: Any, target: str | None = None, **kwargs: Any) -> Occupancy:
+    def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
         """Blocks of this kernel an SM can hold, and which resource is the limit."""
-        compiled = self.compile(*args, target=target, **kwargs)
+        compiled = self.compile(*args, **kwargs)
+        target = self._own(kwargs, "target", None)
         limits = self._limits(target) if target else Device.current().limits
         threads = compiled.source.threads
         assert threads is not None
@@ -213,10 +224,12 @@ class CudaKernel(Kernel):
             _check_part(self.name, grid, part)
         return launcher(grid, values, block, shared_bytes, part)
 
-    def compile(self, target: str | None = None, report: Report | None = None, sliced: bool = False) -> Compiled:
-        """Compiles for any target, without a GPU and without launching."""
+    def compile(
+        self, target: str | None = None, report: Report | Literal["own"] | None = "own", sliced: bool = False
+    ) -> Compiled:
+        """Compiles for any target, without a GPU and without launching; `report=None` gives the plain kernel."""
         source = self._source.source(target or Device.current().target)
-        return source.build(PassConfig(report or self.report, sliced, self.exits))
+        return source.build(PassConfig(self.report if report == "own" else report, sliced, self.exits))
 
     def theoretical_occupancy(
         self, block: int | tuple[int, ...], shared_bytes: int = 0, target: str | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import triton
+from triton import knobs
 from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
@@ -69,7 +70,7 @@ class TritonSource:
         self.fn = fn
         self.name: str = fn.__name__
         self.arg_names: list[str] = list(fn.arg_names)
-        self.bind = _generate_binder(fn)
+        self.bind, self.named = _generate_binder(fn)
         self._sources: dict[Any, Source] = {}
 
     def source(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
@@ -131,6 +132,8 @@ class TritonSource:
         arch = target_capability(target)
         # Asking for the default by name keeps Triton 3.9 from warning that 3.10 will change it.
         options = {"enable_fp_fusion": True, **options}
+        # As `triton.jit` does it: @triton.jit(debug=True) and TRITON_DEBUG=1 make device_assert check.
+        options["debug"] = bool(options.get("debug", self.fn.debug) or knobs.runtime.debug)
         compiling.plain = True
         try:
             built = triton.compile(
@@ -248,8 +251,12 @@ def _stand_in(value: Any, fact: Any) -> Any:
     return value
 
 
-def _generate_binder(fn: JITFunction) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]:
-    """`bind(handlers, *args, **kwargs)` → (values, key, launch options), written out for this signature.
+Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
+
+
+def _generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, Any]]]:
+    """`bind(handlers, *args, **kwargs)` → (values, key, launch options), and `named(*args, **kwargs)` → the arguments
+    by name as they were given, both written out for this signature.
 
     Written out, because binding by `inspect` costs more than the launch itself. Names of its own begin with `_pp_`, so
     that no parameter hides them.
@@ -284,8 +291,10 @@ def _generate_binder(fn: JITFunction) -> Callable[..., tuple[tuple[Any, ...], tu
     signature = ", ".join(["_pp_handlers", *arguments, "**_pp_options"])
     results = [f"({', '.join(items)}{',' if items else ''})" for items in (values, keys)]
     code = f"def bind({signature}):\n{body}\n    return {', '.join(results)}, _pp_options\n"
+    pairs = ", ".join(f"{name!r}: {name}" for name in fn.signature.parameters)
+    code += f"def named({', '.join([*arguments, '**_pp_options'])}):\n    return {{{pairs}}}\n"
     exec(code, scope)
-    return scope["bind"]  # type: ignore[no-any-return]
+    return scope["bind"], scope["named"]
 
 
 def _constant_key(value: Any) -> Any:

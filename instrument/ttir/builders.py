@@ -23,6 +23,8 @@ Ints = tuple[int, ...]
 @builds(*ew.FLOAT)
 def float_op(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     fn, flops = ew.FLOAT[op.name]
+    if op.name == "math.fma" and op.out_types[0].element.narrow:
+        fn = ew.narrow_fma
     return each(ew.rounded(fn, op.out_types[0].element), args, outs[0], flops * op.out_types[0].size)
 
 

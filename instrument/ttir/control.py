@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paellapy.instrument.ttir import code
 from paellapy.instrument.ttir.code import Run, Slots
-from paellapy.instrument.ttir.lower import Lowering, builds, waits_for_memory
+from paellapy.instrument.ttir.lower import Lowering, builds, called, waits_for_memory
 from paellapy.instrument.ttir.machine import Active
 from paellapy.instrument.ttir.tree import Op
 
@@ -42,14 +42,14 @@ def scf_while(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
         low.same_pointer(*slots)
     for slots in zip(before.values[1:], after.args, outs, strict=True):
         low.same_pointer(*slots)
-    waits = waits_for_memory(op)
+    waits = waits_for_memory(op, low.module)
     low.facts.serial |= waits
     return code.while_loop(args, before, after, outs, ranks(op), waits)
 
 
 @builds("tt.call")
 def call(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    name = op.body.strip().removeprefix("@").split("(")[0].strip('" ')
+    name = called(op)
     func = low.module.funcs.get(name)
     if func is None:
         low.refuse(op, f"function {name} is not in the module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -10,6 +9,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from paellapy.instrument.ttir import native
 from paellapy.instrument.ttir.conversion import decode, encode, narrowed, rounder
 from paellapy.instrument.ttir.types import Element
 from paellapy.instrument.ttir.values import is_array
@@ -74,14 +74,19 @@ def high_product(a: Any, b: Any, sign: bool) -> Any:
     return high.view(a.dtype)
 
 
-def erf(x: Any) -> Any:
-    """Error function; to float32's precision by Abramowitz and Stegun 7.1.26, in float64 by the C library."""
-    if x.dtype == np.float64:
-        return np.vectorize(math.erf, otypes=[np.float64])(x) if is_array(x) else np.float64(math.erf(x))
-    a = np.abs(x).astype(np.float64)
-    t = 1 / (1 + 0.3275911 * a)
-    p = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.copysign(1 - p * np.exp(-a * a), x).astype(x.dtype)
+def in_double(loop: Function) -> Function:
+    """A function of the C library that NumPy lacks, by a compiled loop in float64."""
+
+    def run(x: Any) -> Any:
+        wide = np.ascontiguousarray(x, np.float64).reshape(-1)
+        out = np.empty_like(wide)
+        loop(wide, out)
+        return out.astype(x.dtype, copy=False).reshape(x.shape)[()]
+
+    return run
+
+
+erf = in_double(native.erf)
 
 
 @elementwise
@@ -89,8 +94,25 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return np.where(condition, a, b) if is_array(condition) else (a if condition else b)
 
 
-def _fma(a: Any, b: Any, c: Any) -> Any:
-    return a * b + c
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    whole = np.broadcast_arrays(a, b, c)
+    rows = [np.ascontiguousarray(x).reshape(-1) for x in whole]
+    out = np.empty_like(rows[0])
+    native.fma(*rows, out)
+    return out.reshape(whole[0].shape)[()]
+
+
+def narrow_fma(a: Any, b: Any, c: Any) -> Any:
+    """`fma` for numbers below 32 bits, in float32 that rounds once more without harm.
+
+    Rounding to odd keeps what lies behind the last bit in that bit, so that the second rounding sees it.
+    """
+    exact = fma(*(np.asarray(x, np.float64) for x in (a, b, c)))
+    near = np.asarray(exact.astype(np.float32))
+    odd = near.view(np.uint32) & np.uint32(1)
+    towards = np.nextafter(near, np.where(exact > near, np.float32(np.inf), np.float32(-np.inf)))
+    return np.where((exact == near) | (odd != 0) | ~np.isfinite(exact), near, towards)[()]
 
 
 def rsqrt(x: Any) -> Any:
@@ -155,7 +177,7 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "math.round": (round_half_away, 1),
     "math.roundeven": (np.rint, 1),
     "math.copysign": (np.copysign, 1),
-    "math.fma": (_fma, 2),
+    "math.fma": (fma, 2),
     "tt.precise_sqrt": (np.sqrt, 1),
     "tt.precise_divf": (np.divide, 1),
 }
@@ -281,6 +303,27 @@ def _towards_zero(x: Any, target: Element) -> Any:
     return value if is_array(x) else value[()]
 
 
+def to_integer(sign: bool, source: Element, target: Element) -> Function:
+    """As PTX's `cvt.rzi`: towards zero, to the nearest end of the range from outside of it.
+
+    The instruction has no 8-bit results; the compiler takes the lower half of 16 bits. NaN gives 0, or where either
+    side has 64 bits the highest bit alone (PTX ISA, `cvt`).
+    """
+    size = max(2, target.size)
+    limits = np.iinfo(f"{'i' if sign else 'u'}{size}")
+    not_a_number = 1 << (8 * size - 1) if 8 in (size, source.size) else 0
+    nan_bits = np.array(not_a_number, f"u{size}").view(limits.dtype)
+
+    def run(x: Any) -> Any:
+        low, high = x.dtype.type(limits.min), x.dtype.type(2.0 ** (8 * size - sign))
+        inside = (x > low) & (x < high)
+        whole = np.where(inside, x, x.dtype.type(0)).astype(limits.dtype)
+        ends = np.where(x >= high, limits.max, np.where(x <= low, limits.min, nan_bits))
+        return np.where(inside, whole, ends).astype(f"u{target.size}").view(target.compute)[()]
+
+    return run
+
+
 def convert(name: str, source: Element, target: Element, rounding: str = "") -> Function:
     """The conversion op `name` from `source` to `target`."""
     if name in ("arith.extf", "arith.truncf", "tt.fp_to_fp"):
@@ -293,8 +336,8 @@ def convert(name: str, source: Element, target: Element, rounding: str = "") -> 
         return lambda x: x.astype(target.compute)
     if name in ("arith.extui", "arith.uitofp"):
         return rounded(lambda x: unsigned(x).astype(target.compute), target)
-    if name == "arith.fptoui":
-        return lambda x: signed(x.astype(f"u{target.compute.itemsize}")).astype(target.compute)
+    if name in ("arith.fptoui", "arith.fptosi"):
+        return to_integer(name == "arith.fptosi", source, target)
     if target.name == "i1" and name == "arith.trunci":
         return lambda x: (x & x.dtype.type(1)).astype(np.bool_)
     if source.name == "i1" and name in ("arith.extsi", "arith.sitofp"):

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.ttir import native
 from paellapy.instrument.ttir.elementwise import (
     FLOAT,
-    erf,
     high_product,
+    in_double,
     leading_zeros,
     round_half_away,
     rsqrt,
@@ -21,26 +22,31 @@ from paellapy.instrument.ttir.elementwise import (
 
 Function = Callable[..., Any]
 
-
-def _scalar(fn: Callable[[float], float]) -> Function:
-    """A C library function NumPy lacks, element by element."""
-    vector = np.vectorize(fn, otypes=[np.float64])
-    return lambda x: vector(x).astype(x.dtype)
+erfc = in_double(native.erfc)
 
 
 def _test(fn: Function) -> Function:
     return lambda x: fn(x).astype(np.int32)
 
 
-def _inverse_erf(x: Any) -> Any:
-    """Newton's method from Winitzki's approximation, in float64."""
-    y = np.asarray(x, np.float64)
-    w = np.log1p(-y * y)
+def _inverse_erfc(y: Any) -> Any:
+    """Newton's method from Winitzki's approximation, in float64, for 0 < y <= 1."""
+    w = np.log(y * (2 - y))
     a = 2 / (math.pi * 0.147) + w / 2
-    r = np.copysign(np.sqrt(np.sqrt(a * a - w / 0.147) - a), y)
-    for _ in range(3):
-        r = r - (erf(r) - y) / (2 / math.sqrt(math.pi) * np.exp(-r * r))
-    return r.astype(x.dtype)
+    r = np.sqrt(np.maximum(np.sqrt(a * a - w / 0.147) - a, 0))
+    for _ in range(4):
+        r = r + (erfc(r) - y) / (2 / math.sqrt(math.pi) * np.exp(-r * r))
+    return r
+
+
+def _inverse_erf(x: Any) -> Any:
+    y = np.asarray(x, np.float64)
+    size = np.abs(y)
+    # Near 0 the series: erfc(r) = 1 - y has lost what is small in y.
+    series = math.sqrt(math.pi) / 2 * size * (1 + math.pi / 12 * size**2 + 7 * math.pi**2 / 480 * size**4)
+    r = np.where(size < 1e-3, series, _inverse_erfc(np.clip(1 - size, 1e-300, 1)))
+    r = np.where(size < 1, r, np.where(size == 1, np.inf, np.nan))
+    return np.copysign(r, y).astype(x.dtype)
 
 
 _NAMES: dict[str, Function] = {
@@ -96,11 +102,11 @@ _NAMES: dict[str, Function] = {
     "hypot": np.hypot,
     "ldexp": np.ldexp,
     "fdim": lambda x, y: np.maximum(x - y, x.dtype.type(0)),
-    "erfc": lambda x: x.dtype.type(1) - erf(x),
+    "erfc": erfc,
     "erfinv": _inverse_erf,
-    "lgamma": _scalar(math.lgamma),
-    "tgamma": _scalar(math.gamma),
-    "normcdf": lambda x: x.dtype.type(0.5) * (1 + erf(x * x.dtype.type(math.sqrt(0.5)))),
+    "lgamma": in_double(native.lgamma),
+    "tgamma": in_double(native.tgamma),
+    "normcdf": lambda x: (0.5 * erfc(x.astype(np.float64) * -math.sqrt(0.5))).astype(x.dtype),
     "isnan": _test(np.isnan),
     "isinf": _test(np.isinf),
     "isfinite": _test(np.isfinite),

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from paellapy.instrument.errors import LaunchError
 
 MAX_WAITING = 4096  # threads; more blocks than any GPU holds at once
-MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes
+MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes, before memory is looked at
+MAX_LOOKS = 5_000  # looks at memory that has changed, while no block finishes: the kernel never ends
 
 Body = Callable[[Callable[[], None]], None]  # one block; it calls its argument while it waits
 
@@ -84,32 +85,41 @@ class _Cancelled(BaseException):
     """Raised inside a cancelled block."""
 
 
-def take_turns(kernel: str, bodies: list[Body]) -> None:
-    """Run all bodies to their ends; each gets a function to call while it waits."""
+def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int]) -> None:
+    """Run all bodies to their ends; each gets a function to call while it waits.
+
+    `memory` is a number that stands for the contents of what the kernel writes: blocks that take work from a queue go
+    round many times before one of them finishes, and memory shows that they get on.
+    """
     turns = Turns(bodies)
     workers: list[Worker] = []
     waiting: deque[Worker] = deque()
+    idle, done, seen, looks = 0, 0, memory(), 0
     try:
-        while turns.left:
-            workers.append(Worker(turns))
-            workers[-1].resume()
-            if not workers[-1].finished:
-                waiting.append(workers[-1])
-            if len(waiting) > MAX_WAITING:
-                raise LaunchError(f"kernel {kernel}: more than {MAX_WAITING} blocks wait for each other")
-        idle, done = 0, turns.done
-        while waiting:
-            worker = waiting.popleft()
+        while turns.left or waiting:
+            if turns.left and len(waiting) < MAX_WAITING:
+                worker = Worker(turns)
+                workers.append(worker)
+            else:
+                worker = waiting.popleft()
             worker.resume()
             if not worker.finished:
                 waiting.append(worker)
             idle = 0 if turns.done > done else idle + 1
-            done = turns.done
+            done, looks = turns.done, looks if idle else 0
             if idle > MAX_ROUNDS * max(1, len(waiting)):
-                raise LaunchError(
-                    f"kernel {kernel}: {len(waiting)} blocks wait for each other and none goes on; a barrier over the "
-                    "grid needs all its blocks in one launch"
-                )
+                before, seen = seen, memory()
+                idle, looks = 0, looks + 1
+                if before == seen or looks > MAX_LOOKS:
+                    raise LaunchError(_stuck(kernel, len(waiting), before == seen))
     finally:
         for worker in workers:
             worker.cancel()
+
+
+def _stuck(kernel: str, waiting: int, still: bool) -> str:
+    if still:
+        why = "wait for each other and none goes on; a barrier over the grid needs all its blocks in one launch"
+    else:
+        why = f"go round a loop that polls, and none has finished in {MAX_LOOKS * MAX_ROUNDS:,} turns; bound that loop"
+    return f"kernel {kernel}: {waiting} blocks {why}"

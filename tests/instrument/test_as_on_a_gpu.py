@@ -1,0 +1,218 @@
+"""Where the virtual GPU once silently gave other answers than a GPU does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from triton import knobs
+from triton.language.extra import libdevice
+
+import paellapy as pp
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.ttir import elementwise as ew
+from paellapy.instrument.ttir import libdevice as ours
+from paellapy.instrument.ttir.types import ELEMENTS
+
+
+@pytest.fixture(autouse=True)
+def device() -> Any:
+    with pp.Device("virtual:h200") as opened:
+        yield opened
+
+
+# ---- assertions ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit(debug=True)
+def checked(x):
+    tl.device_assert(tl.load(x) == 0, "not zero")
+
+
+@triton.jit
+def unchecked(x):
+    tl.device_assert(tl.load(x) == 0, "not zero")
+
+
+def test_a_kernel_made_for_debugging_checks_its_assertions():
+    with pytest.raises(LaunchError, match="not zero"):
+        pp.kernel(checked)[1,](np.ones(1, np.float32))
+
+
+def test_debug_false_at_the_launch_turns_the_checks_off():
+    pp.kernel(checked)[1,](np.ones(1, np.float32), debug=False)
+
+
+def test_triton_debug_checks_all_kernels(monkeypatch: pytest.MonkeyPatch):
+    kernel = pp.kernel(unchecked)
+    kernel[1,](np.ones(1, np.float32))
+    monkeypatch.setattr(knobs.runtime, "debug", True)  # what TRITON_DEBUG=1 sets as Triton is imported
+    with pytest.raises(LaunchError, match="not zero"):
+        pp.kernel(unchecked)[1,](np.ones(1, np.float32))
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def saturated(value: float, sign: bool, source: str, bits: int) -> int:
+    """PTX's `cvt.rzi`, one number at a time; 8-bit results are the lower half of 16-bit ones."""
+    wide = max(bits, 16)
+    low, high = (-(1 << (wide - 1)), (1 << (wide - 1)) - 1) if sign else (0, (1 << wide) - 1)
+    if math.isnan(value):
+        whole = 1 << (wide - 1) if wide == 64 or source == "f64" else 0
+    elif math.isinf(value):
+        whole = high if value > 0 else low
+    else:
+        whole = min(max(int(value), low), high)
+    return whole & ((1 << bits) - 1)
+
+
+powers = [s * (2.0**n + d) for n in (7, 8, 15, 16, 31, 32, 63, 64) for d in (-1, 0, 1) for s in (1, -1)]
+edges = st.sampled_from([*powers, 0.0, -0.0, 0.99, -5.7, 1e30, -1e30, np.inf, -np.inf, np.nan, 255.5, 300.0, -129.0])
+
+
+@given(st.lists(st.one_of(edges, st.floats(width=32)), min_size=1, max_size=8), st.booleans(),
+       st.sampled_from(["f32", "f64"]), st.sampled_from([8, 16, 32, 64]))  # fmt: skip
+def test_conversions_to_integers_saturate(values: list[float], sign: bool, source: str, bits: int):
+    x = np.array(values, ELEMENTS[source].compute)
+    convert = ew.convert("arith.fptosi" if sign else "arith.fptoui", ELEMENTS[source], ELEMENTS[f"i{bits}"])
+    with np.errstate(all="ignore"):
+        found = convert(x)
+    assert found.dtype == ELEMENTS[f"i{bits}"].compute
+    assert [int(v) & ((1 << bits) - 1) for v in found] == [saturated(float(v), sign, source, bits) for v in x]
+
+
+@triton.jit
+def to_bytes(x, out):
+    i = tl.arange(0, 4)
+    tl.store(out + i, tl.load(x + i).to(tl.uint8))
+
+
+def test_a_negative_number_is_zero_as_an_unsigned_byte():
+    out = np.zeros(4, np.uint8)
+    pp.kernel(to_bytes)[1,](np.array([-5.7, 5.7, np.nan, 255.0], np.float32), out)
+    assert out.tolist() == [0, 5, 0, 255]
+
+
+@triton.jit
+def fused(a, b, c, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.fma(tl.load(a + i), tl.load(b + i), tl.load(c + i)))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_fma_rounds_once(dtype: Any):
+    one, tiny = dtype(1), np.finfo(dtype).eps
+    a = np.array([one + tiny, one - tiny, 3, 0.1] * 4, dtype)
+    b = np.array([one + tiny, one + tiny, 7, 10] * 4, dtype)
+    c = np.array([-one - 2 * tiny, -one, 0.5, -1] * 4, dtype)
+    out = np.zeros(16, dtype)
+    pp.kernel(fused)[1,](a, b, c, out, 16)
+    exact = [float(x).as_integer_ratio() for x in (a[0], b[0], c[0])]
+    first = exact[0][0] * exact[1][0] / (exact[0][1] * exact[1][1])
+    assert out[0] == dtype(tiny) ** 2  # the product's last bit, which two roundings lose
+    assert out[1] == -(dtype(tiny) ** 2)
+    assert first > 0
+    assert out[2] == 21.5
+
+
+@given(st.lists(st.floats(width=16, min_value=-100, max_value=100), min_size=3, max_size=3))
+def test_narrow_fma_is_the_nearest_half(values: list[float]):
+    a, b, c = (np.float16(v) for v in values)
+    exact = float(a) * float(b) + float(c)  # 22 bits of product, c of 11 within 2**13: exact in float64
+    found = np.float16(ew.narrow_fma(*(np.array([v], np.float32) for v in values))[0])
+    assert found == np.float16(exact)
+
+
+def test_error_functions_keep_their_precision():
+    small = np.array([1e-30, 1e-8, -3e-5, 0.0], np.float32)
+    assert ew.erf(small) == pytest.approx(small * 2 / math.sqrt(math.pi), rel=1e-6)
+    erfc, erfinv = ours.lookup("__nv_erfcf"), ours.lookup("__nv_erfinvf")
+    assert erfc is not None
+    assert erfinv is not None
+    assert float(erfc(np.float32(5))) == pytest.approx(math.erfc(5), rel=1e-6)
+    y = np.array([1, -1, 0, 1e-6, 0.5, -0.999, 1 - 2.0**-24, 2], np.float32)
+    with np.errstate(all="ignore"):
+        found = erfinv(y)
+    assert found[:3].tolist() == [np.inf, -np.inf, 0]
+    assert np.isnan(found[-1])
+    assert [math.erf(float(v)) for v in found[3:-1]] == pytest.approx(y[3:-1].tolist(), rel=1e-6)
+
+
+# ---- what hooks see --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def double(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+
+def test_a_grid_function_sees_the_arguments_as_they_were_given():
+    class Mine(np.ndarray):
+        pass
+
+    x, seen = np.ones(8, np.float32).view(Mine), {}
+    pp.kernel(double)[lambda meta: seen.update(meta) or (1,)](x, np.zeros(8, np.float32), N=8)
+    assert seen["x"] is x
+    assert seen["N"] == 8
+
+
+def test_compiling_with_report_none_gives_the_plain_kernel():
+    kernel = pp.kernel(double)
+    plain = kernel.compile("*fp32", "*fp32", 8, target="sm_90", report=None)
+    assert plain.ptx == plain.original_ptx
+    assert kernel.compile("*fp32", "*fp32", 8, target="sm_90").ptx != plain.ptx
+
+
+@triton.jit
+def poll_and_store(flag, out, steps, N: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid == tl.num_programs(0) - 1:
+        tl.store(flag, 1)
+    else:
+        seen = tl.atomic_add(flag, 0)
+        rounds = 0
+        while seen == 0:
+            rounds += 1
+            tl.store(steps + pid, rounds)
+            seen = tl.atomic_add(flag, 0)
+    tl.store(out + pid, pid + 1)
+
+
+def test_a_loop_that_polls_and_stores_ends_when_the_other_block_says_so():
+    out = np.zeros(4, np.int32)
+    pp.kernel(poll_and_store)[4,](np.zeros(1, np.int32), out, np.zeros(4, np.int32), 1)
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+@triton.jit
+def never(flag, out):
+    seen = tl.atomic_add(flag, 0)
+    while seen == 0:
+        tl.store(out, 7)
+        seen = tl.atomic_add(flag, 0)
+
+
+def test_a_loop_that_nobody_ends_is_an_error_and_not_a_hang():
+    with pytest.raises(LaunchError, match="never"):
+        pp.kernel(never)[2,](np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+
+@triton.jit
+def gelu(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    tl.store(out + i, libdevice.erfc(v) + tl.erf(v))
+
+
+def test_erf_and_erfc_add_up():
+    out = np.zeros(8, np.float32)
+    pp.kernel(gelu)[1,](np.linspace(-4, 4, 8).astype(np.float32), out, 8)
+    assert out == pytest.approx(1, abs=1e-6)
