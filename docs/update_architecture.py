@@ -1,32 +1,63 @@
-"""Rewrites the module list of architecture.md from the modules' own first lines."""
+"""Rewrites the lists of rooms and modules in architecture.md from the first lines of the packages and modules."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- modules: begin -->\n", "<!-- modules: end -->\n"
 PACKAGES = ("paellapy", "serving", "scheduler", "instrument")
+# From the top of the imports down; rooms that are not named here come after these, by name.
+ORDER = ("sim", "engine", "backends", "models", "policies", "core")
+
+
+def first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def rooms(package: Path) -> list[Path]:
+    """The package's folders of code: its own first, then those inside, from the top of the imports down."""
+    inside = [path.parent for path in package.glob("*/__init__.py") if not path.parent.is_symlink()]
+    rank = {name: k for k, name in enumerate(ORDER)}
+    return [package, *sorted(inside, key=lambda folder: (rank.get(folder.name, len(ORDER)), folder.name))]
+
+
+def room_list() -> str:
+    lines = ["| room | holds |", "|---|---|"]
+    for package in PACKAGES:
+        for room in rooms(ROOT / package):
+            lines.append(f"| `{room.relative_to(ROOT)}/` | {first_line(room / '__init__.py')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _modules(room: Path) -> Iterator[str]:
+    for path in sorted(room.glob("*.py")):
+        first = first_line(path)
+        if first and path.name != "__init__.py":
+            yield f"- `{path.name}` — {first}"
 
 
 def module_list() -> str:
-    """One line per module, package after package, from the top of the imports down."""
+    """One line per module, room after room."""
     lines = []
     for package in PACKAGES:
-        lines.append(f"\n### {package}/\n")
-        for path in sorted((ROOT / package).rglob("*.py")):
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
-            if first and path.name != "__init__.py":
-                lines.append(f"- `{path.relative_to(ROOT / package)}` — {first}")
+        for room in rooms(ROOT / package):
+            lines += [f"\n### {room.relative_to(ROOT)}/\n", *_modules(room)]
     return "\n".join(lines) + "\n\n"
 
 
+LISTS = {"rooms": room_list, "modules": module_list}
+
+
 def updated(page: str) -> str:
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + module_list() + END + tail
+    for name, text in LISTS.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        head, _, rest = page.partition(begin)
+        _, _, tail = rest.partition(end)
+        page = head + begin + text() + end + tail
+    return page
 
 
 if __name__ == "__main__":
