@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paellapy.instrument import passes
 from paellapy.instrument.assemble import Assembled, assemble
+from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.passes import PassConfig
 
 
@@ -36,7 +37,12 @@ class Source:
     def build(self, config: PassConfig) -> Compiled:
         """Applies the passes and assembles."""
         if config.exits == "auto" and self.exits != "auto":
-            config = PassConfig(config.report, config.sliced, self.exits, config.pointer_param)
+            config = replace(config, exits=self.exits)
+        if config.preempt and self.cooperative:
+            raise InstrumentError(
+                f"kernel {self.name!r} cannot be preempted: a cooperative launch promises that all its blocks run at "
+                "once. Launch it as a whole."
+            )
         ptx = passes.apply(self.ptx, config, self.name)
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         return Compiled(self, config, ptx, code)

@@ -1,6 +1,6 @@
-"""PTX → PTX passes: `report` (which block runs on which SM, when) and `slice` (run part of a logical grid).
+"""PTX → PTX passes: `report` (which block runs on which SM, when), `slice` (run part of a logical grid), `preempt`.
 
-Both talk to the host through one launch descriptor (records.DESCRIPTOR): by value as an added last parameter where we
+All talk to the host through one launch descriptor (records.DESCRIPTOR): by value as an added last parameter where we
 launch, or through a pointer parameter that a foreign launcher fills (Triton's own, under PyTorch).
 
 Why the reports look as they do (H200, see docs/architecture.md):
@@ -20,6 +20,7 @@ from typing import Literal, get_args
 
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
+from paellapy.instrument.preempt_pass import insert_decision, insert_flag_load, refuse_unpreemptible
 from paellapy.instrument.ptx import Function, Kind, Module, Token
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
 from paellapy.instrument.slice_pass import slice_entry
@@ -39,6 +40,8 @@ class PassConfig:
     `also_notify` makes a kernel that counts or traces tell, besides, when its last block starts.
     `exits` says how the end of a block is seen: "auto" decides from the code (instrument/exits.py).
     `pointer_param` names the parameter that points to the descriptor; None adds a parameter passed by value.
+    `preempt` makes blocks look at a flag when they start, and not run while it is set; with `sliced` a launch may
+    then run any list of blocks.
     """
 
     report: Report | None = None
@@ -46,6 +49,7 @@ class PassConfig:
     exits: Exits = "auto"
     pointer_param: int | None = None
     also_notify: bool = False
+    preempt: bool = False
 
     def __post_init__(self) -> None:
         if self.report is not None and self.report not in get_args(Report):
@@ -54,10 +58,12 @@ class PassConfig:
             raise InstrumentError(f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}")
         if self.sliced and self.pointer_param is not None:
             raise InstrumentError("a kernel launched by somebody else cannot be sliced")
+        if self.preempt and self.pointer_param is not None:
+            raise InstrumentError("a kernel launched by somebody else cannot be preempted")
 
     @property
     def changes_anything(self) -> bool:
-        return self.report is not None or self.sliced or self.also_notify
+        return self.report is not None or self.sliced or self.also_notify or self.preempt
 
     @property
     def notifies(self) -> bool:
@@ -69,7 +75,8 @@ class PassConfig:
 
     def key(self) -> str:
         return (
-            f"{self.report}/{self.sliced}/{self.exits}/{self.pointer_param}/{self.also_notify}/{pass_version()}"
+            f"{self.report}/{self.sliced}/{self.exits}/{self.pointer_param}/{self.also_notify}/{self.preempt}/"
+            f"{pass_version()}"
         )
 
 
@@ -78,7 +85,9 @@ def pass_version() -> str:
     return _VERSION
 
 
-_SOURCES = ("passes.py", "slice_pass.py", "exits.py", "ptx.py", "records.py")
+_SOURCES = (
+    "passes.py", "slice_pass.py", "preempt_pass.py", "exits.py", "flow.py", "waits.py", "ptx.py", "records.py",
+)  # fmt: skip
 _VERSION = hashlib.sha256(b"".join((Path(__file__).parent / n).read_bytes() for n in _SOURCES)).hexdigest()[:16]
 
 
@@ -111,8 +120,13 @@ class _Editor:
         self._add_descriptor()
         if self.config.report in ("count", "trace"):
             self._report_start_and_end(trace=self.config.report == "trace")
+        if self.config.preempt:
+            refuse_unpreemptible(self.module, self.entry)
+            insert_decision(self.entry, self._load, self._thread_index_bits("%paellapy_pt", "%paellapy_pu"))
         if self.config.sliced:
-            slice_entry(self.module, self.entry, self._load)
+            slice_entry(self.module, self.entry, self._load, listed=self.config.preempt)
+        if self.config.preempt:
+            insert_flag_load(self.entry, self._load, self._thread_index_bits("%paellapy_pt", "%paellapy_pu"))
         if self.config.notifies:
             self._notify()  # after slicing: the last block of *this launch* is the one that tells
 

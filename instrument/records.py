@@ -41,9 +41,14 @@ DESCRIPTOR = np.dtype(
         ("grid_x", "<u4"),
         ("grid_y", "<u4"),
         ("grid_z", "<u4"),
-        ("pad", "<u8"),
+        ("epoch", "<u4"),  # preempt: this launch's number; its blocks do not run while the flag is not below it
+        ("pad", "<u4"),
+        ("flag", "<u8"),  # preempt: a word of the device's memory
+        ("left", "<u8"),  # preempt: how many blocks did not run, and which: a counter, then one word a block
+        ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
     ]
 )
+LEFT_HEAD_BYTES = 128  # the counter has a cache line of its own
 MAGIC = 0x5041454C4C415059  # "PAELLAPY"
 
 # One block of a finished trace. Times are nanoseconds on the device's clock.

@@ -13,8 +13,11 @@ _SLICED = {f"%ctaid.{a}": f"%paellapy_c{a}" for a in "xyz"} | {f"%nctaid.{a}": f
 _GRID = ("%ctaid", "%nctaid")
 
 
-def slice_entry(module: Module, entry: Function, load: Load) -> None:
-    """The launch is a 1-D grid of n blocks; each takes the place of block `first + i` of the logical grid."""
+def slice_entry(module: Module, entry: Function, load: Load, listed: bool = False) -> None:
+    """The launch is a 1-D grid of n blocks; each takes the place of block `first + i` of the logical grid.
+
+    `listed`: or of the i-th block of the descriptor's list, where it has one.
+    """
     for function in module.functions():
         if not function.is_entry and any(_reads_grid(s) for s in function.instructions()):
             raise InstrumentError(
@@ -42,10 +45,10 @@ def slice_entry(module: Module, entry: Function, load: Load) -> None:
                 )
     if not used:
         return
-    entry.insert_prologue(_prologue(used, load))
+    entry.insert_prologue(_prologue(used, load, listed))
 
 
-def _prologue(used: set[str], load: Load) -> str:
+def _prologue(used: set[str], load: Load, listed: bool) -> str:
     code = """
 	.reg .b32 %paellapy_cx, %paellapy_cy, %paellapy_cz, %paellapy_gx, %paellapy_gy, %paellapy_gz, %paellapy_st;
 	.reg .pred %paellapy_row;"""
@@ -56,7 +59,7 @@ def _prologue(used: set[str], load: Load) -> str:
     # A flat grid (the usual case) needs no division; the branch is the same for all threads.
     return f"""{code}
 	{load("%paellapy_st", "first")}
-	mov.u32 %paellapy_cx, %ctaid.x;
+	mov.u32 %paellapy_cx, %ctaid.x;{_from_list(load) if listed else ""}
 	add.u32 %paellapy_cx, %paellapy_cx, %paellapy_st;
 	mov.u32 %paellapy_cy, 0;
 	mov.u32 %paellapy_cz, 0;
@@ -69,6 +72,18 @@ def _prologue(used: set[str], load: Load) -> str:
 	mul.lo.u32 %paellapy_st, %paellapy_cz, %paellapy_gy;
 	sub.u32 %paellapy_cy, %paellapy_cy, %paellapy_st;
 $paellapy_placed:"""
+
+
+def _from_list(load: Load) -> str:
+    """Takes the block's number from the list, if there is one; `first` is 0 then."""
+    return f"""
+	.reg .b64 %paellapy_sl;
+	{load("%paellapy_sl", "todo")}
+	setp.eq.u64 %paellapy_row, %paellapy_sl, 0;
+	@%paellapy_row bra $paellapy_in_order;
+	mad.wide.u32 %paellapy_sl, %paellapy_cx, 4, %paellapy_sl;
+	ld.global.nc.u32 %paellapy_cx, [%paellapy_sl];
+$paellapy_in_order:"""
 
 
 def _reads_grid(s: Statement) -> bool:

@@ -123,7 +123,8 @@ class CudaLauncher(Launcher):
             descriptor["lines"], descriptor["magic"] = self.device.lines.ptr, MAGIC
             if self._trace and rings is not None:
                 descriptor["rings"], descriptor["ring_mask"] = rings.ptr, rings.shape[1] - 1
-            ctypes.memmove(ctypes.addressof(buffer.bytes) + self._descriptor_at, descriptor.tobytes(), 64)
+            at = ctypes.addressof(buffer.bytes) + self._descriptor_at
+            ctypes.memmove(at, descriptor.tobytes(), DESCRIPTOR.itemsize)
         return buffer
 
     def __call__(

@@ -14,6 +14,7 @@ from paellapy.instrument.assemble import assemble
 from paellapy.instrument.errors import InstrumentError, PtxError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.ptx import Function, Module
+from paellapy.instrument.records import DESCRIPTOR
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
@@ -214,7 +215,7 @@ def test_only_the_block_the_kernel_sees_is_renumbered() -> None:
 def test_a_kernel_that_looks_at_no_index_is_sliced_by_its_launch_alone() -> None:
     ptx = apply("ret;", PassConfig(sliced=True))
     assert "%paellapy" not in ptx
-    assert "k_paellapy[64]" in ptx
+    assert f"k_paellapy[{DESCRIPTOR.itemsize}]" in ptx
 
 
 def test_the_same_config_gives_the_same_key() -> None:

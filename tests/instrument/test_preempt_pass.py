@@ -1,0 +1,154 @@
+"""The `preempt` pass: it combines with the others, decides before a block has any effect, refuses what waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
+from corpus_sources import source_of
+from ptx_pieces import entry, module
+
+from paellapy.instrument import passes
+from paellapy.instrument.errors import InstrumentError
+from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx import Kind, Module, Statement
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
+
+MOST_ADDED_REGISTERS = 16
+WAITING = {"spin_lock", "grid_barrier"}
+CLUSTERED = {"gemm_two_ctas", "cluster"}
+REFUSED = WAITING | CLUSTERED
+# One combination a target: together they hold every piece of code beside every other.
+CONFIGS = {
+    "sm_80": PassConfig("count", preempt=True),
+    "sm_90": PassConfig("trace", sliced=True, also_notify=True, preempt=True),
+}
+
+
+def variants() -> list[object]:
+    kernels = [c for c in (*TRITON_CASES, *CUDA_CASES) if str(c) not in REFUSED]
+    return [pytest.param(c, t, id=f"{c}-{t}") for c in kernels for t in CONFIGS if int(t[3:]) >= c.min_sm]
+
+
+def decided(ptx: str, name: str | None = None) -> tuple[list[Statement], list[Statement]]:
+    """A kernel's instructions before the barrier where its blocks decide, and from there on."""
+    code = list(Module.parse(ptx).entry(name).instructions())
+    at = next(i for i, s in enumerate(code) if s.opcode == "bar.red.or.pred")
+    return code[:at], code[at:]
+
+
+@pytest.mark.parametrize(("case", "target"), variants())
+def test_it_combines_with_the_others_and_assembles(case: Case | CudaCase, target: str) -> None:
+    source, config = source_of(case, target), CONFIGS[target]
+    if isinstance(case, CudaCase) and not case.instrumentable:
+        config = replace(config, report=None)
+    plain, built = source.build(PassConfig()), source.build(config)
+    assert built.cubin
+    if plain.registers < 64:
+        assert built.registers <= plain.registers + MOST_ADDED_REGISTERS
+    before, _ = decided(built.ptx, source.name)
+    effects = [s for s in before if s.is_op("st", "atom", "red", "cp", "call", "mbarrier", "wgmma", "ret", "exit")]
+    assert all("%paellapy" in str(s) for s in effects), "a block that is not run leaves nothing behind"
+    if "paellapy_out" not in built.ptx:
+        assert built.code.static_shared_bytes == plain.code.static_shared_bytes
+
+
+@pytest.mark.parametrize("case", [c for c in (*TRITON_CASES, *CUDA_CASES) if str(c) in REFUSED], ids=str)
+def test_kernels_whose_blocks_depend_on_each_other_are_refused(case: Case | CudaCase) -> None:
+    reason = "wait for each other in a loop around `.*atom" if case.name in WAITING else "cluster"
+    with pytest.raises(InstrumentError, match=f"cannot be preempted: .*{reason}"):
+        source_of(case).build(PassConfig(preempt=True))
+
+
+def apply(body: str, config: PassConfig | None = None, directives: str = "") -> str:
+    return passes.apply(module(entry(body, directives=directives)), config or PassConfig(preempt=True), "k")
+
+
+def test_a_cooperative_kernel_is_refused() -> None:
+    source = replace(source_of(next(c for c in TRITON_CASES if c.name == "add")), cooperative=True)
+    with pytest.raises(InstrumentError, match="'add' cannot be preempted: a cooperative launch"):
+        source.build(PassConfig(preempt=True))
+
+
+@pytest.mark.parametrize("directives", [".explicitcluster", ".reqnctapercluster 2"])
+def test_clusters_are_refused(directives: str) -> None:
+    with pytest.raises(InstrumentError, match="'k' cannot be preempted: the blocks of a cluster"):
+        apply("ret;", directives=directives)
+
+
+def test_a_foreign_launch_cannot_be_preempted() -> None:
+    with pytest.raises(InstrumentError, match="somebody else cannot be preempted"):
+        PassConfig(preempt=True, pointer_param=0)
+
+
+def test_every_part_of_a_configuration_is_in_its_key() -> None:
+    assert PassConfig(preempt=True).key() != PassConfig().key()
+    assert PassConfig(preempt=True).changes_anything
+
+
+def test_what_a_source_says_of_its_exits_leaves_the_rest_of_a_configuration_alone() -> None:
+    source = replace(source_of(next(c for c in TRITON_CASES if c.name == "add")), exits="barrier")
+    built = source.build(PassConfig("count", also_notify=True, preempt=True))
+    assert built.config == PassConfig("count", exits="barrier", also_notify=True, preempt=True)
+
+
+# -- where a block decides
+
+
+def ops(statements: list[Statement]) -> list[str]:
+    return [s.opcode for s in statements if "%paellapy" not in str(s)]
+
+
+@pytest.mark.parametrize(
+    ("body", "first"),
+    [
+        ("ld.global.u32 %r1, [%rd1]; ld.global.u32 %r2, [%rd2]; add.u32 %r3, %r1, %r2; ret;", 2),
+        ("ld.global.u32 %r1, [%rd1]; mul.wide.u32 %rd3, %r1, 4; ld.global.u32 %r2, [%rd3]; ret;", 1),
+        ("mov.u32 %r1, 0; st.global.u32 [%rd1], %r1; ld.global.u32 %r2, [%rd2]; ret;", 0),
+        ("cp.async.ca.shared.global [%r1], [%rd1], 4; ld.global.u32 %r2, [%rd2]; ret;", 0),
+        ("ld.volatile.global.u32 %r1, [%rd1]; ret;", 0),
+        ("again: ld.global.u32 %r1, [%rd1]; setp.ne.u32 %p1, %r1, 0; @%p1 bra again; ret;", 0),
+        ("mov.u32 %r1, 0; line: ld.global.u32 %r2, [%rd1]; ret;", 2),
+        ("@%p1 bra over; ld.global.u32 %r1, [%rd1]; over: ret;", 0),
+        ("{ .reg .b32 t; ld.global.u32 t, [%rd1]; } ld.global.u32 %r2, [%rd1]; ret;", 2),
+        ("ret;", 0),
+    ],
+)
+def test_a_block_decides_after_the_loads_it_begins_with(body: str, first: int) -> None:
+    before, _ = decided(apply(body))
+    assert ops(before) == [s.opcode for s in Module.parse(module(entry(body))).entry().instructions()][:first]
+
+
+def test_the_flag_is_read_first_and_by_one_thread() -> None:
+    before, after = decided(apply("ld.global.u32 %r1, [%rd1]; ret;"))
+    reads = [i for i, s in enumerate(before) if s.opcode == "ld.relaxed.sys.global.u32"]
+    assert len(reads) == 1
+    assert before[reads[0]].guard
+    assert reads[0] < next(i for i, s in enumerate(before) if s.opcode == "ld.global.u32")
+    assert [s.opcode for s in after if s.is_op("atom", "st")] == ["atom.relaxed.gpu.global.add.u32", "st.global.u32"]
+
+
+@pytest.mark.parametrize("level", ["count", "trace"])
+def test_blocks_that_do_not_run_are_not_reported(level: str) -> None:
+    config = PassConfig(level, preempt=True)  # type: ignore[arg-type]
+    before, after = decided(apply("ld.global.u32 %r1, [%rd1]; st.global.u32 [%rd2], %r1; ret;", config))
+    assert not any(s.is_op("red", "atom") for s in before)
+    left = next(i for i, s in enumerate(after) if s.is_op("ret"))
+    reported = next(i for i, s in enumerate(after) if s.is_op("red", "atom") and "%paellapy_a" in str(s))
+    assert left < reported
+
+
+def test_a_block_that_does_not_run_notes_its_place_in_the_whole_grid() -> None:
+    _, after = decided(apply("ret;", PassConfig(sliced=True, preempt=True)))
+    noted = [t.text for s in after for t in s.tokens if t.text.startswith(("%ctaid", "%nctaid"))]
+    assert not noted, "of a slice, its place in the slice says nothing"
+
+
+def test_a_list_of_blocks_is_read_only_where_there_is_one() -> None:
+    body = Module.parse(apply("mov.u32 %r1, %ctaid.x; ret;", PassConfig(sliced=True, preempt=True))).entry().body or []
+    read = next(i for i, s in enumerate(body) if s.opcode == "ld.global.nc.u32")
+    assert "bra $paellapy_in_order" in str(body[read - 2])
+    assert body[read + 1].kind is Kind.LABEL
+    assert "ld.global.nc" not in apply("mov.u32 %r1, %ctaid.x; ret;", PassConfig(sliced=True))
