@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
 from paellapy.instrument.device.parts import part
+from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity
@@ -93,13 +94,13 @@ class Quiet:
 
 
 @compiled
-def drive(s: st.State, taken: st.Table, steps: int, now: int) -> int:
+def drive(s: st.State, taken: tables.Table, steps: int, now: int) -> int:
     """The GPU completes one launch per step, and each answered request is followed by another; launches made."""
-    before = s.g[st.LAUNCHES]
+    before = s.core[0].launches
     for k in range(steps):
-        s.g[st.OUT_N] = 0
-        if s.g[st.FLIGHT_N] > 0:
-            lane = s.flight[k % s.g[st.FLIGHT_N]]
+        s.core[0].out = 0
+        if s.core[0].flight > 0:
+            lane = s.flight[k % s.core[0].flight]
             a = s.lane[lane]
             store_at(s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word, np.uint64(1))
         now += 1000
@@ -107,11 +108,11 @@ def drive(s: st.State, taken: st.Table, steps: int, now: int) -> int:
         for i in range(take_done(s.ring[0], s.done[0], taken)):
             e = taken[i]
             post(
-                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, e.request,
+                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, e.request,
                 np.int64(e.serial) + 1, 0, e.model,
                 e.client, 0, now, now + 10**12 + 1_000_000 * (np.int64(e.serial) % 977), 0, False,
             )  # fmt: skip
-    return int(s.g[st.LAUNCHES] - before)
+    return int(s.core[0].launches - before)
 
 
 def waiting(models: int, requests: int, policy: str) -> st.State:
@@ -144,21 +145,21 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
     for row in range(requests):
         now += 1000
         deadline = now + 10**12 + int(random.integers(10**9))
-        post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, 0, 0, row % models,
+        post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, 0, 0, row % models,
              row % 7, 0, now, deadline, 0,
              False)  # fmt: skip
         if row % 512 == 511:
             step(s, now)
-            s.g[st.OUT_N] = 0
-    while s.ring[0, st.SUBMIT_HEAD, 0] != s.ring[0, st.SUBMIT_TAIL, 0]:
+            s.core["out"][0] = 0
+    while s.ring[0, codes.SUBMIT_HEAD, 0] != s.ring[0, codes.SUBMIT_TAIL, 0]:
         step(s, now)
-        s.g[st.OUT_N] = 0
+        s.core["out"][0] = 0
     return s
 
 
 def decision_cost(quiet: Quiet, models: int, requests: int, policy: str) -> dict[str, Any]:
     s = waiting(models, requests, policy)
-    taken = np.zeros(64, st.COMPLETION)
+    taken = np.zeros(64, tables.COMPLETION)
     clock = itertools.count(10**10, 10**9)
     drive(s, taken, STEPS, next(clock))
 
@@ -173,7 +174,7 @@ def decision_cost(quiet: Quiet, models: int, requests: int, policy: str) -> dict
         "policy": policy,
         "models": models,
         "waiting_requests": requests,
-        "waiting_jobs_in_heap": int(s.g[st.READY_N]),
+        "waiting_jobs_in_heap": int(s.core["ready"][0]),
         "ns_per_decision_median": round(statistics.median(costs), 1),
         "ns_per_decision_least": round(min(costs), 1),
     }

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core import rings
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes, rings, tables
 from paellapy.scheduler.core.admission import leaves, lets_in, new_windows
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
@@ -55,16 +54,16 @@ def drive(
     next_loop, in_loops, idle = n, 0, loops.copy()
     n_idle = idle.shape[0]
     thinks_until = last = stepped = np.int64(0)
-    steps = s.g[st.STEPS]
+    steps = s.core[0].steps
     while done < n or in_loops > 0 or (next_loop < room and n_idle > 0 and scratch[6] < until_ns):
         now = read_clock(s, scratch) - start
         scratch[6] = now
         if now > GIVE_UP_NS:
             return -1
         pauses[0] = max(pauses[0], now - last)
-        if steps != s.g[st.STEPS] or sent + in_loops == done:
+        if steps != s.core[0].steps or sent + in_loops == done:
             pauses[1] = max(pauses[1], last - stepped)
-            steps, stepped = s.g[st.STEPS], now
+            steps, stepped = s.core[0].steps, now
         last = now
         posted = False
         while n_free > 0:
@@ -83,23 +82,23 @@ def drive(
                 break
             row = free[n_free - 1]
             m = model[i]
-            due = st.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
+            due = codes.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
             if window.shape[0] > 0 and limit > 0 and not lets_in(
                 ask, window, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
             ):
-                status[i], finish[i] = st.QUEUE_FULL, arrival[i]
+                status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
                 done += 1
                 continue
             while True:
                 # As a server does it: straight into a slot of the lane that is open, if one is.
                 at = rings.post(
-                    s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, i + 1, 0, rows[m], 0,
-                    priority[m], arrival[i], due, source[m, which[i]], True,
+                    s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, i + 1, 0, rows[m],
+                    0, priority[m], arrival[i], due, source[m, which[i]], True,
                 )  # fmt: skip
                 if at != rings.RING_FULL:
                     break
-                ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
+                ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
                 copy_inputs(s, source[m, which[i]], at // rings.SLOTS, at % rings.SLOTS, rows[m])
                 rings.mark_ready(s.lane_ready, at // rings.SLOTS, at % rings.SLOTS)
@@ -113,7 +112,7 @@ def drive(
             row = entry.request
             i = owner[row]
             finish[i], size[i], status[i] = entry.finish_ns, entry.batch, entry.status
-            if entry.status == st.OK:
+            if entry.status == codes.OK:
                 n_bytes = out_bytes[model[i]]
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
@@ -130,7 +129,7 @@ def drive(
                 n_idle += 1
                 in_loops -= 1
         if posted or k > 0:
-            ring_bell(word, bell, s.fn[st.F_WRITE], scratch[4:])
+            ring_bell(word, bell, s.call[0].write, scratch[4:])
     scratch[7] = read_clock(s, scratch) - start
     return next_loop
 
@@ -148,7 +147,7 @@ def launch_alone(s: Any, lanes: Any, size: int, source: Any, think_ns: int, time
         begin = read_clock(s, scratch)
         if source.shape[0] > 0:
             copy_inputs(s, source[k % source.shape[0]], lane, 0, s.lane[lane].model)
-        if call_launch(s.fn[st.F_GRAPH_LAUNCH], w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
+        if call_launch(s.call[0].graph_launch, w.handle, s.stream[s.lane[lane].pool, 0]) != 0:
             times[k] = -1
             return
         while load_at(w.word) == np.uint64(0):
@@ -189,7 +188,7 @@ class Run:
 
     @property
     def throughput(self) -> float:
-        return float((self.status == st.OK).sum() / self.took_ns * 1e9)
+        return float((self.status == codes.OK).sum() / self.took_ns * 1e9)
 
     @property
     def steady_throughput(self) -> float:
@@ -198,7 +197,7 @@ class Run:
         Policies put some requests off. Until those fill the queue too much is counted, and in the end, when only they
         are left, too little.
         """
-        finish = np.sort((self.arrival_ns + self.latency_ns)[self.status == st.OK])
+        finish = np.sort((self.arrival_ns + self.latency_ns)[self.status == codes.OK])
         begin, end = finish[len(finish) // 2], self.arrival_ns.max()
         if end <= begin:
             return self.throughput
@@ -211,7 +210,7 @@ class Generator:
     def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]]) -> None:
         self.engine, self.names, self.inputs = engine, names, inputs
         state = engine.state
-        if not state.fn[st.F_CLOCK]:  # loops in Python bring their own clock
+        if not state.call["clock"][0]:  # loops in Python bring their own clock
             from paellapy.scheduler.core.step import attach_libc
 
             attach_libc(state)
@@ -265,25 +264,25 @@ class Generator:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
         window = new_windows(each.model.max_batch for each in self.loaded if admission)
         pauses = np.zeros(2, np.int64)
-        state.t[st.LONGEST_LAUNCH_NS] = state.t[st.LONGEST_COPY_NS] = 0.0
+        state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
             state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),
-            np.zeros(256, st.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
+            np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
             self._scratch,
         )  # fmt: skip
-        if sent < 0 or ((status[:sent] != st.OK).any() and not may_fail):
-            bad = {st.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}
+        if sent < 0 or ((status[:sent] != codes.OK).any() and not may_fail):
+            bad = {codes.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}
             raise RuntimeError(f"not every request was answered: {bad}")
         if loops and sent == room:
             raise RuntimeError(f"the closed loops made {loop_room} requests before their time was over: give more room")
         cut = slice(0, sent)
         return Run(
             models[cut], whichs[cut], arrival[cut], (finish - arrival)[cut], size[cut], status[cut], outputs[cut],
-            int(self._scratch[7]), int(pauses[0]), int(pauses[1]), int(state.t[st.LONGEST_LAUNCH_NS]),
-            int(state.t[st.LONGEST_COPY_NS]),
+            int(self._scratch[7]), int(pauses[0]), int(pauses[1]), int(state.core["longest_launch_ns"][0]),
+            int(state.core["longest_copy_ns"][0]),
         )  # fmt: skip
 
     def alone_ns(

@@ -22,7 +22,7 @@ from common import RESULTS, save
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.engine.monitor import Monitor
 
 HZ = 6.0
@@ -52,10 +52,10 @@ class Load:
             thread.join()
 
     def per_s(self, seconds: float) -> float:
-        g = self._engine.state.g
-        before, began = int(g[st.DONE_OK]), time.perf_counter()
+        core = self._engine.state.core[0]
+        before, began = int(core["done_ok"]), time.perf_counter()
         time.sleep(seconds)
-        return (int(g[st.DONE_OK]) - before) / (time.perf_counter() - began)
+        return (int(core["done_ok"]) - before) / (time.perf_counter() - began)
 
 
 def looked_at(engine: pp.Engine, load: Load, seconds: float) -> dict[str, float]:
@@ -78,10 +78,10 @@ def note_us(engine: pp.Engine) -> float:
     """What the look adds to every request: seeing its completion."""
     monitor = Monitor(engine)
     monitor.start()
-    entries = np.zeros(1, st.COMPLETION)
+    entries = np.zeros(1, tables.COMPLETION)
     now = time.monotonic_ns()
     entries["batch"] = 1
-    entries["deadline_ns"], entries["arrival_ns"], entries["finish_ns"] = st.NEVER, now - 1_000_000, now
+    entries["deadline_ns"], entries["arrival_ns"], entries["finish_ns"] = codes.NEVER, now - 1_000_000, now
     entry = entries[0]
     for k in range(100):  # the first few batches are the slowest so far, and kept
         entry["started_ns"] = k

@@ -33,7 +33,7 @@ from rich.progress import Progress
 import paellapy as pp
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.queues import VARIABLE as QUEUES
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.models import save_profiles
 from paellapy.scheduler.policies.paella import with_threshold
 from paellapy.scheduler.policies.policy import Policy, find_policy
@@ -155,8 +155,8 @@ def who_was_late(done: Run, due_ns: Any) -> dict[str, Any]:
     """Of those that were let in; what expired was not answered, and is late too. When they came (at first nothing is
     known of how predictions do), of which model they were, and in batches of how many: [late, all] each.
     """
-    let_in = done.status != st.QUEUE_FULL
-    late = let_in & ((done.status != st.OK) | (done.latency_ns > due_ns[done.model]))
+    let_in = done.status != codes.QUEUE_FULL
+    late = let_in & ((done.status != codes.OK) | (done.latency_ns > due_ns[done.model]))
     since = done.arrival_ns - done.arrival_ns.min()
     found: dict[str, Any] = {"let_in": int(let_in.sum()), "late": int(late.sum())}
     for name, by in (("tenth", since * 10 // (since.max() + 1)), ("model", done.model), ("batch", done.batch)):

@@ -13,7 +13,7 @@ from gpu_probe import probe
 from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.models import ModelProfile
 from paellapy.scheduler.core.state import Limits
@@ -129,7 +129,7 @@ class Loaded:
         further than that from fp32, as near as that.
         """
         for m, kind in enumerate(self.kinds):
-            rows = np.flatnonzero((run.model == m) & (run.status == st.OK))
+            rows = np.flatnonzero((run.model == m) & (run.status == codes.OK))
             if not len(rows):
                 continue
             wanted = self.expected[m][run.which[rows]].reshape(len(rows), -1)
@@ -159,9 +159,9 @@ class Loaded:
         self.engine.set_policy(policy)
         state = self.engine.state
         if isinstance(active, float):
-            state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), active
+            state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), active
         elif active is not None:
-            state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = active, np.inf
+            state.core["max_active"][0], state.core["demand_limit"][0] = active, np.inf
         before = self._counts()
         run = self.generator.run(at_ns, model, which, priority=self.priorities, **more)
         self.launches, self.confined = (self._counts() - before).tolist()
@@ -169,7 +169,8 @@ class Loaded:
         return run
 
     def _counts(self) -> NDArray[np.int64]:
-        return self.engine.state.g[[st.LAUNCHES, st.CONFINED_LAUNCHES]]
+        core = self.engine.state.core[0]
+        return np.array([core["launches"], core["confined_launches"]])
 
     def saturate(self, system: System, n: int, outstanding: int, seed: int) -> Run:
         model, which = self.mix(np.random.default_rng(seed), n)
@@ -189,7 +190,7 @@ class Loaded:
 
     def summary(self, run: Run) -> dict[str, Any]:
         """Latencies as slowdown (÷ alone at batch 1), of what was answered."""
-        good = run.status == st.OK
+        good = run.status == codes.OK
         slow = run.latency_ns / self.alone_ns[run.model]
         slow_ok = slow[good] if good.any() else np.array([np.nan])
         return {

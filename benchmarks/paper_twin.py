@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from paellapy.scheduler.core.codes import OK, QUEUE_FULL
 from paellapy.scheduler.core.models import load_profiles
-from paellapy.scheduler.core.state import OK, QUEUE_FULL
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import TraceWorkload
 
@@ -45,7 +45,7 @@ def simulated(
     rows = tuple((t / 1e9, names[m], None, None, 0) for t, m in zip(at.tolist(), model.tolist(), strict=True))
     by = "demand" if isinstance(system.active, float) else "active"
     limit = {by: system.active} if system.active else {}
-    windows = system.setup.windows > 0
+    windows = system.setup.windows
     result = simulate(
         profiles, TraceWorkload(rows), system.policy, queues=system.setup.queues, sm_windows=windows, **limit
     )

@@ -14,8 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paellapy.scheduler.core import admission
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import admission, codes
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
@@ -95,10 +94,10 @@ class Admission:
             window = self.windows[model.name] = Window(2.0 * model.max_batch, generation)
         if window.in_flight >= window.size:
             raise _overloaded(model, window, kind, limit_ms)
-        deadline_ns = st.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
+        deadline_ns = codes.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves
-        may_take_ns = window.reach_ns(limit_ms * 1e6, alone_ms * 1e6, int(state.g[st.LIVE]), now_ns)
+        may_take_ns = window.reach_ns(limit_ms * 1e6, alone_ms * 1e6, int(state.core["live"][0]), now_ns)
         reach_ms = max(may_take_ns * 1e-6, min(alone_ms, limit_ms))
         if predicted_ms > reach_ms:
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"

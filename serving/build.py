@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.codes import OWN_ROWS
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.state import OWN_ROWS, Limits
+from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.core.state import OK, Table
+from paellapy.scheduler.core.codes import OK
+from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.registry import MOST_MODELS, Catalogue
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.parts import part
-from paellapy.scheduler.core import rings, step
+from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
@@ -53,8 +53,8 @@ class Bench:
         self._policy = find_policy(self.policy)
         step.attach_policy(self.state, self._policy)
         set_capacity(self.state, part("h200"))
-        self.state.g[st.HOLD] = self.hold
-        self.state.t[st.DEMAND_LIMIT] = self.demand
+        self.state.core["hold"][0] = self.hold
+        self.state.core["demand_limit"][0] = self.demand
         self.started = np.zeros((self.limits.lanes, self.limits.segments), np.uint64)
         words = self.started.ctypes.data + 8 * np.arange(self.started.size).reshape(self.started.shape)
         if self.reports:
@@ -64,14 +64,14 @@ class Bench:
         self.step()
 
     def submit(
-        self, model: int = 0, *, deadline: int = st.NEVER, priority: int = 0, client: int = 0, direct: bool = False,
+        self, model: int = 0, *, deadline: int = codes.NEVER, priority: int = 0, client: int = 0, direct: bool = False,
         ready: bool = True, source: int = 0,
     ) -> int:  # fmt: skip
         self.serial += 1
         row = self.free.pop()
         s = self.state
         answer = rings.post(
-            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, row, self.serial,
+            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, self.serial,
             1000 + self.serial,
             model, client, priority, self.now, deadline, source, direct,
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Bench:
             rings.release(self.state.lane_hold, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
-        tell(self.state, st.CANCEL, request=self.rows.get(serial, 0), serial=serial)
+        tell(self.state, codes.CANCEL, request=self.rows.get(serial, 0), serial=serial)
 
     def tell(self, kind: int, model: int = 0, **more: int) -> None:
         tell(self.state, kind, model, **more)
@@ -104,23 +104,23 @@ class Bench:
         self.now += ns
         s = self.state
         step.step(s, self.now)
-        for entry in s.out[: s.g[st.OUT_N]]:
+        for entry in s.out[: s.core["out"][0]]:
             lane, segment = int(entry["lane"]), int(entry["segment"])
-            assert s.lane["state"][lane] == st.RUNNING or s.g[st.MODE] == st.FAIL_MODE
+            assert s.lane["state"][lane] == codes.RUNNING or s.core["mode"][0] == codes.FAIL_MODE
             life = self.history[lane]
-            if segment in (0, st.WHOLE):
+            if segment in (0, codes.WHOLE):
                 assert not self.launched[lane], "a lane was started while it runs"
                 life.clear()
             else:
                 assert life[-1] == segment - 1, "segments were reordered"
             life.append(segment)
             self.launched[lane].append(int(entry["word"]))
-        s.g[st.OUT_N] = 0
+        s.core["out"][0] = 0
         check_integrity(s)
         return self.take()
 
     def take(self) -> list[int]:
-        into = np.zeros(64, st.COMPLETION)
+        into = np.zeros(64, tables.COMPLETION)
         finished = []
         while n := rings.take_done(self.state.ring[0], self.state.done[0], into):
             for entry in into[:n].copy():
@@ -133,7 +133,7 @@ class Bench:
                 assert entry["tag"] == 1000 + serial
                 self.done[serial] = entry
                 self.free.append(int(entry["request"]))
-                if self.hold and entry["status"] == st.OK:
+                if self.hold and entry["status"] == codes.OK:
                     self.unread.append((int(entry["lane"]), int(entry["slot"])))
                 finished.append(serial)
         return finished

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.records import Records
 from paellapy.instrument.summary import readable_time
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler.core.state import OK, STATUS
+from paellapy.scheduler.core.codes import OK, STATUS
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data
 from paellapy.viz.data import Picture, lanes

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.core.state import OK
+from paellapy.scheduler.core.codes import OK
 from paellapy.scheduler.sim.results import Results
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OKABE_ITO

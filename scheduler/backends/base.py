@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
 WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
-LEAST_WINDOWS = 3  # fewer would leave SMs to nobody
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from paellapy.scheduler.backends.cuda_graphs import (
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
@@ -298,13 +298,13 @@ class CudaBackend(Backend):
         if level not in self._pools:
             streams: list[CudaStream] = []
             try:
-                for _ in range(st.OF_WINDOWS):
+                for _ in range(codes.OF_WINDOWS):
                     streams.append(CudaStream(self.device, priority))
                 for window in range(self.windows):
-                    for _ in range(st.QUEUES):
+                    for _ in range(codes.QUEUES):
                         assert self._windows is not None
                         streams.append(self._windows.stream(window, priority))
-                for k in (*range(st.QUEUES), *range(st.OF_WINDOWS, len(streams))):
+                for k in (*range(codes.QUEUES), *range(codes.OF_WINDOWS, len(streams))):
                     opened = driver().cuMemsetD8Async(self._scratch_array.ptr, 0, 1, streams[k].handle)
                     check(opened, "opening a stream")
                     streams[k].synchronize()
@@ -325,8 +325,8 @@ class CudaBackend(Backend):
 
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell, self._failed = state, bell, failed
-        state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
-        state.g[st.BACKEND] = st.CUDA
+        state.call["graph_launch"][0] = ctypes.cast(library().cuGraphLaunch, ctypes.c_void_p).value or 0
+        state.core["backend"][0] = codes.CUDA
         self._copier = Copier(state, bell)
         for name, target in (("paellapy-core", self._loop), ("paellapy-watch", self._watch)):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -343,7 +343,7 @@ class CudaBackend(Backend):
             )
             if why == BROKEN:
                 reported = True
-                self._failed(self.failure(int(self._state.g[st.ERROR])))
+                self._failed(self.failure(int(self._state.core["error"][0])))
                 continue
             self._stop_word[0] = 0
             while self._calls:
@@ -352,11 +352,11 @@ class CudaBackend(Backend):
     def _watch(self) -> None:
         """A fault leaves completion words unwritten: when nothing moves, ask the driver."""
         self.device.activate()
-        g = self._state.g
+        core = self._state.core[0]
         before = -1
         while not self._ended.wait(_WATCH_S):
-            stuck, before = int(g[st.SEGMENTS_DONE]) == before, int(g[st.SEGMENTS_DONE])
-            if g[st.FLIGHT_N] and stuck:
+            stuck, before = int(core["segments_done"]) == before, int(core["segments_done"])
+            if core["flight"] and stuck:
                 status = int(driver().cuStreamQuery(self._probe_stream.handle)[0])
                 if status not in (0, _NOT_READY):
                     self._failed(self.failure(status))

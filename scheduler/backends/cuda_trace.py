@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paellapy.instrument.tracing import trace
 from paellapy.scheduler.backends.base import Launches
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.engine.install import write_handles
 from paellapy.scheduler.engine.loader import LoadedModel
 from paellapy.scheduler.engine.trace import TracedBlocks, TracedPiece
@@ -51,7 +51,7 @@ class CudaTrace:
         self._traced.append(traced)
         self._plain.append((row, size, plain))
         write_handles(backend._state, row, size, traced)
-        for k, (first, end) in [*enumerate(plain.bounds), (st.WHOLE, (0, len(ids)))]:
+        for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
             launches = tuple(i for i in ids[first:end] if i)
             self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
 

@@ -32,7 +32,7 @@ from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, Bounds, Laun
 from paellapy.scheduler.backends.virtual_loop import ORDER, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
@@ -224,7 +224,7 @@ class VirtualBackend(Backend):
     def pool(self, state: State, priority: int) -> int:
         if not state.stream.any():
             with self._sm_model():
-                n = st.OF_WINDOWS + st.QUEUES * int(state.g[st.WINDOW_N])
+                n = codes.OF_WINDOWS + codes.QUEUES * int(state.core["windows"][0])
                 state.stream[0, :n] = [self.sm.stream() for _ in range(n)]
         return 0
 

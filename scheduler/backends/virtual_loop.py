@@ -17,10 +17,12 @@ from paellapy.instrument.device.sm_layout import NOW as SM_NOW
 from paellapy.instrument.device.sm_layout import State as SmState
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.lanes import reading_matters
 from paellapy.scheduler.core.loop import arm, notice_edits
-from paellapy.scheduler.core.state import DUE_N, NEVER, OUT_N, ROOM_AT, WHOLE, State, Words
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import step, wake_fronts
+from paellapy.scheduler.core.tables import Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
 # Flight: launches whose end is awaited. Drain: kernels of which all blocks are to be on the SMs. Columns of both:
@@ -32,15 +34,15 @@ _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 @inlined
 def note_orders(s: State, orders: Ints, in_flight: Ints) -> None:
-    for k in range(s.g[OUT_N]):
+    for k in range(s.core[0].out):
         o = s.out[k]
         to = s.whole[o.lane, o.size] if o.segment == WHOLE else s.launch[o.lane, o.size, o.segment]
         orders[k, 0], orders[k, 1], orders[k, 2], orders[k, 3] = o.lane, o.size, o.segment, np.int64(o.word)
         a = s.lane[o.lane]
         orders[k, 4], orders[k, 5] = np.int64(o.handle), np.int64(s.stream[a.pool, a.stream_at])
         orders[k, 6] = np.int64(to.draining)
-    in_flight[2] = s.g[OUT_N]
-    s.g[OUT_N] = 0
+    in_flight[2] = s.core[0].out
+    s.core[0].out = 0
 
 
 @compiled
@@ -81,10 +83,10 @@ def serve(
         sm.g[UNREPORTED] = 0
         happened = step(s, now)
         wake_fronts(s, scratch)
-        if s.g[OUT_N] > 0 or load_at(stop.ctypes.data) != _ZERO:
+        if s.core[0].out > 0 or load_at(stop.ctypes.data) != _ZERO:
             store_at(bell, _ZERO)
             armed = False
-            if s.g[OUT_N] == 0:
+            if s.core[0].out == 0:
                 return
             note_orders(s, orders, in_flight)
             if call_back(np.uint64(launch)) != 0:
@@ -97,8 +99,8 @@ def serve(
                 armed = False
             last = now
             continue
-        soonest = min(sm_core.next_event(sm) + offset_ns, s.t[ROOM_AT], float(NEVER))
-        if s.g[DUE_N] > 0:
+        soonest = min(sm_core.next_event(sm) + offset_ns, s.core[0].room_at_ns, float(NEVER))
+        if s.core[0].due > 0:
             soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
         if soonest - now < SPIN_NS or now - last < linger_ns:
             continue

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.codes import EXPIRED, OK
 from paellapy.scheduler.core.predict import predict
-from paellapy.scheduler.core.state import EXPIRED, LIVE, OK, State, Table
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import Table
 
 LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
 DECREASE = 0.85
@@ -110,7 +112,7 @@ def lets_in(
     if window[m].in_flight >= window[m].size:
         return False
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
-    most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.g[LIVE], now))
+    most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.core[0].live, now))
     if predict(s, row, priority, deadline, now) - entered > most:
         return False
     window[m].in_flight += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import load_at
-from paellapy.scheduler.core.state import LOOK_AHEAD, ROOM_AT, State
+from paellapy.scheduler.core.state import State
 
 # For the core to see that it is time, to launch a graph (5 to 8 µs on an H200), and for its first kernel to begin. So
 # much was chosen; what is best was not measured.
@@ -40,16 +40,15 @@ def ends_soon_at(s: State, lane: int) -> float:
 def may_go_on(s: State, lane: int) -> bool:
     """Whether a lane in flight has a next segment that could be sent before this one is done."""
     a = s.lane[lane]
-    return bool(
-        s.g[LOOK_AHEAD] == 1 and not a.draining and not a.whole and a.issued - a.done == 1 and a.issued < a.segments
-    )
+    one_ahead = s.core[0].look_ahead == 1 and a.issued - a.done == 1
+    return bool(one_ahead and not a.draining and not a.whole and a.issued < a.segments)
 
 
 @inlined
 def note_room(s: State, lane: int) -> None:
     """Where it is a matter of time only: what simulates time, or sleeps, is to come back then."""
     if may_go_on(s, lane) and not s.launch[lane, s.lane[lane].size, s.lane[lane].done].draining:
-        s.t[ROOM_AT] = min(s.t[ROOM_AT], ends_soon_at(s, lane))
+        s.core[0].room_at_ns = min(s.core[0].room_at_ns, ends_soon_at(s, lane))
 
 
 @inlined

@@ -9,43 +9,27 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.state import (
+from paellapy.scheduler.core.codes import (
     ABSENT,
-    ACTIVE_N,
-    ASKING_N,
     CLOSED,
-    DEMAND,
-    DUE_N,
     FAIL_MODE,
     FILLING,
-    FLIGHT_N,
     FREE,
     HELD,
-    HELD_N,
-    LEAVING_N,
-    LIVE,
-    LOOK_AHEAD,
-    MAX_ACTIVE,
-    MODE,
     NEVER,
     NONE,
     OF_WINDOWS,
     QUEUED,
-    QUEUED_JOBS,
-    QUEUED_N,
     QUEUES,
-    READY_N,
     READY_WAIT,
     RESERVED_MASK,
     RESERVED_SHIFT,
     RUNNING,
-    SHARES,
     SLOTTED,
-    TOUCHED_N,
     UNUSED,
-    State,
-    Table,
 )
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import Table
 
 
 class IntegrityError(PaellaError):
@@ -59,8 +43,8 @@ def _require(condition: Any, message: str, *facts: object) -> None:
 
 def check_integrity(s: State) -> None:
     """Raise IntegrityError where the state contradicts itself. Call it between steps."""
-    for count in (TOUCHED_N, ASKING_N, LEAVING_N):
-        _require(s.g[count] == 0, "something was noted and not settled", count)
+    for count in ("touched", "asking", "leaving"):
+        _require(s.core[count][0] == 0, "something was noted and not settled", count)
     _check_queues(s)
     _check_lanes(s)
     _check_sets(s)
@@ -130,24 +114,25 @@ def _check_queues(s: State) -> None:
         _require((r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all(), "a queue holds strangers", m)
         seen.update(rows)
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
-        if rows and s.g[MODE] != FAIL_MODE and s.model["filling"][m] >= 0:
+        if rows and s.core["mode"][0] != FAIL_MODE and s.model["filling"][m] >= 0:
             lane = s.model["filling"][m]
             reserved = (int(s.lane_word[lane, 0]) >> RESERVED_SHIFT) & RESERVED_MASK
             slots = s.size["batch"][m, s.model["n_sizes"][m] - 1]
             _require(reserved == slots, "requests are queued beside free slots", m)
-        elif rows and s.g[MODE] != FAIL_MODE:
+        elif rows and s.core["mode"][0] != FAIL_MODE:
             _require(room == 0, "requests are queued beside a free lane", m)
     slotted = s.slot[s.slot >= 0]
     seen.update(int(row) for row in slotted)
     _require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request that is not in one")
     used = np.flatnonzero(r["state"] != UNUSED)
     _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
-    _require(len(used) == s.g[LIVE] == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
-    _require((r["state"] == QUEUED).sum() == s.g[QUEUED_N], "queued requests are miscounted")
+    live = s.core["live"][0]
+    _require(len(used) == live == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
+    _require((r["state"] == QUEUED).sum() == s.core["queued"][0], "queued requests are miscounted")
     busy = np.flatnonzero(s.model["queued"])
     jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
-    _require(abs(jobs - s.t[QUEUED_JOBS]) < 1e-6, "queued jobs are miscounted")
-    due = s.due[: s.g[DUE_N]]
+    _require(abs(jobs - s.core["queued_jobs"][0]) < 1e-6, "queued jobs are miscounted")
+    due = s.due[: s.core["due"][0]]
     _require((r["due_at"][due] == np.arange(len(due))).all(), "the deadline heap has lost a request")
     _require(((r["due_at"] >= 0).sum()) == len(due), "a request claims a place in the deadline heap")
     for i in range(1, len(due)):
@@ -157,7 +142,7 @@ def _check_queues(s: State) -> None:
         lane = s.lane[r["lane"][row]]
         _require(lane["state"] == RUNNING and lane["issued"] == lane["segments"], "a deadline is forgotten", row)
     shares = s.model["share"][s.model["live"] > 0].sum()
-    _require(np.isclose(shares, s.t[SHARES]), "fair shares do not add up", shares, s.t[SHARES])
+    _require(np.isclose(shares, s.core["shares"][0]), "fair shares do not add up", shares, s.core["shares"][0])
 
 
 def _bits(masks: Table) -> int:
@@ -165,12 +150,12 @@ def _bits(masks: Table) -> int:
 
 
 def _check_streams(s: State) -> None:
-    held = s.lane["stream_at"][s.flight[: s.g[FLIGHT_N]]]
+    held = s.lane["stream_at"][s.flight[: s.core["flight"][0]]]
     _require((held >= 0).all(), "a lane is in flight without a stream")
     queues = np.where(held >= OF_WINDOWS, (held - OF_WINDOWS) % QUEUES, held)
     found = np.bincount(queues, minlength=len(s.stream_jobs))
     _require((found == s.stream_jobs).all(), "the jobs on a stream are miscounted")
-    _require((s.lane["stream_at"] >= 0).sum() == s.g[FLIGHT_N], "a lane holds a stream and is not in flight")
+    _require((s.lane["stream_at"] >= 0).sum() == s.core["flight"][0], "a lane holds a stream and is not in flight")
     confined = np.flatnonzero(s.lane["window"] >= 0)
     _require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
     found = s.overlap[s.lane["window"][confined]].sum(axis=0)
@@ -203,8 +188,9 @@ def _check_lanes(s: State) -> None:
             fits = s.size["batch"][m, : s.model["n_sizes"][m]]
             _require(a["size"] == np.flatnonzero(fits >= a["taken"])[0], "a lane runs at the wrong size", lane)
             ahead = a["issued"] - a["done"]
-            _require(ahead <= max(s.g[LOOK_AHEAD], 1) + (s.g[LOOK_AHEAD] == 1), "a lane runs too far ahead", lane)
-            standing = a["active_at"] >= 0 and a["back"] and s.g[FLIGHT_N] > 0  # for a short one
+            most = s.core["look_ahead"][0]
+            _require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)
+            standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short one
             _require(ahead > 0 or a["ready_at"] >= 0 or standing, "a lane is forgotten", lane)
         if a["state"] in (FREE, HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
@@ -222,27 +208,24 @@ def _check_lanes(s: State) -> None:
 
 
 def _check_sets(s: State) -> None:
-    for name, ids, count, column in (
-        ("ready", s.ready, READY_N, "ready_at"),
-        ("active", s.active, ACTIVE_N, "active_at"),
-        ("flight", s.flight, FLIGHT_N, "flight_at"),
-    ):
-        members = ids[: s.g[count]]
+    for name, ids in (("ready", s.ready), ("active", s.active), ("flight", s.flight)):
+        members, column = ids[: s.core[name][0]], f"{name}_at"
         _require((s.lane[column][members] == np.arange(len(members))).all(), f"{name} has lost a lane")
         _require((s.lane[column] >= 0).sum() == len(members), f"a lane claims a place in {name}")
-    ready = s.ready[: s.g[READY_N]]
+    ready = s.ready[: s.core["ready"][0]]
     for i in range(1, len(ready)):
         _require(
             s.lane["rank"][ready[(i - 1) // 2]] <= s.lane["rank"][ready[i]], "the heap of lanes is out of order", i
         )
-    held = s.held[: s.g[HELD_N]]
+    held = s.held[: s.core["held"][0]]
     waiting = np.flatnonzero((s.lane["state"] == HELD) | (s.lane["state"] == READY_WAIT))
     _require(sorted(held.tolist()) == waiting.tolist(), "a held lane is lost or doubled")
-    _require(s.g[ACTIVE_N] <= s.g[MAX_ACTIVE], "too many lanes are active")
-    demand = s.lane["demand"][s.active[: s.g[ACTIVE_N]]].sum()
-    _require(abs(demand - s.t[DEMAND]) <= 1e-6 * (1 + demand), "what active lanes demand is counted wrong", demand)
+    _require(s.core["active"][0] <= s.core["max_active"][0], "too many lanes are active")
+    demand = s.lane["demand"][s.active[: s.core["active"][0]]].sum()
+    counted = s.core["demand"][0]
+    _require(abs(demand - counted) <= 1e-6 * (1 + demand), "what active lanes demand is counted wrong", demand)
     flight = np.flatnonzero((s.lane["state"] == RUNNING) & (s.lane["issued"] > s.lane["done"]))
-    _require(sorted(s.flight[: s.g[FLIGHT_N]].tolist()) == flight.tolist(), "what is in flight is not watched")
+    _require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "what is in flight is not watched")
     both = (s.lane["ready_at"] >= 0) & (s.lane["active_at"] >= 0)
     _require(not both.any(), "a lane is active and waits")
 
@@ -250,7 +233,7 @@ def _check_sets(s: State) -> None:
 def _check_occupancy(s: State) -> None:
     """What is resident and pending is the sum over what is in flight."""
     sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
-    for lane in s.flight[: s.g[FLIGHT_N]]:
+    for lane in s.flight[: s.core["flight"][0]]:
         a = s.lane[lane]
         for k in range(a["done"], a["issued"]):
             f = s.segment[a["model"], a["size"], 0 if a["whole"] else k]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import call_clock
-from paellapy.scheduler.core.state import F_CLOCK, State
+from paellapy.scheduler.core.state import State
 
 CLOCK_MONOTONIC = 1
 
@@ -21,4 +21,4 @@ def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
 
 @inlined
 def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
-    return monotonic_ns(s.fn[F_CLOCK], scratch)
+    return monotonic_ns(s.call[0].clock, scratch)

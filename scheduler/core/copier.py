@@ -16,22 +16,13 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.core.atomics import add_at, call_write, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.codes import COPY_BELL, COPY_HEAD, COPY_TAIL, NONE
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.loop import Bell, notice_edits, wakes
 from paellapy.scheduler.core.rings import address, bit_at, bit_of
 from paellapy.scheduler.core.slots import copy_inputs
-from paellapy.scheduler.core.state import (
-    COPIER,
-    COPY_BELL,
-    COPY_HEAD,
-    COPY_TAIL,
-    F_WRITE,
-    LIVE,
-    LONGEST_COPY_NS,
-    NONE,
-    State,
-    Words,
-)
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
@@ -55,17 +46,17 @@ def copy_until(
             or_at(bit_at(s.lane_ready, cell.lane, cell.slot), bit_of(cell.slot))
             if cell.at_ns > 0:
                 took = read_clock(s, scratch[2:]) - cell.at_ns
-                s.t[LONGEST_COPY_NS] = max(s.t[LONGEST_COPY_NS], float(took))
+                s.core[0].longest_copy_ns = max(s.core[0].longest_copy_ns, float(took))
             store_at(address(s.copy_ring, COPY_HEAD), head + _ONE)
             if wakes(s.bell.ctypes.data, True):
                 scratch[1] = 1
-                call_write(s.fn[F_WRITE], np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
+                call_write(s.call[0].write, np.int32(core), scratch[1:].ctypes.data, np.uint64(8))
             looks = 0
             continue
         looks += 1
         if looks < _LOOKS:
             continue
-        if awake and looks == _LOOKS and load_at(s.g[LIVE:].ctypes.data) != _ZERO:
+        if awake and looks == _LOOKS and load_at(s.core["live"].ctypes.data) != _ZERO:
             looks = 0
             continue
         if looks == _LOOKS:  # say that it will sleep, and look once more
@@ -90,14 +81,14 @@ class Copier:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-copier", daemon=True)
         self._thread.start()
-        state.g[COPIER] = self._fd
+        state.core["copier_fd"][0] = self._fd
 
     def _run(self) -> None:
         read = ctypes.cast(ctypes.CDLL(None).read, ctypes.c_void_p).value or 0
         copy_until(self._state, self._stop, np.zeros(4, np.int64), self._fd, read, self._bell.fd, self._awake)
 
     def close(self) -> None:
-        self._state.g[COPIER] = NONE
+        self._state.core["copier_fd"][0] = NONE
         self._stop[0] = 1
         os.eventfd_write(self._fd, 1)
         self._thread.join()

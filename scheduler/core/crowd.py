@@ -15,22 +15,8 @@ the others all the time would only cost throughput.
 from __future__ import annotations
 
 from paellapy.instrument.device.jit import inlined
-from paellapy.scheduler.core.state import (
-    ACTIVE_N,
-    DEMAND,
-    DEMAND_LIMIT,
-    FLIGHT_N,
-    LAST_NS,
-    LOOK_AHEAD,
-    NONE,
-    QUEUED_JOBS,
-    QUEUED_N,
-    READY_N,
-    SHORT_OFTEN,
-    STANDING,
-    WAITING,
-    State,
-)
+from paellapy.scheduler.core.codes import NONE
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import ROOMY, can_be_confined
 
 CROWDED = 2.6  # the limit where the engine decides
@@ -50,9 +36,9 @@ OFTEN = 0.6  # unless there is one to stand back for so much of the time
 @inlined
 def watch_queue(s: State, now: int) -> None:
     """How many jobs have been waiting, and how often some had to stand back, on average over about QUEUE_NS."""
-    part = min(1.0, (now - s.t[LAST_NS]) / QUEUE_NS)
-    s.t[WAITING] += part * (s.g[READY_N] + s.t[QUEUED_JOBS] - s.t[WAITING])
-    s.t[SHORT_OFTEN] += part * ((1.0 if s.g[STANDING] > 0 else 0.0) - s.t[SHORT_OFTEN])
+    part = min(1.0, (now - s.core[0].last_ns) / QUEUE_NS)
+    s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
+    s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
 
 
 @inlined
@@ -60,20 +46,20 @@ def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
     demand = s.size[m, s.lane[lane].size].demand
-    limit, most, growth = s.t[DEMAND_LIMIT], MOST_DEMANDED, 0.0
+    limit, most, growth = s.core[0].demand_limit, MOST_DEMANDED, 0.0
     full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
     if can_be_confined(s, lane):
         most = MOST_CONFINED
         if full:
             limit *= MORE_IN_WINDOWS
     if full:
-        growth = min(s.t[WAITING] / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
-    return bool(s.t[DEMAND] + demand <= min(max(most, limit), limit * (1.0 + growth)))
+        growth = min(s.core[0].waiting_jobs / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
+    return bool(s.core[0].demand + demand <= min(max(most, limit), limit * (1.0 + growth)))
 
 
 @inlined
 def is_crowded(s: State) -> bool:
-    return bool(s.t[DEMAND] > CROWD * s.t[DEMAND_LIMIT])
+    return bool(s.core[0].demand > CROWD * s.core[0].demand_limit)
 
 
 @inlined
@@ -81,11 +67,11 @@ def is_quiet(s: State, lane: int) -> bool:
     """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs where more would go to windows
     of them. Every segment costs, and nobody waits that would gain by it being held back.
     """
-    if s.g[READY_N] > 0 or s.g[QUEUED_N] > 0:
+    if s.core[0].ready > 0 or s.core[0].queued > 0:
         return False
-    if s.g[ACTIVE_N] == 1 and s.g[FLIGHT_N] == 0:
+    if s.core[0].active == 1 and s.core[0].flight == 0:
         return True
-    return bool(s.g[ACTIVE_N] <= ROOMY and s.lane[lane].segments <= SHORT_JOB and can_be_confined(s, lane))
+    return bool(s.core[0].active <= ROOMY and s.lane[lane].segments <= SHORT_JOB and can_be_confined(s, lane))
 
 
 @inlined
@@ -93,9 +79,9 @@ def in_one_piece(s: State, lane: int) -> bool:
     """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
     """
-    if s.t[WAITING] < STEADY_QUEUE or s.lane[lane].segments > SHORT_JOB:
+    if s.core[0].waiting_jobs < STEADY_QUEUE or s.lane[lane].segments > SHORT_JOB:
         return False
-    return bool(s.t[SHORT_OFTEN] >= OFTEN or not is_crowded(s))
+    return bool(s.core[0].short_often >= OFTEN or not is_crowded(s))
 
 
 @inlined
@@ -103,7 +89,7 @@ def look_ahead(s: State) -> int:
     """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
     already cannot stand back; where nobody does, the host would only come late with the next.
     """
-    return 1 if is_crowded(s) and s.t[SHORT_OFTEN] < OFTEN else int(s.g[LOOK_AHEAD])
+    return 1 if is_crowded(s) and s.core[0].short_often < OFTEN else int(s.core[0].look_ahead)
 
 
 @inlined
@@ -116,7 +102,7 @@ def find_shortest(s: State) -> int:
     """The shortest active lane, in a crowd; else NONE."""
     found = NONE
     if is_crowded(s):
-        for k in range(s.g[ACTIVE_N]):
+        for k in range(s.core[0].active):
             if found < 0 or length_ns(s, s.active[k]) < length_ns(s, found):
                 found = s.active[k]
     return int(found)
@@ -135,20 +121,20 @@ def choose_who_stands_back(s: State) -> None:
     """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
     far as they fit into what the limit without a queue leaves them.
     """
-    if s.g[STANDING] == 0 and not is_crowded(s):
+    if s.core[0].standing_back == 0 and not is_crowded(s):
         return
     shortest = find_shortest(s)
-    s.g[STANDING] = 0
-    room = s.t[DEMAND_LIMIT]
-    for k in range(s.g[ACTIVE_N]):
+    s.core[0].standing_back = 0
+    room = s.core[0].demand_limit
+    for k in range(s.core[0].active):
         a = s.lane[s.active[k]]
         a.back = 1 if gives_way(s, s.active[k], shortest) else 0
-        s.g[STANDING] += a.back
+        s.core[0].standing_back += a.back
         if a.back == 0:
             room -= a.demand
-    while s.g[STANDING] > 0:
+    while s.core[0].standing_back > 0:
         best = NONE
-        for k in range(s.g[ACTIVE_N]):
+        for k in range(s.core[0].active):
             lane = s.active[k]
             if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
                 best = lane
@@ -156,9 +142,9 @@ def choose_who_stands_back(s: State) -> None:
         if room < 0.0:
             break
         s.lane[best].back = 0
-        s.g[STANDING] -= 1
+        s.core[0].standing_back -= 1
 
 
 @inlined
 def stands_back(s: State, lane: int) -> bool:
-    return bool(s.lane[lane].back > 0 and s.t[SHORT_OFTEN] < OFTEN)
+    return bool(s.lane[lane].back > 0 and s.core[0].short_often < OFTEN)

@@ -1,7 +1,7 @@
 """Dispatch in the core: whose turn it is, launching segments, and seeing them complete.
 
-Lanes that may launch are *active*, at most MAX_ACTIVE of them; the others wait in a heap by rank. A better lane takes
-the place of the worst active one that still has segments to launch; what that one has launched runs on. Ranks may
+Lanes that may launch are *active*, at most `core.max_active` of them; the others wait in a heap by rank. A better lane
+takes the place of the worst active one that still has segments to launch; what that one has launched runs on. Ranks may
 depend on the time and on other jobs: the heap's top is ranked afresh when it is looked at, and some others in turn.
 """
 
@@ -13,6 +13,7 @@ from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.ahead import leaves_room, note_room
 from paellapy.scheduler.core.atomics import call_admit, call_launch, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.codes import FILLING, NEVER, NONE, OF_WINDOWS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
 from paellapy.scheduler.core.crowd import (
     choose_who_stands_back,
     find_shortest,
@@ -25,42 +26,7 @@ from paellapy.scheduler.core.crowd import (
 )
 from paellapy.scheduler.core.lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
 from paellapy.scheduler.core.requests import charge, fill_lane_job, rank_lane
-from paellapy.scheduler.core.state import (
-    ACTIVE_N,
-    BACKEND,
-    CHANGED,
-    DECISIONS,
-    DEMAND,
-    ERROR,
-    F_ADMIT,
-    F_GRAPH_LAUNCH,
-    FILLING,
-    FLIGHT_N,
-    LAUNCH_NS,
-    LAUNCHES,
-    LONGEST_LAUNCH_NS,
-    MAX_ACTIVE,
-    NEVER,
-    NONE,
-    OF_WINDOWS,
-    OUT_N,
-    OWN_STREAMS,
-    PREEMPTIONS,
-    QUEUES,
-    READY_N,
-    REFRESH,
-    REFRESH_AT,
-    ROOM_AT,
-    SEGMENTS_DONE,
-    TIMELESS,
-    TOP_PRIORITY,
-    VIRTUAL,
-    WHOLE,
-    WHOLE_ALWAYS,
-    WHOLE_IDLE,
-    WHOLE_LAUNCHES,
-    State,
-)
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import choose_handle, leave_window
 
 _ZERO = np.uint64(0)
@@ -94,16 +60,16 @@ def account(s: State, lane: int, segment: int, resident: float, pending: float) 
 def measure(s: State) -> None:
     """The fullest resource, and who is where."""
     gpu = s.gpu[0]
-    if s.g[FLIGHT_N] == 0:  # an empty GPU holds nothing: what rounding has left over goes
+    if s.core[0].flight == 0:  # an empty GPU holds nothing: what rounding has left over goes
         gpu.resident_issue = gpu.pending_issue = 0.0
     gpu.occupancy = max(
         max(gpu.resident_blocks / gpu.capacity_blocks, gpu.resident_warps / gpu.capacity_warps),
         max(gpu.resident_registers / gpu.capacity_registers, gpu.resident_shared_bytes / gpu.capacity_shared_bytes),
         gpu.resident_issue / gpu.capacity_issue,
     )
-    gpu.active_jobs = s.g[ACTIVE_N]
-    gpu.waiting_jobs = s.g[READY_N]
-    gpu.max_active = s.g[MAX_ACTIVE]
+    gpu.active_jobs = s.core[0].active
+    gpu.waiting_jobs = s.core[0].ready
+    gpu.max_active = s.core[0].max_active
 
 
 # --- launching -----------------------------------------------------------------------------------------------------
@@ -113,10 +79,10 @@ def measure(s: State) -> None:
 def take_stream(s: State, lane: int) -> None:
     """One that no other job in flight has, if there is one: on a stream jobs wait for each other. It is of the window
     that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing in flight it may
-    change. Where the hardware decides (WHOLE_ALWAYS) every lane has its own, as in programs without a scheduler.
+    change. Where the hardware decides (`core.whole_always`) every lane has its own, as in programs without a scheduler.
     """
     at = QUEUES + lane % OWN_STREAMS
-    if not s.g[WHOLE_ALWAYS]:
+    if not s.core[0].whole_always:
         at = 0
         for k in range(QUEUES):
             if s.stream_jobs[k] < s.stream_jobs[at]:
@@ -147,9 +113,9 @@ def launch(s: State, lane: int, now: int) -> bool:
     a = s.lane[lane]
     k = a.issued
     if a.issued == a.done:
-        s.flight[s.g[FLIGHT_N]] = lane
-        a.flight_at = s.g[FLIGHT_N]
-        s.g[FLIGHT_N] += 1
+        s.flight[s.core[0].flight] = lane
+        a.flight_at = s.core[0].flight
+        s.core[0].flight += 1
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
@@ -161,25 +127,25 @@ def launch(s: State, lane: int, now: int) -> bool:
     s.segment_ns[lane, k, 0] = began
     if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
         store_at(s.launch[lane, a.size, k].draining, _ZERO)
-    s.g[LAUNCHES] += 1
-    s.g[WHOLE_LAUNCHES] += a.whole
+    s.core[0].launches += 1
+    s.core[0].whole_launches += a.whole
     what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
     handle = choose_handle(s, lane, k, what.handle)
     if a.stream_at < 0:
         take_stream(s, lane)
-    if s.g[BACKEND] == VIRTUAL:
-        out = s.out[s.g[OUT_N]]
+    if s.core[0].backend == VIRTUAL:
+        out = s.out[s.core[0].out]
         out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k
         out.word, out.handle = what.word, handle
-        s.g[OUT_N] += 1
+        s.core[0].out += 1
         return True
     called = read_clock(s, s.clock)
-    error = call_launch(s.fn[F_GRAPH_LAUNCH], handle, s.stream[a.pool, a.stream_at])
+    error = call_launch(s.call[0].graph_launch, handle, s.stream[a.pool, a.stream_at])
     took = read_clock(s, s.clock) - called
-    s.t[LAUNCH_NS] += took
-    s.t[LONGEST_LAUNCH_NS] = max(s.t[LONGEST_LAUNCH_NS], float(took))
+    s.core[0].launch_ns += took
+    s.core[0].longest_launch_ns = max(s.core[0].longest_launch_ns, float(took))
     if error != 0:
-        s.g[ERROR] = error
+        s.core[0].error = error
     return bool(error == 0)
 
 
@@ -189,8 +155,9 @@ def feed(s: State, lane: int, now: int) -> bool:
     a = s.lane[lane]
     if a.issued == 0:
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
-        first = a.priority >= s.g[TOP_PRIORITY]
-        if s.g[WHOLE_ALWAYS] or (first and (in_one_piece(s, lane) or (s.g[WHOLE_IDLE] and is_quiet(s, lane)))):
+        first = a.priority >= s.core[0].top_priority
+        quiet = s.core[0].whole_idle == 1 and is_quiet(s, lane)
+        if s.core[0].whole_always or (first and (quiet or in_one_piece(s, lane))):
             a.whole = 1
             a.segments = 1
     while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
@@ -206,15 +173,15 @@ def feed(s: State, lane: int, now: int) -> bool:
 @inlined
 def refresh(s: State, n: int, now: int) -> None:
     """Rank the heap's top afresh, and n others in turn: so a rank that depends on the time is never old for long."""
-    if s.g[TIMELESS]:
+    if s.core[0].timeless:
         return
-    for k in range(min(n + 1, s.g[READY_N])):
+    for k in range(min(n + 1, s.core[0].ready)):
         i = 0
         if k > 0:
-            s.g[REFRESH_AT] += 1
-            if s.g[REFRESH_AT] >= s.g[READY_N]:
-                s.g[REFRESH_AT] = 0
-            i = s.g[REFRESH_AT]
+            s.core[0].refresh_at += 1
+            if s.core[0].refresh_at >= s.core[0].ready:
+                s.core[0].refresh_at = 0
+            i = s.core[0].refresh_at
         make_ready(s, s.ready[i], rank_lane(s, s.ready[i], now))
 
 
@@ -222,19 +189,19 @@ def refresh(s: State, n: int, now: int) -> None:
 def activate(s: State, lane: int) -> bool:
     """It is the lane's turn; False when it must wait for its inputs."""
     unready(s, lane)
-    s.g[DECISIONS] += 1
+    s.core[0].decisions += 1
     if s.lane[lane].state == FILLING:
         complete = close_lane(s, lane)
         ask(s, s.lane[lane].model)
         if not complete:
             return False
         set_running(s, lane)
-    s.active[s.g[ACTIVE_N]] = lane
-    s.lane[lane].active_at = s.g[ACTIVE_N]
-    s.g[ACTIVE_N] += 1
+    s.active[s.core[0].active] = lane
+    s.lane[lane].active_at = s.core[0].active
+    s.core[0].active += 1
     s.lane[lane].back = 0
     s.lane[lane].demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
-    s.t[DEMAND] += s.lane[lane].demand
+    s.core[0].demand += s.lane[lane].demand
     return True
 
 
@@ -242,12 +209,12 @@ def activate(s: State, lane: int) -> bool:
 def worst(s: State, now: int) -> int:
     """The active lane of greatest rank, by what was last seen of each, among those with something left to launch."""
     found = NONE
-    for k in range(s.g[ACTIVE_N]):
+    for k in range(s.core[0].active):
         lane = s.active[k]
         a = s.lane[lane]
         if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
             found = lane
-    if found >= 0 and not s.g[TIMELESS]:
+    if found >= 0 and not s.core[0].timeless:
         s.lane[found].rank = rank_lane(s, found, now)
     return found
 
@@ -255,33 +222,33 @@ def worst(s: State, now: int) -> int:
 @inlined
 def admitted(s: State, lane: int, now: int) -> bool:
     """Whether the policy lets the lane launch now. An idle GPU takes it anyway: policies order work, and lose none."""
-    others = s.g[ACTIVE_N] - (1 if s.lane[lane].active_at >= 0 else 0)
-    if s.fn[F_ADMIT] == _ZERO or (s.g[FLIGHT_N] == 0 and others == 0):
+    others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
+    if s.call[0].admit == _ZERO or (s.core[0].flight == 0 and others == 0):
         return True
     measure(s)
     top = s.lane[lane].priority if s.lane[lane].active_at >= 0 else -NEVER
-    for k in range(s.g[ACTIVE_N]):
+    for k in range(s.core[0].active):
         top = max(top, s.lane[s.active[k]].priority)
     s.gpu[0].active_priority = top
     fill_lane_job(s, lane, now)
-    return bool(call_admit(s.fn[F_ADMIT], s.job.ctypes.data, s.gpu.ctypes.data) != 0)
+    return bool(call_admit(s.call[0].admit, s.job.ctypes.data, s.gpu.ctypes.data) != 0)
 
 
 @inlined
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     """The lane whose turn comes next, with a place made for it in the active set; NONE: all is as it should be."""
     settle(s, now)
-    if s.g[READY_N] == 0:
+    if s.core[0].ready == 0:
         return NONE
-    full = s.g[ACTIVE_N] >= s.g[MAX_ACTIVE]
+    full = s.core[0].active >= s.core[0].max_active
     # Launched whole, none of them can be held back any more.
-    if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
+    if full and (s.core[0].whole_always or s.core[0].preemptions >= swaps):
         return NONE
     refresh(s, n, now)
     lane = int(s.ready[0])
-    if not full and s.g[ACTIVE_N] > 0:
+    if not full and s.core[0].active > 0:
         full = not has_room(s, lane)
-        if full and (s.g[WHOLE_ALWAYS] or s.g[PREEMPTIONS] >= swaps):
+        if full and (s.core[0].whole_always or s.core[0].preemptions >= swaps):
             return NONE
     other = NONE
     if full:
@@ -293,7 +260,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     if other >= 0:
         deactivate(s, other)
         touch(s, other)
-        s.g[PREEMPTIONS] += 1
+        s.core[0].preemptions += 1
     return lane
 
 
@@ -301,7 +268,7 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
 def goes_on(s: State, lane: int, now: int) -> bool:
     """Whether an active lane stays: a policy with `admit` may stop it between segments."""
     a = s.lane[lane]
-    if s.fn[F_ADMIT] == _ZERO or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+    if s.call[0].admit == _ZERO or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
         return True
     deactivate(s, lane)
     make_ready(s, lane, a.rank)
@@ -311,10 +278,10 @@ def goes_on(s: State, lane: int, now: int) -> bool:
 @inlined
 def choose(s: State, now: int) -> bool:
     """Fill the active set with the best that wait, and launch what active lanes may; False when the backend fails."""
-    n = s.g[REFRESH]
-    swaps = s.g[PREEMPTIONS] + s.g[MAX_ACTIVE]
+    n = s.core[0].refresh
+    swaps = s.core[0].preemptions + s.core[0].max_active
     k = NONE
-    while k < s.g[ACTIVE_N]:
+    while k < s.core[0].active:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
             lane = next_turn(s, n, swaps, now)
             if lane < 0:
@@ -335,7 +302,7 @@ def choose(s: State, now: int) -> bool:
                 continue
         if not feed(s, lane, now):
             return False
-    s.g[CHANGED] = 0
+    s.core[0].changed = 0
     return True
 
 
@@ -350,14 +317,14 @@ def segment_done(s: State, lane: int, now: int) -> None:
     account(s, lane, a.done, -1.0, 0.0)
     charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
     a.done += 1
-    s.g[SEGMENTS_DONE] += 1
+    s.core[0].segments_done += 1
     touch(s, lane)
     if a.issued > a.done:
         account(s, lane, a.done, 1.0, -1.0)
         return
     leave_stream(s, lane)
-    s.g[FLIGHT_N] -= 1
-    last = s.flight[s.g[FLIGHT_N]]
+    s.core[0].flight -= 1
+    last = s.flight[s.core[0].flight]
     s.flight[a.flight_at] = last
     s.lane[last].flight_at = a.flight_at
     a.flight_at = NONE
@@ -366,15 +333,15 @@ def segment_done(s: State, lane: int, now: int) -> None:
 @inlined
 def poll(s: State, now: int) -> None:
     """Read the completion words of what is in flight: each lane's oldest launch."""
-    s.t[ROOM_AT] = np.inf
+    s.core[0].room_at_ns = np.inf
     k = 0
-    while k < s.g[FLIGHT_N]:
+    while k < s.core[0].flight:
         lane = s.flight[k]
         a = s.lane[lane]
         word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
         if load_at(word) == _ZERO:
             if leaves_room(s, lane, now):
-                a.draining = s.g[CHANGED] = 1
+                a.draining = s.core[0].changed = 1
             else:
                 note_room(s, lane)
             k += 1

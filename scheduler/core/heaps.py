@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from paellapy.instrument.device.jit import inlined
-from paellapy.scheduler.core.state import NONE, State, Table
+from paellapy.scheduler.core.codes import NONE
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import Table
 
 # --- binary heap: `ids` in heap order, `at` each member's index, least (key, tie) first -----------------------------
 

@@ -10,43 +10,32 @@ import numpy as np
 
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import load_at, or_at, store_at
-from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
-from paellapy.scheduler.core.requests import complete, post_done, rank_lane
-from paellapy.scheduler.core.rings import ONE, address, bit_of
-from paellapy.scheduler.core.slots import count_queued, fit, look_again, move_in, wait_for_copy
-from paellapy.scheduler.core.state import (
+from paellapy.scheduler.core.codes import (
     ABSENT,
-    ACTIVE_N,
-    ASKING_N,
-    CHANGED,
     CLOSED,
     CLOSING,
-    DEMAND,
     FAIL_MODE,
     FILLING,
-    FIRST,
     FREE,
     GENERATION_MASK,
     GENERATION_SHIFT,
     HELD,
-    HELD_N,
-    HOLD,
-    MODE,
     MODEL_CLOSED,
     NEVER,
     NONE,
     OK,
     OPEN,
-    READY_N,
     READY_WAIT,
     RESERVED_MASK,
     RESERVED_SHIFT,
     RUN_MODE,
     RUNNING,
-    TOUCHED_N,
-    WHOLE_ALWAYS,
-    State,
 )
+from paellapy.scheduler.core.heaps import heap_down, heap_remove, heap_up, queue_first, queue_remove
+from paellapy.scheduler.core.requests import complete, post_done, rank_lane
+from paellapy.scheduler.core.rings import ONE, address, bit_of
+from paellapy.scheduler.core.slots import count_queued, fit, look_again, move_in, wait_for_copy
+from paellapy.scheduler.core.state import State
 
 _CLOSED = np.uint64(CLOSED)
 _MASK = np.uint64(RESERVED_MASK)
@@ -61,9 +50,9 @@ def touch(s: State, lane: int) -> None:
     """Something about the lane changed: settle it before the next decision."""
     if s.lane[lane].touched == 0:
         s.lane[lane].touched = 1
-        s.touched[s.g[TOUCHED_N]] = lane
-        s.g[TOUCHED_N] += 1
-    s.g[CHANGED] = 1
+        s.touched[s.core[0].touched] = lane
+        s.core[0].touched += 1
+    s.core[0].changed = 1
 
 
 @inlined
@@ -71,9 +60,9 @@ def ask(s: State, m: int) -> None:
     """The model may have requests for a lane, or a lane for requests; or be done, if it is closing."""
     if s.model[m].asking == 0:
         s.model[m].asking = 1
-        s.asking[s.g[ASKING_N]] = m
-        s.g[ASKING_N] += 1
-    s.g[CHANGED] = 1
+        s.asking[s.core[0].asking] = m
+        s.core[0].asking += 1
+    s.core[0].changed = 1
 
 
 # --- the heap of lanes that wait for their turn, and the set of those whose turn it is ------------------------------
@@ -85,30 +74,30 @@ def make_ready(s: State, lane: int, rank: float) -> None:
     s.lane[lane].rank = rank
     keys, ties, at = s.lane["rank"], s.lane["arrival_ns"], s.lane["ready_at"]
     if s.lane[lane].ready_at < 0:
-        s.ready[s.g[READY_N]] = lane
-        s.lane[lane].ready_at = s.g[READY_N]
-        s.g[READY_N] += 1
+        s.ready[s.core[0].ready] = lane
+        s.lane[lane].ready_at = s.core[0].ready
+        s.core[0].ready += 1
     i = heap_up(s.ready, at, keys, ties, s.lane[lane].ready_at)
-    heap_down(s.ready, s.g[READY_N], at, keys, ties, i)
+    heap_down(s.ready, s.core[0].ready, at, keys, ties, i)
 
 
 @inlined
 def unready(s: State, lane: int) -> None:
     if s.lane[lane].ready_at >= 0:
-        heap_remove(s.ready, s.g[READY_N], s.lane["ready_at"], s.lane["rank"], s.lane["arrival_ns"], lane)
-        s.g[READY_N] -= 1
+        heap_remove(s.ready, s.core[0].ready, s.lane["ready_at"], s.lane["rank"], s.lane["arrival_ns"], lane)
+        s.core[0].ready -= 1
 
 
 @inlined
 def deactivate(s: State, lane: int) -> None:
     i = s.lane[lane].active_at
     if i >= 0:
-        s.g[ACTIVE_N] -= 1
-        last = s.active[s.g[ACTIVE_N]]
+        s.core[0].active -= 1
+        last = s.active[s.core[0].active]
         s.active[i] = last
         s.lane[last].active_at = i
         s.lane[lane].active_at = NONE
-        s.t[DEMAND] = s.t[DEMAND] - s.lane[lane].demand if s.g[ACTIVE_N] > 0 else 0.0
+        s.core[0].demand = s.core[0].demand - s.lane[lane].demand if s.core[0].active > 0 else 0.0
 
 
 # --- a lane's life -------------------------------------------------------------------------------------------------
@@ -120,7 +109,7 @@ def fill_lane(s: State, m: int) -> None:
     lane = s.model[m].filling
     if lane < 0:
         idle = s.model[m].queued == 0
-        if s.model[m].free_n == 0 or s.g[MODE] == FAIL_MODE or s.model[m].state == ABSENT:
+        if s.model[m].free_n == 0 or s.core[0].mode == FAIL_MODE or s.model[m].state == ABSENT:
             return
         if idle and s.model[m].state == CLOSING:
             return
@@ -181,8 +170,8 @@ def close_lane(s: State, lane: int) -> bool:
     s.lane[lane].state = READY_WAIT
     if all_in(s, lane):
         return True
-    s.held[s.g[HELD_N]] = lane
-    s.g[HELD_N] += 1
+    s.held[s.core[0].held] = lane
+    s.core[0].held += 1
     return False
 
 
@@ -210,15 +199,15 @@ def end_lane(s: State, lane: int, now: int) -> None:
     """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
     a = s.lane[lane]
     deactivate(s, lane)
-    if s.g[HOLD] and a.live > 0:
+    if s.core[0].hold and a.live > 0:
         # Set before the first completion shows: front ends clear their bits from then on.
         for k in range(a.taken):
             if s.slot[lane, k] >= 0:
                 s.lane_hold[lane, k >> 6] |= bit_of(k)
         a.state = HELD
-        s.held[s.g[HELD_N]] = lane
-        s.g[HELD_N] += 1
-    s.g[FIRST] = 1
+        s.held[s.core[0].held] = lane
+        s.core[0].held += 1
+    s.core[0].first = 1
     for k in range(a.taken):
         row = s.slot[lane, k]
         s.slot[lane, k] = NONE
@@ -280,7 +269,7 @@ def settle_lane(s: State, lane: int, now: int) -> None:
 def look_at_held(s: State) -> None:
     """Lanes that wait for a front end: to read outputs, or to write inputs."""
     k = 0
-    while k < s.g[HELD_N]:
+    while k < s.core[0].held:
         lane = s.held[k]
         a = s.lane[lane]
         if a.state == HELD:
@@ -290,8 +279,8 @@ def look_at_held(s: State) -> None:
         if not over:
             k += 1
             continue
-        s.g[HELD_N] -= 1
-        s.held[k] = s.held[s.g[HELD_N]]
+        s.core[0].held -= 1
+        s.held[k] = s.held[s.core[0].held]
         if a.state == HELD:
             free_lane(s, lane)
             ask(s, a.model)
@@ -303,9 +292,9 @@ def look_at_held(s: State) -> None:
 @inlined
 def reading_matters(s: State) -> bool:
     """Whether anything waits for a lane whose outputs are being read. Else the core may hear of it later."""
-    if s.g[MODE] != RUN_MODE:
-        return bool(s.g[HELD_N] > 0)
-    for k in range(s.g[HELD_N]):
+    if s.core[0].mode != RUN_MODE:
+        return bool(s.core[0].held > 0)
+    for k in range(s.core[0].held):
         m = s.model[s.lane[s.held[k]].model]
         if m.state != OPEN or m.queued > 0 or m.filling < 0:
             return True
@@ -321,7 +310,7 @@ def stay_warm(s: State, m: int) -> None:
     lane = s.model[m].filling
     if s.model[m].warm == 0 or lane < 0 or s.lane[lane].taken > 0:
         return
-    if s.model[m].state != OPEN or s.g[MODE] != RUN_MODE or s.g[WHOLE_ALWAYS]:
+    if s.model[m].state != OPEN or s.core[0].mode != RUN_MODE or s.core[0].whole_always:
         return
     if (load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK == _ZERO and close_lane(s, lane):
         free_lane(s, lane)
@@ -343,14 +332,14 @@ def settle_model(s: State, m: int, now: int) -> None:
 
 @inlined
 def settle(s: State, now: int) -> None:
-    while s.g[TOUCHED_N] + s.g[ASKING_N] > 0:
-        if s.g[TOUCHED_N] > 0:
-            s.g[TOUCHED_N] -= 1
-            lane = s.touched[s.g[TOUCHED_N]]
+    while s.core[0].touched + s.core[0].asking > 0:
+        if s.core[0].touched > 0:
+            s.core[0].touched -= 1
+            lane = s.touched[s.core[0].touched]
             s.lane[lane].touched = 0
             settle_lane(s, lane, now)
         else:
-            s.g[ASKING_N] -= 1
-            m = s.asking[s.g[ASKING_N]]
+            s.core[0].asking -= 1
+            m = s.asking[s.core[0].asking]
             s.model[m].asking = 0
             settle_model(s, m, now)

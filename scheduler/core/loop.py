@@ -12,7 +12,7 @@ import numpy as np
 from paellapy.instrument.device import jit
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import add_at, exchange_at, store_at
-from paellapy.scheduler.core.state import Words
+from paellapy.scheduler.core.tables import Words
 
 # What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
 # outputs that have been read, because nobody waits for their lanes.

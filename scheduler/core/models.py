@@ -13,9 +13,10 @@ import numpy as np
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.codes import ABSENT, NEVER, NONE, OPEN_MODEL
 from paellapy.scheduler.core.demand import TOGETHER, usual_demand
 from paellapy.scheduler.core.rings import RING_FULL, post
-from paellapy.scheduler.core.state import ABSENT, NEVER, NONE, OPEN_MODEL, WINDOW_N, State
+from paellapy.scheduler.core.state import State
 
 
 class ProfileError(PaellaError, ValueError):
@@ -163,18 +164,18 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         times = np.array([each.time_ns for each in program])
         seen = profile.demand.get(batch)
         demand = usual_demand(seen, profile.together.get(batch, TOGETHER)) if seen else estimate(state, program)
-        state.size[m, k] = (batch, len(program), times.sum(), demand)
-        tails = times[::-1].cumsum()[::-1]
-        for i, each in enumerate(program):
-            state.segment[m, k, i] = (each.time_ns, tails[i], each.blocks, each.warps, each.registers,
-                                      each.shared_bytes, each.kernels)  # fmt: skip
+        size, segment = state.size[m, k], state.segment[m, k, : len(program)]
+        size["batch"], size["segments"], size["total_ns"], size["demand"] = batch, len(program), times.sum(), demand
+        segment["tail_ns"] = times[::-1].cumsum()[::-1]
+        for name in ("time_ns", "blocks", "warps", "registers", "shared_bytes", "kernels"):
+            segment[name] = [getattr(each, name) for each in program]
     state.model_lane[m, : len(lanes)] = lanes
     state.lane["model"][lanes] = m
     words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])
     state.launch["word"][lanes] = words[:, None, :-1]
     state.whole["word"][lanes] = words[:, -1:]
     state.lane_window[lanes] = NONE
-    if state.g[WINDOW_N]:
+    if state.core["windows"][0]:
         state.confined[lanes] = 0
     state.word[lanes] = 0
     return m, [int(lane) for lane in lanes]

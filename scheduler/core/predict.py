@@ -6,19 +6,10 @@ import numpy as np
 
 from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.core.atomics import call_rank, load_at
+from paellapy.scheduler.core.codes import FILLING, HELD, NEVER, RESERVED_MASK, RESERVED_SHIFT
 from paellapy.scheduler.core.requests import fill_job, fill_lane_job
 from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.state import (
-    CLIENT_VIRTUAL_NS,
-    F_RANK,
-    FILLING,
-    GAIN,
-    HELD,
-    NEVER,
-    RESERVED_MASK,
-    RESERVED_SHIFT,
-    State,
-)
+from paellapy.scheduler.core.state import State
 
 _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
 
@@ -41,11 +32,11 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     while s.size[m, k].batch < joins:
         k += 1
     alone = s.size[m, k].total_ns
-    fill_job(s, 1, m, 0, now, deadline, priority, s.t[CLIENT_VIRTUAL_NS], now)
+    fill_job(s, 1, m, 0, now, deadline, priority, s.core[0].client_virtual_ns, now)
     s.job[1].total_ns = s.job[1].remaining_ns = alone
     s.job[1].batch = joins
     s.job[1].started = 0.0
-    mine = call_rank(s.fn[F_RANK], s.job[1:].ctypes.data)
+    mine = call_rank(s.call[0].rank, s.job[1:].ctypes.data)
     ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.lane.shape[0]):
@@ -54,7 +45,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             continue
         fill_lane_job(s, other, now)
         left = s.job[0].remaining_ns
-        if a.live > 0 and (a.model == m or call_rank(s.fn[F_RANK], s.job.ctypes.data) <= mine):
+        if a.live > 0 and (a.model == m or call_rank(s.call[0].rank, s.job.ctypes.data) <= mine):
             ahead += left
             if a.state == FILLING:
                 n = s.model[a.model].n_sizes - 1
@@ -71,7 +62,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     least = alone
     if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
         least *= max(1.0, demand / max(1.0 - idle, 1e-3))
-    return float(now + max(least, (ahead + alone) / max(s.t[GAIN], 1.0)))
+    return float(now + max(least, (ahead + alone) / max(s.core[0].gain, 1.0)))
 
 
 def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:

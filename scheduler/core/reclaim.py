@@ -6,18 +6,11 @@ import numpy as np
 
 from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.core.atomics import and_at, load_at, or_at, store_at
+from paellapy.scheduler.core.codes import CANCELLED, FREE, RESERVED_MASK, RESERVED_SHIFT, UNUSED
 from paellapy.scheduler.core.lanes import take_out, touch
 from paellapy.scheduler.core.rings import address, bit_at, bit_of, front_of
 from paellapy.scheduler.core.slots import put
-from paellapy.scheduler.core.state import (
-    CANCELLED,
-    CHANGED,
-    FREE,
-    RESERVED_MASK,
-    RESERVED_SHIFT,
-    UNUSED,
-    State,
-)
+from paellapy.scheduler.core.state import State
 
 _MASK = np.uint64(RESERVED_MASK)
 _SHIFT = np.uint64(RESERVED_SHIFT)
@@ -56,5 +49,5 @@ def reclaim(s: State, front: int, now: int) -> int:
         s.submit[front, k].sequence = np.uint64(k)
     s.wake_fd[front, 1] = 0
     store_at(address(s.wake, front), _ONE)
-    s.g[CHANGED] = 1
+    s.core[0].changed = 1
     return n

@@ -10,32 +10,10 @@ import numpy as np
 
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import call_rank, store_at
+from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
 from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.state import (
-    BAD_RANKS,
-    CLIENT_SHARES,
-    CLIENT_VIRTUAL_NS,
-    DONE_OK,
-    DONE_OTHER,
-    DONE_TAIL,
-    DUE_N,
-    ERROR,
-    F_RANK,
-    FIRST,
-    LIVE,
-    NEVER,
-    NONE,
-    OK,
-    POSTED,
-    SERVED_NS,
-    SHARES,
-    TAP_TAIL,
-    TAPPED,
-    UNUSED,
-    VIRTUAL_NS,
-    State,
-)
+from paellapy.scheduler.core.state import State
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,47 +31,47 @@ def called(function: Function) -> Function:
 def enter(s: State, m: int, c: int) -> None:
     """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
     if s.model[m].live == 0:
-        s.t[SHARES] += s.model[m].share
-        s.model[m].virtual_ns = max(s.model[m].virtual_ns, s.t[VIRTUAL_NS])
+        s.core[0].shares += s.model[m].share
+        s.model[m].virtual_ns = max(s.model[m].virtual_ns, s.core[0].virtual_ns)
     s.model[m].live += 1
     if s.client[c].live == 0:
-        s.t[CLIENT_SHARES] += s.client[c].share
-        s.client[c].virtual_ns = max(s.client[c].virtual_ns, s.t[CLIENT_VIRTUAL_NS])
+        s.core[0].client_shares += s.client[c].share
+        s.client[c].virtual_ns = max(s.client[c].virtual_ns, s.core[0].client_virtual_ns)
     s.client[c].live += 1
-    s.g[LIVE] += 1
+    s.core[0].live += 1
 
 
 @inlined
 def leave(s: State, m: int, c: int) -> None:
-    s.g[LIVE] -= 1
+    s.core[0].live -= 1
     s.model[m].live -= 1
     if s.model[m].live == 0:
-        s.t[SHARES] -= s.model[m].share
+        s.core[0].shares -= s.model[m].share
     s.client[c].live -= 1
     if s.client[c].live == 0:
-        s.t[CLIENT_SHARES] -= s.client[c].share
-    if s.g[LIVE] == 0:  # what additions and subtractions in another order have left over
-        s.t[SHARES] = 0.0
-        s.t[CLIENT_SHARES] = 0.0
+        s.core[0].client_shares -= s.client[c].share
+    if s.core[0].live == 0:  # what additions and subtractions in another order have left over
+        s.core[0].shares = 0.0
+        s.core[0].client_shares = 0.0
 
 
 @inlined
 def charge(s: State, lane: int, time_ns: float) -> None:
     """A segment is done: its model, and the clients of its slots alike, have had its time alone."""
     m = s.lane[lane].model
-    s.t[SERVED_NS] += time_ns
+    s.core[0].served_ns += time_ns
     s.model[m].used_ns += time_ns
     s.model[m].virtual_ns += time_ns / s.model[m].share
-    if s.t[SHARES] > 0.0:
-        s.t[VIRTUAL_NS] += time_ns / s.t[SHARES]
+    if s.core[0].shares > 0.0:
+        s.core[0].virtual_ns += time_ns / s.core[0].shares
     taken = s.lane[lane].taken
     each = time_ns / taken
     for k in range(taken):
         c = s.slot_client[lane, k]
         s.client[c].used_ns += each
         s.client[c].virtual_ns += each / s.client[c].share
-    if s.t[CLIENT_SHARES] > 0.0:
-        s.t[CLIENT_VIRTUAL_NS] += time_ns / s.t[CLIENT_SHARES]
+    if s.core[0].client_shares > 0.0:
+        s.core[0].client_virtual_ns += time_ns / s.core[0].client_shares
 
 
 # --- completions ---------------------------------------------------------------------------------------------------
@@ -117,8 +95,8 @@ def count(s: State, entry: Any) -> None:
 def undue(s: State, row: int) -> None:
     """The request's deadline no longer matters."""
     if s.request[row].due_at >= 0:
-        heap_remove(s.due, s.g[DUE_N], s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
-        s.g[DUE_N] -= 1
+        heap_remove(s.due, s.core[0].due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        s.core[0].due -= 1
 
 
 @inlined
@@ -128,12 +106,12 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     tail = s.ring[front, DONE_TAIL, 0]
     entry = s.done[front, np.int64(tail) & (s.done.shape[1] - 1)]
     entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
-    entry.error = s.g[ERROR]
+    entry.error = s.core[0].error
     entry.lane, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
     entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
     entry.serial = entry.tag = np.uint64(0)
-    entry.first = s.g[FIRST]
-    s.g[FIRST] = 0
+    entry.first = s.core[0].first
+    s.core[0].first = 0
     if row >= 0:
         r = s.request[row]
         entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
@@ -146,12 +124,12 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
         r.lane = r.slot = NONE
         r.leaving = 0
         count(s, entry)
-        if s.g[TAPPED] > 0:
-            s.tap[s.g[TAP_TAIL] & (s.tap.shape[0] - 1)] = entry
-            s.g[TAP_TAIL] += 1
+        if s.core[0].tapped > 0:
+            s.tap[s.core[0].tap_tail & (s.tap.shape[0] - 1)] = entry
+            s.core[0].tap_tail += 1
     store_at(address(s.ring[front], DONE_TAIL), tail + np.uint64(1))
-    s.g[POSTED] += 1
-    s.g[DONE_OK if status == OK else DONE_OTHER] += 1
+    if status == OK:
+        s.core[0].done_ok += 1
 
 
 @inlined
@@ -180,9 +158,9 @@ def fill_job(
     job.deadline_ns = deadline if deadline < NEVER else arrival + job.target_ns
     job.priority = priority
     job.share = model.share
-    job.deficit_ns = (s.t[VIRTUAL_NS] - model.virtual_ns) * model.share
+    job.deficit_ns = (s.core[0].virtual_ns - model.virtual_ns) * model.share
     job.client = client
-    job.client_deficit_ns = (s.t[CLIENT_VIRTUAL_NS] - s.client[client].virtual_ns) * s.client[client].share
+    job.client_deficit_ns = (s.core[0].client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.client_start_ns = client_start
     job.occupancy = s.gpu[0].occupancy
     job.model = m
@@ -210,7 +188,7 @@ def checked_rank(s: State, function: int, k: int) -> float:
     """What the policy says of scratch row k; what is no number goes last, and is counted."""
     rank = call_rank(function, s.job[k : k + 1].ctypes.data)
     if np.isnan(rank):
-        s.g[BAD_RANKS] += 1
+        s.core[0].bad_ranks += 1
         return float(np.inf)
     return float(rank)
 
@@ -218,4 +196,4 @@ def checked_rank(s: State, function: int, k: int) -> float:
 @inlined
 def rank_lane(s: State, lane: int, now: int) -> float:
     fill_lane_job(s, lane, now)
-    return checked_rank(s, s.fn[F_RANK], 0)
+    return checked_rank(s, s.call[0].rank, 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from paellapy.instrument.device.jit import compiled, inlined
 from paellapy.scheduler.core.atomics import and_at, exchange_at, load_at, or_at, store_at
-from paellapy.scheduler.core.state import (
+from paellapy.scheduler.core.codes import (
     CLOSED,
     DONE_HEAD,
     DONE_TAIL,
@@ -25,9 +25,8 @@ from paellapy.scheduler.core.state import (
     RESERVED_ONE,
     RESERVED_SHIFT,
     SUBMIT_TAIL,
-    Table,
-    Words,
 )
+from paellapy.scheduler.core.tables import Table, Words
 
 STAGED = -1
 RING_FULL = -2

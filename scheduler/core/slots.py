@@ -9,20 +9,10 @@ import numpy as np
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, NEVER, SLOTTED
 from paellapy.scheduler.core.heaps import queue_remove
 from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
-from paellapy.scheduler.core.state import (
-    COPIER,
-    COPY_BELL,
-    COPY_TAIL,
-    F_CLOCK,
-    F_WRITE,
-    NEVER,
-    QUEUED_JOBS,
-    QUEUED_N,
-    SLOTTED,
-    State,
-)
+from paellapy.scheduler.core.state import State
 
 _ZERO = np.uint64(0)
 LONG_COPY = 16_384  # bytes; what is shorter takes less time than to have it done
@@ -42,10 +32,10 @@ def fit(s: State, lane: int) -> None:
 def count_queued(s: State, m: int, n: int) -> None:
     """So many requests more in the model's queue."""
     s.model[m].queued += n
-    s.g[QUEUED_N] += n
-    s.t[QUEUED_JOBS] += n / s.size[m, s.model[m].n_sizes - 1].batch
-    if s.g[QUEUED_N] == 0:
-        s.t[QUEUED_JOBS] = 0.0  # without what rounding has left over
+    s.core[0].queued += n
+    s.core[0].queued_jobs += n / s.size[m, s.model[m].n_sizes - 1].batch
+    if s.core[0].queued == 0:
+        s.core[0].queued_jobs = 0.0  # without what rounding has left over
 
 
 @inlined
@@ -106,18 +96,18 @@ def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
     tail = load_at(address(s.copy_ring, COPY_TAIL))
     cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
     cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
-    cell.at_ns = read_clock(s, s.clock) if s.fn[F_CLOCK] != _ZERO else 0
+    cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
     store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
     if exchange_at(address(s.copy_ring, COPY_BELL), ONE, _ZERO):
         s.clock[2] = 1
-        call_write(s.fn[F_WRITE], np.int32(s.g[COPIER]), s.clock[2:].ctypes.data, np.uint64(8))
+        call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
 
 
 @inlined
 def wait_for_copy(s: State, row: int) -> None:
     """Before a request is given up whose inputs are being copied: afterwards they may be gone."""
     r = s.request[row]
-    if r.lane >= 0 and r.source != _ZERO and s.g[COPIER] >= 0:
+    if r.lane >= 0 and r.source != _ZERO and s.core[0].copier_fd >= 0:
         while load_at(bit_at(s.lane_ready, r.lane, r.slot)) & bit_of(r.slot) == _ZERO:
             pass
 
@@ -136,7 +126,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
         n += s.input_bytes[m, k]
-    if source != _ZERO and s.g[COPIER] >= 0 and n >= LONG_COPY:
+    if source != _ZERO and s.core[0].copier_fd >= 0 and n >= LONG_COPY:
         hand_to_copier(s, source, lane, slot, m)
     else:
         if source != _ZERO:

@@ -3,24 +3,25 @@
 Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find
 them (`over`). Three parties touch them:
 
-* **the installer** (the engine, or `core_models.install`) fills a model's rows while the model is ABSENT, then posts
+* **the installer** (the engine, or `models.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes them;
 * **front ends** own request rows (`front_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
-* **the core** (`core.step`) owns everything else.
+* **the core** (`step.step`) owns everything else.
 
 Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_ready`, `lane_hold`,
 `slot_front`, `filling`, `wake`, `copy_ring`, the rings' heads, tails and sequence numbers, and the completion words
 that launches write. A front end may die between any two of its instructions: whose a reserved slot is follows from one
-word, what it has written and read are bits that can be set for it, and `core_reclaim.reclaim` takes back all it had.
+word, what it has written and read are bits that can be set for it, and `reclaim.reclaim` takes back all it had.
 
 A request's way, the direct one: claim a cell of `submit` → `reserve` a slot → publish the cell → write the inputs →
 `mark_ready`. The staged one, when no lane is open: publish with lane −1 and the address of the inputs (items of all
 inputs one after the other); the core copies them into a slot once there is one, or has the copier do it. Then, both:
-the lane gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where `HOLD`
-is on, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
+the lane gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where
+`core.hold` is set, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with
+`release`.
 """
 
 from __future__ import annotations
@@ -32,303 +33,39 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[Any]
-Words = NDArray[np.uint64]
-
-NEVER = 1 << 62  # a time that does not come: no deadline, no target
-NONE = -1  # no row
-OWN_ROWS = 64  # of the engine's own process, where front ends are processes beside it
-RECENT = 4096  # latencies kept per model
-TAP_SIZE = 1 << 14  # completions kept for those who watch the requests of other processes
-
-# --- what the numbers mean -----------------------------------------------------------------------------------------
-
-ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes what it accepted and refuses the rest
-
-# lane.state. FREE: nobody's. FILLING: front ends and the core put requests into it. READY_WAIT: its turn came and it is
-# closed, but a front end is still writing inputs. RUNNING: segments are, or will be, on the GPU. HELD: done, outputs
-# are being read.
-FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
-
-# request.state. UNUSED: the row belongs to a front end. QUEUED: no slot yet. SLOTTED: in a lane. One that is cancelled
-# or expires leaves its slot empty (NONE) behind; its lane runs on for the others.
-UNUSED, QUEUED, SLOTTED = range(3)
-
-# done.status
-OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED = range(8)
-STATUS = ("ok", "cancelled", "expired", "queue full", "draining", "failed", "no such model", "model closed")
-
-# submit.kind
-SUBMIT, CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL = range(6)
-
-VIRTUAL, CUDA = range(2)  # g[BACKEND]
-
-# State.g, the core's own numbers
-(BACKEND, MODE, ERROR, MAX_ACTIVE, LOOK_AHEAD, WHOLE_ALWAYS, WHOLE_IDLE, HOLD, REFRESH,
- SEQUENCE, LIVE, QUEUED_N, READY_N, ACTIVE_N, FLIGHT_N, HELD_N, DUE_N, OUT_N, REFRESH_AT,
- STEPS, LAUNCHES, SEGMENTS_DONE, DECISIONS, BAD_RANKS, DONE_OK, DONE_OTHER, PREEMPTIONS, WHOLE_LAUNCHES,
- CHANGED, POSTED, TOUCHED_N, ASKING_N, LEAVING_N, TIMELESS, FIRST, TURN,
- TAPPED, TAP_TAIL, COPIER, TOP_PRIORITY, STANDING, WINDOW_N, CONFINED_LAUNCHES) = range(43)  # fmt: skip
-G_SIZE = 43
-RUN_MODE, DRAIN_MODE, FAIL_MODE = range(3)  # g[MODE]
-
-# State.t, floats: the fair-queueing clocks, what the GPU gives when several jobs share it, where the loop's own time
-# goes; the jobs that queued requests will make (in full batches), the jobs that have been waiting of late, how often
-# some were to stand back for a short one, the longest that the driver took over a launch, when there is something to
-# do next although nothing happens, and the longest until inputs were copied that were handed to the copier (its own)
-(VIRTUAL_NS, SHARES, CLIENT_VIRTUAL_NS, CLIENT_SHARES, LAST_NS, BUSY_NS, SERVED_NS, GAIN,
- DEMAND, DEMAND_LIMIT, LAUNCH_NS, QUEUED_JOBS, WAITING, SHORT_OFTEN, LONGEST_LAUNCH_NS,
- ROOM_AT, LONGEST_COPY_NS) = range(17)  # fmt: skip
-T_SIZE = 17
-
-# State.fn: addresses of compiled functions; 0: none
-F_RANK, F_ADMIT, F_ORDER, F_GRAPH_LAUNCH, F_WRITE, F_CLOCK, F_COPY = range(7)
-FN_SIZE = 8
-
-# Windows of SMs: at most so many; and so many of them for a lane to choose from
-WINDOWS, CHOICES = 64, 4
-
-# State.stream: pools of streams, one for each priority that models have on the GPU. The first QUEUES of a pool are
-# handed out, as many as the GPU has hardware queues; the next belong to lanes, each to its own; then each window of SMs
-# has as many again.
-POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
-OF_WINDOWS = QUEUES + OWN_STREAMS
-POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES
-
-# State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
-COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)
-
-# State.ring: heads and tails, each on its own cache line (row, column 0)
-SUBMIT_TAIL, SUBMIT_HEAD, DONE_TAIL, DONE_HEAD = range(4)
-
-# State.lane_word: closed | generation | reserved | the front end that reserved the last of them
-FRONT_MASK = 0xFFFF
-RESERVED_MASK = 0xFFFF
-RESERVED_SHIFT = 16
-RESERVED_ONE = 1 << RESERVED_SHIFT
-GENERATION_SHIFT = 32
-GENERATION_MASK = 0x7FFF_FFFF
-CLOSED = 1 << 63
-# State.slot_front: generation << GENERATION_SHIFT | front end
-
-MASK_WORDS = 8  # of a lane's bit masks: one cache line
-MOST_SLOTS = 64 * MASK_WORDS
-
-# --- tables --------------------------------------------------------------------------------------------------------
-
-MODEL = np.dtype(
-    [
-        # written by the installer
-        ("state", "i8"),
-        ("priority", "i8"),  # larger goes first; a request may carry its own
-        ("share", "f8"),  # of GPU time, relative to other models'
-        ("target_ns", "i8"),  # latency aimed at: ranks, never expires; NEVER: none
-        ("queue_limit", "i8"),  # requests without a slot beyond this are refused
-        ("generation", "u8"),  # of the row: what was meant for the model it held before is refused
-        ("n_sizes", "i8"),
-        ("n_lanes", "i8"),
-        ("n_inputs", "i8"),
-        # written by the core
-        ("free_n", "i8"),  # lanes on the stack free_lane[m]
-        ("filling", "i8"),  # the core's own copy of State.filling[m]
-        ("warm", "i8"),  # the lane on top of the stack has run since the filling one was opened
-        ("root", "i8"),  # heap of queued requests that came out of order
-        ("first", "i8"),  # list of those that came in order: each behind the one before
-        ("last", "i8"),
-        ("queued", "i8"),
-        ("live", "i8"),  # accepted and not completed
-        ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
-        ("used_ns", "f8"),  # GPU time received, as time alone
-        ("completed", "i8"),
-        ("asking", "i8"),  # 1: listed in State.asking
-    ],
-    align=True,
+from paellapy.scheduler.core.codes import (
+    CHOICES,
+    CLOSED,
+    FRONT_MASK,
+    MASK_WORDS,
+    MOST_SLOTS,
+    NONE,
+    OF_WINDOWS,
+    OWN_ROWS,
+    POOL_STREAMS,
+    POOLS,
+    RECENT,
+    STATUS,
+    TAP_SIZE,
+    WINDOWS,
 )
-
-SIZE = np.dtype(  # [model, size], batch ascending
-    [
-        ("batch", "i8"),
-        ("segments", "i8"),
-        ("total_ns", "f8"),
-        ("demand", "f8"),  # part of the GPU that one such batch keeps busy: 1 / demand of them fill it
-    ],
-    align=True,
-)
-
-SEGMENT = np.dtype(  # [model, size, segment]
-    [
-        ("time_ns", "f8"),  # alone on the GPU
-        ("tail_ns", "f8"),  # this segment and all after it
-        ("blocks", "i8"),  # resident at once: the largest kernel's, as far as the GPU holds them
-        ("warps", "i8"),
-        ("registers", "i8"),
-        ("shared_bytes", "i8"),
-        ("kernels", "i8"),  # issued by the front end of the GPU
-    ],
-    align=True,
-)
-
-LANE = np.dtype(
-    [
-        ("model", "i8"),  # written by the installer; NONE: no lane
-        ("state", "i8"),
-        ("size", "i8"),  # index into the model's sizes, once closed; before, the one that would fit
-        ("taken", "i8"),  # slots the core knows requests for
-        ("live", "i8"),  # of those, requests not yet completed
-        ("segments", "i8"),  # of the size it runs at; 1 when launched whole
-        ("issued", "i8"),
-        ("done", "i8"),
-        ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
-        ("whole", "i8"),
-        ("rank", "f8"),
-        ("demand", "f8"),  # as counted in t[DEMAND] while it is active
-        ("back", "i8"),  # 1: stands back for a short one, if it is active
-        ("ready_at", "i8"),  # index in State.ready, or NONE
-        ("active_at", "i8"),  # in State.active
-        ("flight_at", "i8"),  # in State.flight
-        ("arrival_ns", "i8"),  # of the oldest live request
-        ("latest_ns", "i8"),  # when the last of its requests came
-        ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
-        ("priority", "i8"),  # highest of the live requests'
-        ("client", "i8"),  # of the oldest
-        ("client_start_ns", "f8"),
-        ("started_ns", "i8"),  # first launch
-        ("generation", "i8"),
-        ("touched", "i8"),  # 1: listed in State.touched
-        ("pool", "i8"),  # of streams; by the installer
-        ("stream_at", "i8"),  # the stream it has while it is in flight
-        ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
-    ],
-    align=True,
-)
-
-# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
-# (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
-# and clears. Segments of one lane complete in order.
-# `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
-LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
-
-# Inputs on their way into a slot, by the copier.
-COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
-
-REQUEST = np.dtype(
-    [
-        ("serial", "u8"),  # the front end's unique number, so that a late CANCEL cannot hit the row's next request
-        ("tag", "u8"),  # the front end's own, returned untouched
-        ("state", "i8"),
-        ("model", "i8"),
-        ("lane", "i8"),
-        ("slot", "i8"),
-        ("client", "i8"),
-        ("priority", "i8"),
-        ("arrival_ns", "i8"),
-        ("deadline_ns", "i8"),
-        ("client_start_ns", "f8"),  # fair-queueing start tag
-        ("order", "f8"),  # key in its model's queue, then `sequence`
-        ("sequence", "i8"),
-        ("source", "u8"),  # staged inputs; 0: none to copy
-        ("left", "i8"),  # leftist heap of its model; in the list, the one before
-        ("right", "i8"),  # in the list, the one behind
-        ("up", "i8"),
-        ("height", "i8"),  # 0: in the list
-        ("due_at", "i8"),  # index in the deadline heap, or NONE
-        ("leaving", "i8"),  # 1: listed in State.leaving
-        ("front", "i8"),  # whose it is
-    ],
-    align=True,
-)
-
-CLIENT = np.dtype(
-    [("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("tag_ns", "f8"), ("live", "i8")],  # tag: the next start
-    align=True,
-)
-
-SUBMISSION = np.dtype(
-    [
-        ("sequence", "u8"),  # of the cell: position + 1 when published, position + capacity when taken
-        ("kind", "i8"),
-        ("request", "i8"),  # row
-        ("serial", "u8"),
-        ("tag", "u8"),
-        ("model", "i8"),
-        ("lane", "i8"),  # slot reserved by the front end; NONE: staged
-        ("slot", "i8"),
-        ("client", "i8"),
-        ("priority", "i8"),
-        ("arrival_ns", "i8"),
-        ("deadline_ns", "i8"),
-        ("source", "u8"),
-        ("generation", "u8"),  # of the model's row as the front end knows it; 0: whichever it is
-    ],
-    align=True,
-)
-
-COMPLETION = np.dtype(
-    [
-        ("request", "i8"),  # row; NONE: about a model (MODEL_CLOSED)
-        ("serial", "u8"),
-        ("tag", "u8"),
-        ("model", "i8"),
-        ("lane", "i8"),  # where the outputs are; NONE: it never had a slot
-        ("slot", "i8"),
-        ("batch", "i8"),  # requests that ran together
-        ("size", "i8"),  # index of the captured size they ran at
-        ("status", "i8"),
-        ("error", "i8"),  # the backend's, with FAILED
-        ("client", "i8"),
-        ("priority", "i8"),
-        ("arrival_ns", "i8"),
-        ("deadline_ns", "i8"),
-        ("started_ns", "i8"),  # first launch; NEVER: it was not launched
-        ("finish_ns", "i8"),
-        ("first", "i8"),  # 1: the first entry of its batch, so that each batch is counted once
-    ],
-    align=True,
-)
-
-# What VIRTUAL backends launch: the loop runs entries 0 … g[OUT_N] − 1 and sets g[OUT_N] to 0.
-OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
-WHOLE = -1  # out.segment: the whole program
-
-# What a policy sees of a job: one lane's requests, or one request for `order`. Times as floats: ranks are.
-JOB = np.dtype(
-    [
-        ("now_ns", "f8"),
-        ("arrival_ns", "f8"),  # of its oldest request
-        ("deadline_ns", "f8"),  # earliest deadline, or arrival + target where it has none; NEVER or more without either
-        ("target_ns", "f8"),  # NEVER: none
-        ("priority", "f8"),
-        ("remaining_ns", "f8"),  # time alone of what has not completed
-        ("total_ns", "f8"),
-        ("batch", "f8"),
-        ("started", "f8"),  # 1: some of it was launched
-        ("share", "f8"),  # of the model
-        ("deficit_ns", "f8"),  # GPU time the model is owed under fair sharing; negative: it had more than that
-        ("client", "f8"),
-        ("client_deficit_ns", "f8"),
-        ("client_start_ns", "f8"),  # fair-queueing start tag: orders the requests of backlogged clients fairly
-        ("occupancy", "f8"),  # fullest of the GPU's resources, 0 … 1 and beyond when oversubscribed
-        ("model", "f8"),
-    ],
-    align=True,
-)
-
-# Sums over launched segments. `resident`: each lane's oldest launched segment; `pending`: those queued behind it.
-# `issue` is in kernels per second. Row 0 of State.gpu; policies see it as `gpu`.
-GPU = np.dtype(
-    [
-        (f"{kind}_{what}", "f8")
-        for kind in ("capacity", "resident", "pending")
-        for what in ("blocks", "warps", "registers", "shared_bytes", "issue")
-    ]
-    + [
-        ("active_jobs", "f8"),
-        ("active_priority", "f8"),  # highest among active jobs; kept only for policies with `admit`
-        ("waiting_jobs", "f8"),
-        ("max_active", "f8"),
-        ("occupancy", "f8"),  # fullest resource, resident ÷ capacity
-    ],
-    align=True,
+from paellapy.scheduler.core.job import GPU, JOB
+from paellapy.scheduler.core.tables import (
+    CALLS,
+    CLIENT,
+    COMPLETION,
+    COPY,
+    CORE,
+    LANE,
+    LAUNCH,
+    MODEL,
+    OUT,
+    REQUEST,
+    SEGMENT,
+    SIZE,
+    SUBMISSION,
+    Table,
+    Words,
 )
 
 
@@ -351,9 +88,8 @@ class Limits:
 class State(NamedTuple):
     """See the module's text. First dimensions: models M, lanes L, requests R; sizes B, segments S, slots P."""
 
-    g: NDArray[np.int64]
-    t: NDArray[np.float64]
-    fn: Words
+    core: Table  # CORE[1]
+    call: Table  # CALLS[1]
     gpu: Table  # GPU[1]
     model: Table  # MODEL[M]
     size: Table  # SIZE[M, B]
@@ -402,7 +138,7 @@ class State(NamedTuple):
     client_key: Words  # [C] whose client number it is: a hash of the name; 0: nobody's. Atomic
     outcome: NDArray[np.int64]  # [M, STATUS + 1] requests by how they ended; last, the sum of OK ones' batch sizes
     recent_ns: NDArray[np.int64]  # [M, RECENT, 2] latency and wait of the latest OK requests
-    tap: Table  # COMPLETION: the latest of all front ends, while g[TAPPED]
+    tap: Table  # COMPLETION: the latest of all front ends, while core.tapped
     out: Table  # OUT
     job: Table  # JOB[2]: the core's scratch; readers bring their own
     clock: NDArray[np.int64]  # [8] scratch of the core's thread
@@ -430,9 +166,8 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
     ints, words = np.int64, np.uint64
     rows = max(len(front_rows(n, front)) for front in range(n.fronts))
     return {
-        "g": ((G_SIZE,), ints),
-        "t": ((T_SIZE,), np.float64),
-        "fn": ((FN_SIZE,), words),
+        "core": ((1,), CORE),
+        "call": ((1,), CALLS),
         "gpu": ((1,), GPU),
         "model": ((n.models,), MODEL),
         "size": ((n.models, n.sizes), SIZE),
@@ -508,7 +243,7 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 
 
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
-    """Empty tables; `core_models.install` adds models, `core.attach_policy` the policy. `memory` is zero.
+    """Empty tables; `models.install` adds models, `step.attach_policy` the policy. `memory` is zero.
 
     >>> new_state(Limits(models=2, lanes=4)).lane.shape
     (4,)
@@ -536,11 +271,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
         state.model[column] = NONE
     state.model["filling"] = NONE
     state.client["share"] = 1.0
-    state.g[MAX_ACTIVE] = 8
-    state.g[LOOK_AHEAD] = 2
-    state.g[WHOLE_IDLE] = 1
-    state.g[REFRESH] = 3
-    state.g[COPIER] = NONE
-    state.t[GAIN] = 1.0
-    state.t[DEMAND_LIMIT] = np.inf
+    core = state.core[0]
+    core["max_active"], core["look_ahead"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
+    core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf
     return state

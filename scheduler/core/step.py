@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.jit import compiled, inlined
 from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at
 from paellapy.scheduler.core.clocks import read_clock
+from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.dispatch import choose, measure, poll
 from paellapy.scheduler.core.lanes import look_at_held, take_out
@@ -23,38 +24,9 @@ from paellapy.scheduler.core.predict import predict, predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
 from paellapy.scheduler.core.requests import undue
 from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.state import (
-    BUSY_NS,
-    CANCELLED,
-    CHANGED,
-    DEMAND_LIMIT,
-    DONE_TAIL,
-    DUE_N,
-    EXPIRED,
-    F_ADMIT,
-    F_CLOCK,
-    F_ORDER,
-    F_RANK,
-    F_WRITE,
-    FLIGHT_N,
-    GAIN,
-    LAST_NS,
-    LAUNCHES,
-    LEAVING_N,
-    LIVE,
-    LOOK_AHEAD,
-    MAX_ACTIVE,
-    READY_N,
-    RUNNING,
-    SEGMENTS_DONE,
-    SERVED_NS,
-    STEPS,
-    TIMELESS,
-    WHOLE_ALWAYS,
-    State,
-    Words,
-)
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
+from paellapy.scheduler.core.tables import Words
 from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy
 
 __all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
@@ -69,13 +41,13 @@ def expire(s: State, now: int) -> None:
     """Take out who is cancelled and who is too late."""
     while True:
         status = EXPIRED
-        if s.g[LEAVING_N] > 0:
-            s.g[LEAVING_N] -= 1
-            row = s.leaving[s.g[LEAVING_N]]
+        if s.core[0].leaving > 0:
+            s.core[0].leaving -= 1
+            row = s.leaving[s.core[0].leaving]
             status = CANCELLED
             if s.request[row].leaving == 0:  # it got another answer in the meantime
                 continue
-        elif s.g[DUE_N] > 0 and s.request[s.due[0]].deadline_ns <= now:
+        elif s.core[0].due > 0 and s.request[s.due[0]].deadline_ns <= now:
             row = s.due[0]
         else:
             break
@@ -94,32 +66,32 @@ def expire(s: State, now: int) -> None:
 @inlined
 def watch_gain(s: State, now: int) -> None:
     """How much more than one job's worth of work the GPU does while several share it: for predictions."""
-    if s.g[FLIGHT_N] < 2:
-        s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
+    if s.core[0].flight < 2:
+        s.core[0].busy_ns = s.core[0].served_ns = 0.0
     else:
-        s.t[BUSY_NS] += now - s.t[LAST_NS]
-        if s.t[BUSY_NS] > WINDOW_NS:
-            s.t[GAIN] += 0.25 * (min(max(s.t[SERVED_NS] / s.t[BUSY_NS], 0.25), 64.0) - s.t[GAIN])
-            s.t[BUSY_NS] = s.t[SERVED_NS] = 0.0
-    s.t[LAST_NS] = now
+        s.core[0].busy_ns += now - s.core[0].last_ns
+        if s.core[0].busy_ns > WINDOW_NS:
+            s.core[0].gain += 0.25 * (min(max(s.core[0].served_ns / s.core[0].busy_ns, 0.25), 64.0) - s.core[0].gain)
+            s.core[0].busy_ns = s.core[0].served_ns = 0.0
+    s.core[0].last_ns = now
 
 
 @compiled
 def step(s: State, now: int) -> int:
     """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
-    before = s.g[LAUNCHES] + s.g[SEGMENTS_DONE]
-    s.g[STEPS] += 1
+    before = s.core[0].launches + s.core[0].segments_done
+    s.core[0].steps += 1
     watch_queue(s, now)
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)
     look_at_held(s)
     expire(s, now)
-    if s.g[CHANGED] or (s.g[READY_N] > 0 and s.fn[F_ADMIT] != _ZERO):
+    if s.core[0].changed or (s.core[0].ready > 0 and s.call[0].admit != _ZERO):
         while not choose(s, now):
             fail_all(s, now)
         measure(s)
-    return int(news + s.g[LAUNCHES] + s.g[SEGMENTS_DONE] - before)
+    return int(news + s.core[0].launches + s.core[0].segments_done - before)
 
 
 @inlined
@@ -134,7 +106,7 @@ def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
             s.wake_fd[front, 1] = tail
             if exchange_at(address(s.wake, front), _ONE, _ZERO) and s.wake_fd[front, 0] >= 0:
                 scratch[2] = 1
-                call_write(s.fn[F_WRITE], np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
+                call_write(s.call[0].write, np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
 
 
 @compiled
@@ -155,7 +127,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     last = read_clock(s, scratch)
     while load_at(stop.ctypes.data) == _ZERO:
         now = read_clock(s, scratch)
-        if step(s, now) > 0 or s.g[LIVE] > 0 or s.g[FLIGHT_N] > 0:
+        if step(s, now) > 0 or s.core[0].live > 0 or s.core[0].flight > 0:
             last = now
         elif now - last >= linger_ns:
             return 0
@@ -169,20 +141,20 @@ def _address(function: Any) -> int:
 
 def attach_policy(state: State, policy: Policy) -> None:
     """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
-    state.fn[F_RANK], state.fn[F_ADMIT], state.fn[F_ORDER] = policy.addresses
-    state.g[MAX_ACTIVE] = min(policy.active or DEFAULT_ACTIVE, len(state.lane))
-    state.t[DEMAND_LIMIT] = np.inf
-    state.g[LOOK_AHEAD] = policy.look_ahead
-    state.g[WHOLE_ALWAYS] = policy.whole
-    state.g[TIMELESS] = policy.timeless
-    state.g[CHANGED] = 1
+    state.call["rank"][0], state.call["admit"][0], state.call["order"][0] = policy.addresses
+    state.core["max_active"][0] = min(policy.active or DEFAULT_ACTIVE, len(state.lane))
+    state.core["demand_limit"][0] = np.inf
+    state.core["look_ahead"][0] = policy.look_ahead
+    state.core["whole_always"][0] = policy.whole
+    state.core["timeless"][0] = policy.timeless
+    state.core["changed"][0] = 1
 
 
 def attach_libc(state: State) -> None:
     """What `run` needs of the C library."""
     libc = ctypes.CDLL(None)
-    state.fn[F_CLOCK] = _address(libc.clock_gettime)
-    state.fn[F_WRITE] = _address(libc.write)
+    state.call["clock"][0] = _address(libc.clock_gettime)
+    state.call["write"][0] = _address(libc.write)
 
 
 notice_edits(step, step_and_wake, run, predict, reclaim)

@@ -8,56 +8,39 @@ import numpy as np
 
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import load_at, store_at
-from paellapy.scheduler.core.heaps import heap_add, queue_add
-from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
-from paellapy.scheduler.core.requests import called, checked_rank, complete, enter, fill_job, post_done
-from paellapy.scheduler.core.rings import address
-from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
-from paellapy.scheduler.core.state import (
-    ACTIVE_N,
+from paellapy.scheduler.core.codes import (
     CANCEL,
-    CLIENT_VIRTUAL_NS,
     CLOSE_MODEL,
     CLOSING,
-    DEMAND,
     DRAIN,
     DRAIN_MODE,
     DRAINING,
-    DUE_N,
-    ERROR,
     EXPIRED,
-    F_ORDER,
-    F_RANK,
     FAIL,
     FAIL_MODE,
     FAILED,
     FILLING,
-    FLIGHT_N,
-    LEAVING_N,
-    MODE,
     NEVER,
     NO_MODEL,
     NONE,
     OK,
     OPEN,
     OPEN_MODEL,
-    OUT_N,
     QUEUE_FULL,
     QUEUED,
-    QUEUED_JOBS,
-    QUEUED_N,
-    READY_N,
     RUN_MODE,
     RUNNING,
-    SEQUENCE,
     SLOTTED,
     SUBMIT,
     SUBMIT_HEAD,
-    TOP_PRIORITY,
-    TURN,
     UNUSED,
-    State,
 )
+from paellapy.scheduler.core.heaps import heap_add, queue_add
+from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
+from paellapy.scheduler.core.requests import called, checked_rank, complete, enter, fill_job, post_done
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
+from paellapy.scheduler.core.state import State
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -68,8 +51,8 @@ SUBMISSIONS_PER_STEP = 1024  # so that a flood of them does not keep completions
 def verdict(s: State, cell: Any, now: int) -> int:
     """OK, or why the request is refused."""
     m = cell.model
-    if s.g[MODE] != RUN_MODE:
-        return FAILED if s.g[MODE] == FAIL_MODE else DRAINING
+    if s.core[0].mode != RUN_MODE:
+        return FAILED if s.core[0].mode == FAIL_MODE else DRAINING
     if m < 0 or m >= s.model.shape[0] or s.model[m].state != OPEN:
         return NO_MODEL
     if cell.generation != _ZERO and cell.generation != s.model[m].generation:
@@ -95,7 +78,7 @@ def enqueue(s: State, row: int, now: int) -> None:
     job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
     job.batch = 1.0
     job.started = 0.0
-    r.order = checked_rank(s, s.fn[F_ORDER] if s.fn[F_ORDER] != _ZERO else s.fn[F_RANK], 1)
+    r.order = checked_rank(s, s.call[0].order if s.call[0].order != _ZERO else s.call[0].rank, 1)
     r.state = QUEUED
     queue_add(s, m, row)
     count_queued(s, m, 1)
@@ -112,8 +95,8 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
-    r.sequence = s.g[SEQUENCE]
-    s.g[SEQUENCE] += 1
+    r.sequence = s.core[0].sequence
+    s.core[0].sequence += 1
     lane = cell.lane
     status = verdict(s, cell, now)
     if status != OK:
@@ -124,11 +107,11 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
         return
     c = s.client[r.client]
     enter(s, r.model, r.client)
-    r.client_start_ns = max(s.t[CLIENT_VIRTUAL_NS], c.tag_ns)
+    r.client_start_ns = max(s.core[0].client_virtual_ns, c.tag_ns)
     c.tag_ns = r.client_start_ns + s.size[r.model, 0].total_ns / c.share
     if r.deadline_ns < NEVER:
-        heap_add(s.due, s.g[DUE_N], s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
-        s.g[DUE_N] += 1
+        heap_add(s.due, s.core[0].due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        s.core[0].due += 1
     if lane < 0:
         enqueue(s, row, now)
         return
@@ -142,10 +125,10 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
 @inlined
 def look_for_top(s: State) -> None:
     """The highest priority of an open model: programs of lower ones are not launched in one piece."""
-    s.g[TOP_PRIORITY] = -NEVER
+    s.core[0].top_priority = -NEVER
     for m in range(s.model.shape[0]):
         if s.model[m].state == OPEN:
-            s.g[TOP_PRIORITY] = max(s.g[TOP_PRIORITY], s.model[m].priority)
+            s.core[0].top_priority = max(s.core[0].top_priority, s.model[m].priority)
 
 
 @called
@@ -176,7 +159,7 @@ def closed(s: State, m: int) -> None:
 @called
 def fail_all(s: State, now: int) -> None:
     """The GPU is gone: everybody gets an answer, and nothing is launched again."""
-    s.g[MODE] = FAIL_MODE
+    s.core[0].mode = FAIL_MODE
     for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
             if s.request[row].state == SLOTTED:
@@ -187,8 +170,8 @@ def fail_all(s: State, now: int) -> None:
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
         s.model[m].queued = 0
         ask(s, m)
-    s.g[QUEUED_N] = s.g[READY_N] = s.g[ACTIVE_N] = s.g[FLIGHT_N] = s.g[OUT_N] = 0
-    s.t[DEMAND] = s.t[QUEUED_JOBS] = 0.0
+    s.core[0].queued = s.core[0].ready = s.core[0].active = s.core[0].flight = s.core[0].out = 0
+    s.core[0].demand = s.core[0].queued_jobs = 0.0
     s.stream_jobs[...] = 0
     s.window_load[...] = 0
     for lane in range(s.lane.shape[0]):
@@ -210,11 +193,11 @@ def next_front(s: State) -> int:
     mask = np.uint64(s.submit.shape[1] - 1)
     fronts = s.submit.shape[0]
     for k in range(fronts):
-        front = (s.g[TURN] + k) % fronts
+        front = (s.core[0].turn + k) % fronts
         head = s.ring[front, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
-            s.g[TURN] = (front + 1) % fronts
+            s.core[0].turn = (front + 1) % fronts
             return int(front)
     return NONE
 
@@ -238,16 +221,16 @@ def take_submissions(s: State, now: int) -> int:
             r = s.request[cell.request]
             if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
                 r.leaving = 1
-                s.leaving[s.g[LEAVING_N]] = cell.request
-                s.g[LEAVING_N] += 1
+                s.leaving[s.core[0].leaving] = cell.request
+                s.core[0].leaving += 1
         elif cell.kind == OPEN_MODEL:
             opened(s, cell.model)
         elif cell.kind == CLOSE_MODEL:
             closed(s, cell.model)
         elif cell.kind == DRAIN:
-            s.g[MODE] = max(s.g[MODE], DRAIN_MODE)
-        elif cell.kind == FAIL and s.g[MODE] != FAIL_MODE:
-            s.g[ERROR] = np.int64(cell.tag)
+            s.core[0].mode = max(s.core[0].mode, DRAIN_MODE)
+        elif cell.kind == FAIL and s.core[0].mode != FAIL_MODE:
+            s.core[0].error = np.int64(cell.tag)
             fail_all(s, now)
         store_at(where, head + mask + _ONE)
         s.ring[front, SUBMIT_HEAD, 0] = head + _ONE

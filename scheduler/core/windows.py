@@ -16,17 +16,8 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import inlined
-from paellapy.scheduler.core.state import (
-    CHOICES,
-    CONFINED_LAUNCHES,
-    FLIGHT_N,
-    NONE,
-    OF_WINDOWS,
-    QUEUES,
-    WHOLE_ALWAYS,
-    WINDOW_N,
-    State,
-)
+from paellapy.scheduler.core.codes import CHOICES, NONE, OF_WINDOWS, QUEUES
+from paellapy.scheduler.core.state import State
 
 ROOMY = 4  # so many jobs in flight have all SMs
 STAYING = 0.5  # jobs fewer in another window do not make up for a launch that begins later
@@ -37,7 +28,7 @@ _ZERO = np.uint64(0)
 @inlined
 def fill_window(s: State, window: int, change: int) -> None:
     """A job more or less in a window, and so in those that it shares SMs with."""
-    for other in range(s.g[WINDOW_N]):
+    for other in range(s.core[0].windows):
         s.window_load[other] += change * s.overlap[window, other]
 
 
@@ -51,7 +42,7 @@ def leave_window(s: State, lane: int) -> None:
 
 @inlined
 def can_be_confined(s: State, lane: int) -> bool:
-    return bool(s.g[WINDOW_N] > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
+    return bool(s.core[0].windows > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
 
 
 @inlined
@@ -63,7 +54,7 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     leave_window(s, lane)
     a = s.lane[lane]
     at = s.confined.shape[2] - 1 if a.whole else segment
-    if s.g[WHOLE_ALWAYS] or s.g[FLIGHT_N] <= ROOMY or s.lane_window[lane, 0] < 0:
+    if s.core[0].whole_always or s.core[0].flight <= ROOMY or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
     least = np.inf
@@ -80,5 +71,5 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
         return wide
     a.window = s.lane_window[lane, best]
     fill_window(s, a.window, 1)
-    s.g[CONFINED_LAUNCHES] += 1
+    s.core[0].confined_launches += 1
     return handle

@@ -22,9 +22,8 @@ import numpy as np
 
 from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.backends.base import LEAST_WINDOWS, Backend
-from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core import step
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
 from paellapy.scheduler.core.loop import Bell
@@ -82,8 +81,8 @@ class Engine(Requester):
             raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
         if memory_bytes is not None and memory_bytes < 1:
             raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
-        if sm_windows != 0 and not LEAST_WINDOWS <= sm_windows <= st.WINDOWS:
-            raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {LEAST_WINDOWS} to {st.WINDOWS}")
+        if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
+            raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
         policy = find_policy(policy)  # what is wrong is said before anything is made
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.limits = limits or Limits()
@@ -103,7 +102,7 @@ class Engine(Requester):
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
         capacity(self.state, self.device)
         install_windows(self.state, self._backend.open_windows(sm_windows))
-        self.state.g[st.HOLD] = 1
+        self.state.core["hold"][0] = 1
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
         weakref.finalize(self, os.close, wake_fd)
@@ -134,18 +133,18 @@ class Engine(Requester):
                 raise ModelError(f"a {type(model).__name__} is no model: give a pp.Model")
             if model.name in self._models:
                 raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
-            free = int(np.count_nonzero(self.state.lane["model"] == st.NONE))
+            free = int(np.count_nonzero(self.state.lane["model"] == codes.NONE))
             wanted = min(self.max_active or DEFAULT_ACTIVE, self.limits.lanes_per_model, free)
             if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
                 raise ModelError(
                     f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
                     f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
                 )
-            alone = self._front.waiting == 0 and not self.state.g[st.LIVE]  # the latter are of other processes too
+            alone = self._front.waiting == 0 and not self.state.core["live"][0]  # the latter are of other processes too
             loaded = self._loader.load(model, wanted, alone)
             install(self.state, loaded, self._backend.pool(self.state, model.priority))
             self._by_row[loaded.row] = loaded
-            self._front.command(st.OPEN_MODEL, loaded.row)
+            self._front.command(codes.OPEN_MODEL, loaded.row)
             self._models[model.name] = loaded
 
     def unload(self, name: str) -> None:
@@ -155,7 +154,7 @@ class Engine(Requester):
             del self._models[name]
             waiter = Waiter()
             self._front.on_model_closed(loaded.row, waiter.set)
-            self._front.command(st.CLOSE_MODEL, loaded.row)
+            self._front.command(codes.CLOSE_MODEL, loaded.row)
             self._front.wait(waiter)
             remove(self.state, loaded.row)
             self._forget(loaded)
@@ -209,8 +208,8 @@ class Engine(Requester):
         step.attach_policy(self.state, found)
         if found.active is None:
             most = len(self.state.lane)
-            self.state.g[st.MAX_ACTIVE] = most if self.max_active is None else min(self.max_active, most)
-            self.state.t[st.DEMAND_LIMIT] = CROWDED if self.max_active is None else math.inf
+            self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
+            self.state.core["demand_limit"][0] = CROWDED if self.max_active is None else math.inf
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -290,7 +289,7 @@ class Engine(Requester):
             slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever
         with self._loading:
             if self._failure is None:
-                self._front.command(st.DRAIN)
+                self._front.command(codes.DRAIN)
             waiter = Waiter()
             while self._front.waiting:
                 self._front.wait(waiter, 0.05)
@@ -346,7 +345,7 @@ class Engine(Requester):
         """From the loop: the device is lost. Everybody who waits is told why."""
         if self._failure is None:
             self._failure = cause
-            self._front.command(st.FAIL)
+            self._front.command(codes.FAIL)
 
     def _row(self, row: int) -> LoadedModel | None:
         return self._by_row.get(row)

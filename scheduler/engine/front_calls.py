@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled, inlined
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import (
     add_at,
     and_at,
@@ -26,7 +26,8 @@ from paellapy.scheduler.core.atomics import (
 )
 from paellapy.scheduler.core.loop import notice_edits, wakes
 from paellapy.scheduler.core.rings import SLOTS, STAGED, reserve_at
-from paellapy.scheduler.core.state import COMPLETION, SUBMISSION, State, Words
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Words
 
 # Indices of a view. Addresses, but for the last.
 (V_FILLING, V_LANE_WORD, V_SLOT_FRONT, V_READY, V_HOLD, V_SUBMIT_TAIL, V_SUBMIT, V_DONE_HEAD, V_DONE_TAIL, V_DONE,
@@ -59,10 +60,10 @@ def make_view(state: State, front: int, bell_fd: int, scratch: NDArray[np.int64]
         V_SLOT_FRONT: state.slot_front.ctypes.data,
         V_READY: state.lane_ready.ctypes.data,
         V_HOLD: state.lane_hold.ctypes.data,
-        V_SUBMIT_TAIL: ring + line * st.SUBMIT_TAIL,
+        V_SUBMIT_TAIL: ring + line * codes.SUBMIT_TAIL,
         V_SUBMIT: state.submit[front].ctypes.data,
-        V_DONE_HEAD: ring + line * st.DONE_HEAD,
-        V_DONE_TAIL: ring + line * st.DONE_TAIL,
+        V_DONE_HEAD: ring + line * codes.DONE_HEAD,
+        V_DONE_TAIL: ring + line * codes.DONE_TAIL,
         V_DONE: state.done[front].ctypes.data,
         V_WAKE: state.wake[front].ctypes.data,
         V_BELL: state.bell.ctypes.data,
@@ -145,7 +146,7 @@ def post_written(
     priority: int, arrival_ns: int, deadline_ns: int,
 ) -> bool:  # fmt: skip
     """`post` for a slot whose inputs are there already."""
-    there = publish(view, st.SUBMIT, request, serial, model, generation, lane, slot, client, priority, arrival_ns,
+    there = publish(view, codes.SUBMIT, request, serial, model, generation, lane, slot, client, priority, arrival_ns,
                     deadline_ns, 0)  # fmt: skip
     if there:
         written(view, lane, slot)
@@ -211,7 +212,7 @@ def warm_up(state: State) -> None:
     scratch = np.zeros(1, np.int64)
     view = make_view(state, 0, 0, scratch)  # the bell is not armed, and so its descriptor not used
     claim(view, 0)
-    post(view, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    post(view, codes.CANCEL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     post_written(view, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     ready(view, 0, 0)
     release(view, 0, 0)

@@ -23,11 +23,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import InputError, QueueFullError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.rings import SLOTS
-from paellapy.scheduler.core.state import COMPLETION, Limits, State, front_rows
+from paellapy.scheduler.core.state import Limits, State, front_rows
+from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.engine import front_calls as calls
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_REQUEST, E_SLOT, E_STATUS
 from paellapy.scheduler.models.lane_memory import Lane
@@ -142,7 +143,7 @@ class FrontEnd:
         """The request enters the queue, and may expire there; its lane waits for `ready`."""
         loaded = pending.loaded
         # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
-        while not calls.post(self._view, st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, lane,
+        while not calls.post(self._view, codes.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, lane,
                              slot, client, priority, arrival_ns, deadline_ns, 0):  # fmt: skip
             self._yield()
 
@@ -166,26 +167,26 @@ class FrontEnd:
         """The core copies the inputs once the model has a free slot."""
         pending.keep = keep
         loaded = pending.loaded
-        self._post(st.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, client, priority, arrival_ns,
-                   deadline_ns, source)  # fmt: skip
+        self._post(codes.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, client, priority,
+                   arrival_ns, deadline_ns, source)  # fmt: skip
 
     def cancel(self, pending: Pending) -> None:
         """Asks the core to drop a request; its completion still comes."""
         if not self.closed:
-            self._post(st.CANCEL, pending.row, pending.serial)
+            self._post(codes.CANCEL, pending.row, pending.serial)
 
-    def command(self, kind: int, model: int = st.NONE) -> None:
+    def command(self, kind: int, model: int = codes.NONE) -> None:
         """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""
-        self._post(kind, st.NONE, 0, model)
+        self._post(kind, codes.NONE, 0, model)
 
     def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
         self._closed_models[model] = then
 
     def _post(
-        self, kind: int, row: int, serial: int, model: int = st.NONE, generation: int = 0, client: int = 0,
-        priority: int = 0, arrival_ns: int = 0, deadline_ns: int = st.NEVER, source: int = 0,
+        self, kind: int, row: int, serial: int, model: int = codes.NONE, generation: int = 0, client: int = 0,
+        priority: int = 0, arrival_ns: int = 0, deadline_ns: int = codes.NEVER, source: int = 0,
     ) -> None:  # fmt: skip
-        while not calls.post(self._view, kind, row, serial, model, generation, st.NONE, st.NONE, client, priority,
+        while not calls.post(self._view, kind, row, serial, model, generation, codes.NONE, codes.NONE, client, priority,
                              arrival_ns, deadline_ns, source):  # fmt: skip
             self._yield()
 
@@ -222,7 +223,7 @@ class FrontEnd:
         may be the caller of this.
         """
         ring = self.state.ring[self.front]
-        there = int(ring[st.DONE_TAIL, 0]) - int(ring[st.DONE_HEAD, 0])
+        there = int(ring[codes.DONE_TAIL, 0]) - int(ring[codes.DONE_HEAD, 0])
         if there < many or not self._draining.acquire(blocking=False):
             return False
         try:
@@ -252,7 +253,7 @@ class FrontEnd:
                 pending.finish(entry)
             except Exception as e:  # its lane, and those who come after it, have nothing to do with that
                 failed = e
-            if entry[E_STATUS] == st.OK:
+            if entry[E_STATUS] == codes.OK:
                 calls.release(self._view, entry[E_LANE], entry[E_SLOT])
             if pending.keep is not None:
                 self.stage.give(pending.keep)

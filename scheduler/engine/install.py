@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.timing import Timing
 from paellapy.scheduler.backends.base import Launches
-from paellapy.scheduler.core import models
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes, models
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.loader import LoadedModel
 from paellapy.scheduler.models.profile import model_profile
@@ -58,7 +57,7 @@ def write_handles(state: State, row: int, size: int, launches: Launches) -> None
     for k, handle in enumerate(launches.handles):
         state.launch["handle"][row, size, k] = handle
     state.whole["handle"][row, size] = launches.whole
-    none = [([0] * len(launches.handles), 0)] * (st.CHOICES - len(launches.confined))
+    none = [([0] * len(launches.handles), 0)] * (codes.CHOICES - len(launches.confined))
     for choice, (handles, whole) in enumerate([*launches.confined, *none]):
         for k, handle in enumerate(handles):
             state.confined[row, size, k, choice] = handle
@@ -67,5 +66,5 @@ def write_handles(state: State, row: int, size: int, launches: Launches) -> None
 
 def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
     """Which SMs are in each: where two share some, a job in one fills the other too."""
-    n = state.g[st.WINDOW_N] = len(windows)
+    n = state.core["windows"][0] = len(windows)
     state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]

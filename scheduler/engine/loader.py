@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.backends.base import Backend, Launches
+from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.demand import TOGETHER
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.state import CHOICES, Limits
+from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, Reservation, plan_lane
 from paellapy.scheduler.models.model import Arrays, Model

@@ -21,7 +21,7 @@ import numpy as np
 
 from paellapy.instrument.live import counts
 from paellapy.instrument.versions import versions
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.engine.monitor_slow import SlowRequests
 from paellapy.scheduler.engine.monitor_sms import SmSampler
 from paellapy.scheduler.engine.occupancy import RESOURCES
@@ -38,7 +38,7 @@ _SLACK = 256  # of them, those that may be written while they are read
 ALONE_TIMES = 4.0  # a request without target or deadline is late after so many times its time alone, as in `edf`
 
 _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
-    (st.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
+    (tables.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
 )
 
 # Upper bounds of the latency histogram: eight to a decade from 10 µs to 100 s.
@@ -60,7 +60,7 @@ class Monitor:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._ring = np.zeros(_RING, st.COMPLETION)
+        self._ring = np.zeros(_RING, tables.COMPLETION)
         self._seen = self._first = 0  # completions so far, and the first of them within the window
         self._since_ns = 0
         self._slow = SlowRequests(engine.state)
@@ -112,7 +112,7 @@ class Monitor:
             return
         self._ring[self._seen % _RING] = entry
         self._seen += 1
-        if values[_STATUS] == st.OK or values[_STATUS] == st.EXPIRED:
+        if values[_STATUS] == codes.OK or values[_STATUS] == codes.EXPIRED:
             self._slow.note(entry, values[_MODEL], values[_ARRIVAL], values[_DEADLINE], values[_FINISH])
 
     def _expect(self) -> None:
@@ -159,7 +159,7 @@ class Monitor:
                 "jobs_on_gpu": held.jobs_on_gpu,
                 "jobs_active": held.jobs_active,
                 "jobs_waiting": held.jobs_waiting,
-                "max_active": int(engine.state.g[st.MAX_ACTIVE]),
+                "max_active": int(engine.state.core["max_active"][0]),
             },
             "per_s": round(sum(each["per_s"] for each in models), 2),
             "memory": {"held_bytes": engine.memory.held_bytes, "budget_bytes": engine.memory.budget_bytes},
@@ -188,15 +188,15 @@ class Monitor:
     def _model(self, row: int, loaded: LoadedModel, recent: _Recent, now_ns: int, window_s: float) -> dict[str, Any]:
         state, model = self.engine.state, loaded.model
         mine = recent.model == row
-        done = mine & (recent.status == st.OK)
+        done = mine & (recent.status == codes.OK)
         latency_ms = recent.latency_ms[done]
         latency_ms.sort()
         answered = len(latency_ms)
         rate_s = min(RATE_S, window_s)
         lanes = state.lane[loaded.lane_rows]
-        running = int(lanes["live"][(lanes["state"] == st.RUNNING) & (lanes["issued"] > 0)].sum())
+        running = int(lanes["live"][(lanes["state"] == codes.RUNNING) & (lanes["issued"] > 0)].sum())
         live = max(int(state.model["live"][row]), running)
-        expired = int(np.count_nonzero(mine & (recent.status == st.EXPIRED)))
+        expired = int(np.count_nonzero(mine & (recent.status == codes.EXPIRED)))
         judged = answered + expired
         target = model.target_ms
         within = None if target is None or not judged else np.searchsorted(latency_ms, target, "right") / judged

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.trace import segment_times
 
@@ -30,7 +30,7 @@ class SlowRequest(NamedTuple):
     def batch(self) -> tuple[int, int]:
         """The same for requests that ran together."""
         lane, started = int(self.entry["lane"]), int(self.entry["started_ns"])
-        return (lane, started) if self.entry["status"] == st.OK else (st.NONE, int(self.entry["serial"]))
+        return (lane, started) if self.entry["status"] == codes.OK else (codes.NONE, int(self.entry["serial"]))
 
     def describe(self, now_ns: int, name: str, target_ms: float | None) -> dict[str, Any]:
         """Milliseconds since the request arrived, as JSON has them."""
@@ -44,14 +44,14 @@ class SlowRequest(NamedTuple):
         return {
             "request": int(e["serial"]),
             "model": name,
-            "status": st.STATUS[int(e["status"])],
+            "status": codes.STATUS[int(e["status"])],
             "batch": int(e["batch"]),
             "age_s": round((now_ns - int(e["finish_ns"])) * 1e-9, 2),
             "latency_ms": ms(int(e["finish_ns"])),
             "target_ms": target_ms,
             "lateness": round(self.lateness, 3),
-            "deadline_ms": None if deadline >= st.NEVER else ms(deadline),
-            "started_ms": None if started >= st.NEVER else ms(started),
+            "deadline_ms": None if deadline >= codes.NEVER else ms(deadline),
+            "started_ms": None if started >= codes.NEVER else ms(started),
             "segments_ms": [[ms(int(start)), ms(int(end))] for start, end in self.segments],
             "whole": self.whole,
         }
@@ -72,7 +72,7 @@ class SlowRequests:
 
     def note(self, entry: Any, model: int, arrival_ns: int, deadline_ns: int, finish_ns: int) -> None:
         limit = self._limit_ns[model]
-        if deadline_ns < st.NEVER:
+        if deadline_ns < codes.NEVER:
             limit = min(limit, max(1, deadline_ns - arrival_ns))
         lateness = (finish_ns - arrival_ns) / limit
         if lateness <= self._floor[model]:
@@ -85,7 +85,7 @@ class SlowRequests:
     def _segments(self, entry: Any) -> tuple[NDArray[np.int64], bool]:
         """When each segment of the request's lane ran."""
         lane = int(entry["lane"])
-        if entry["status"] != st.OK or lane < 0:
+        if entry["status"] != codes.OK or lane < 0:
             return np.zeros((0, 2), np.int64), False
         times, whole = segment_times(self._state, lane)
         if not len(times) or times[0, 0] != entry["started_ns"]:  # the lane runs for others by now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paellapy.scheduler.core.state import ACTIVE_N, FLIGHT_N, LIVE, QUEUED_N, READY_N, State
+from paellapy.scheduler.core.state import State
 
 RESOURCES = ("blocks", "warps", "registers", "shared_bytes", "issue")
 
@@ -55,9 +55,9 @@ def occupancy(state: State) -> Occupancy:
     }
     return Occupancy(
         **uses,
-        jobs_on_gpu=int(state.g[FLIGHT_N]),
-        jobs_active=int(state.g[ACTIVE_N]),
-        jobs_waiting=int(state.g[READY_N]),
-        requests=int(state.g[LIVE]),
-        requests_queued=int(state.g[QUEUED_N]),
+        jobs_on_gpu=int(state.core["flight"][0]),
+        jobs_active=int(state.core["active"][0]),
+        jobs_waiting=int(state.core["ready"][0]),
+        requests=int(state.core["live"][0]),
+        requests_queued=int(state.core["queued"][0]),
     )

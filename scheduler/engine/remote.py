@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.errors import EngineAwayError, EngineFailedError, QueueFullError, UnknownModelError
+from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
-from paellapy.scheduler.core.state import FN_SIZE, GPU, JOB, Limits, State, new_state, over
+from paellapy.scheduler.core.state import Limits, State, new_state, over
 from paellapy.scheduler.engine.front_end import FrontEnd, Stage
 from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
@@ -130,7 +131,7 @@ class RemoteEngine(Requester):
         assert self.link is None
         shared = over(link.limits, link.state.array)
         # Addresses of compiled functions are those of the process that wrote them: predictions need our own.
-        self.state = shared._replace(fn=np.zeros(FN_SIZE, np.uint64), job=np.zeros(2, JOB))
+        self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
         self.limits = link.limits
         bell = Bell(self.state.bell, fd=link.bell_fd)
         self._front = FrontEnd(
@@ -143,7 +144,7 @@ class RemoteEngine(Requester):
     def set_policy(self, policy: Policy) -> None:
         """What the engine's process decides by, from now on: for predictions."""
         self.policy = policy.name
-        own = self.state._replace(g=np.zeros_like(self.state.g))  # the numbers are the core's
+        own = self.state._replace(core=np.zeros_like(self.state.core))  # the numbers are the core's
         step.attach_policy(own, policy)
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:

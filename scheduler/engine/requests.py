@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import (
     DeadlineError,
     EngineAwayError,
@@ -39,11 +39,11 @@ def request_times(deadline_ms: float | None) -> tuple[int, int]:
     """Arrival and deadline of a request that comes now."""
     now = time.monotonic_ns()
     if deadline_ms is None:
-        return now, st.NEVER
+        return now, codes.NEVER
     try:
         if not deadline_ms > 0:
             raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
-        return now, min(st.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
+        return now, min(codes.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
     except (TypeError, ValueError):
         raise InputError(f"deadline_ms={deadline_ms!r}: give a number of milliseconds from now, or None") from None
 
@@ -53,8 +53,8 @@ def request_rank(priority: int) -> int:
     try:
         rank = int(priority)
     except (TypeError, ValueError, OverflowError):
-        rank = st.NEVER
-    if not -st.NEVER < rank < st.NEVER:
+        rank = codes.NEVER
+    if not -codes.NEVER < rank < codes.NEVER:
         raise InputError(f"priority={priority!r}: give a whole number below 2⁶², or None for the model's own")
     return rank
 
@@ -253,21 +253,21 @@ class Requester(ABC):
         """What a completion means to its caller."""
         status = entry[E_STATUS]
         loaded = self._row(entry[E_MODEL])
-        if status == st.OK:
+        if status == codes.OK:
             assert loaded is not None
             slot = entry[E_SLOT]
             return {key: array[slot].copy() for key, array in loaded.lane_of[entry[E_LANE]].outputs.items()}
         name = "?" if loaded is None else loaded.model.name
-        if status == st.EXPIRED:
+        if status == codes.EXPIRED:
             late_ms = (entry[E_FINISH_NS] - entry[E_ARRIVAL_NS]) * 1e-6
             return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
-        if status == st.FAILED:
+        if status == codes.FAILED:
             return self._failed(entry[E_ERROR])
-        if status == st.QUEUE_FULL:
+        if status == codes.QUEUE_FULL:
             return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
-        if status == st.NO_MODEL:
+        if status == codes.NO_MODEL:
             return UnknownModelError(f"model {name!r} was unloaded before the request could run")
-        return EngineClosedError(f"the request for model {name!r} was not run: {st.STATUS[status]}")
+        return EngineClosedError(f"the request for model {name!r} was not run: {codes.STATUS[status]}")
 
 
 class Slot:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
 
 if TYPE_CHECKING:
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def model_stats(state: State, row: int) -> dict[str, Any]:
     """One model's counts, by the core: whichever front end its requests came from. Latencies are of the latest ones."""
     outcomes = state.outcome[row]
-    done = int(outcomes[st.OK])
+    done = int(outcomes[codes.OK])
     found: dict[str, Any] = {
         "completed": done,
-        "cancelled": int(outcomes[st.CANCELLED]),
-        "expired": int(outcomes[st.EXPIRED]),
-        "refused": int(outcomes[[st.QUEUE_FULL, st.DRAINING, st.NO_MODEL]].sum()),
-        "failed": int(outcomes[st.FAILED]),
+        "cancelled": int(outcomes[codes.CANCELLED]),
+        "expired": int(outcomes[codes.EXPIRED]),
+        "refused": int(outcomes[[codes.QUEUE_FULL, codes.DRAINING, codes.NO_MODEL]].sum()),
+        "failed": int(outcomes[codes.FAILED]),
         "mean_batch": int(outcomes[-1]) / done if done else 0.0,
     }
-    recent = state.recent_ns[row, : min(done, st.RECENT)]
+    recent = state.recent_ns[row, : min(done, codes.RECENT)]
     for k, name in enumerate(("latency_ms", "wait_ms")):
         quantiles = np.quantile(recent[:, k], (0.5, 0.95, 0.99)) * 1e-6 if done else (0.0, 0.0, 0.0)
         found[name] = dict(zip(("p50", "p95", "p99"), map(float, quantiles), strict=True))
@@ -34,21 +34,21 @@ def model_stats(state: State, row: int) -> dict[str, Any]:
 
 def core_stats(state: State) -> dict[str, Any]:
     """The core's own counts."""
-    g = state.g
+    core = state.core[0]
     return {
-        "live": int(g[st.LIVE]),
-        "queued": int(g[st.QUEUED_N]),
-        "active": int(g[st.ACTIVE_N]),
-        "launches": int(g[st.LAUNCHES]),
-        "launch_ms": float(state.t[st.LAUNCH_NS]) * 1e-6,  # the loop's time in the driver,
-        "longest_launch_ms": float(state.t[st.LONGEST_LAUNCH_NS]) * 1e-6,  # and the most of it for one launch
-        "longest_copy_ms": float(state.t[st.LONGEST_COPY_NS]) * 1e-6,  # until the copier had inputs in their slot
-        "whole_launches": int(g[st.WHOLE_LAUNCHES]),
-        "confined_launches": int(g[st.CONFINED_LAUNCHES]),  # to a window of SMs
-        "segments": int(g[st.SEGMENTS_DONE]),
-        "decisions": int(g[st.DECISIONS]),
-        "preemptions": int(g[st.PREEMPTIONS]),
-        "bad_ranks": int(g[st.BAD_RANKS]),
+        "live": int(core["live"]),
+        "queued": int(core["queued"]),
+        "active": int(core["active"]),
+        "launches": int(core["launches"]),
+        "launch_ms": float(core["launch_ns"]) * 1e-6,  # the loop's time in the driver,
+        "longest_launch_ms": float(core["longest_launch_ns"]) * 1e-6,  # and the most of it for one launch
+        "longest_copy_ms": float(core["longest_copy_ns"]) * 1e-6,  # until the copier had inputs in their slot
+        "whole_launches": int(core["whole_launches"]),
+        "confined_launches": int(core["confined_launches"]),  # to a window of SMs
+        "segments": int(core["segments_done"]),
+        "decisions": int(core["decisions"]),
+        "preemptions": int(core["preemptions"]),
+        "bad_ranks": int(core["bad_ranks"]),
     }
 
 

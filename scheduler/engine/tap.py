@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.scheduler.core.state import TAP_TAIL, TAPPED, State
+from paellapy.scheduler.core.state import State
 
 LOOK_S = 0.01  # completions are seen at most so late
 _SLACK = 256  # entries that may be overwritten while they are read
@@ -30,8 +30,8 @@ class Tap:
         """The result ends it."""
         with self._lock:
             if not self._watchers:
-                self._seen = int(self._state.g[TAP_TAIL])
-                self._state.g[TAPPED] = 1
+                self._seen = int(self._state.core["tap_tail"][0])
+                self._state.core["tapped"][0] = 1
                 self._stop = threading.Event()
                 self._thread = threading.Thread(target=self._run, args=(self._stop,), name="paellapy-tap", daemon=True)
                 self._thread.start()
@@ -42,7 +42,7 @@ class Tap:
         with self._lock:
             self._watchers.remove(watcher)
             if not self._watchers:
-                self._state.g[TAPPED] = 0
+                self._state.core["tapped"][0] = 0
                 self._stop.set()
 
     def _run(self, stop: threading.Event) -> None:
@@ -53,7 +53,7 @@ class Tap:
         """Hands out what has come."""
         with self._lock:
             ring = self._state.tap
-            tail = int(self._state.g[TAP_TAIL])
+            tail = int(self._state.core["tap_tail"][0])
             first = max(self._seen, tail - len(ring) + _SLACK)
             self.missed += first - self._seen
             self._seen = tail

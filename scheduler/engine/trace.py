@@ -16,6 +16,7 @@ from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.summary import counted
 from paellapy.instrument.trace import DeviceFacts, Trace
 from paellapy.instrument.versions import versions
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class trace_engine:
         loaded = self._engine.loaded_rows()
         models = {row: each.model for row, each in loaded.items()}
         lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
-        whole = bool(self._engine.state.g[st.WHOLE_ALWAYS])
+        whole = bool(self._engine.state.core["whole_always"][0])
         fill_engine_trace(
             self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole,
             runs=list(self._runs.values()),
@@ -205,7 +206,7 @@ class trace_engine:
         if entry["request"] < 0:
             return
         self._entries.append(entry.copy())
-        if entry["status"] == st.OK:
+        if entry["status"] == codes.OK:
             lane, started = int(entry["lane"]), int(entry["started_ns"])
             if (lane, started) not in self._runs:
                 times, whole = segment_times(self._engine.state, lane)
@@ -253,7 +254,7 @@ def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[in
     """The run's segments none of whose kernels report blocks: cuDNN's, cuBLAS's."""
     seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
     if run.whole:
-        return [] if seen else [(st.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
+        return [] if seen else [(codes.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
     return [(k, (int(start), int(end))) for k, (start, end) in enumerate(run.times) if k not in seen]
 
 
@@ -267,12 +268,12 @@ def _jobs(
             continue
         started, arrival, due = int(e["started_ns"]), int(e["arrival_ns"]), int(e["deadline_ns"])
         target_ms = models[row].target_ms
-        if due >= st.NEVER and target_ms is not None:
+        if due >= codes.NEVER and target_ms is not None:
             due = arrival + int(target_ms * 1e6)
         rows.append(
             (e["serial"], number[row], e["lane"], e["slot"], e["batch"], e["status"], e["client"], e["priority"],
-             to_trace_ns(arrival), -1 if started >= st.NEVER else to_trace_ns(started),
-             to_trace_ns(int(e["finish_ns"])), -1 if due >= st.NEVER else to_trace_ns(due))
+             to_trace_ns(arrival), -1 if started >= codes.NEVER else to_trace_ns(started),
+             to_trace_ns(int(e["finish_ns"])), -1 if due >= codes.NEVER else to_trace_ns(due))
         )  # fmt: skip
     return np.array(rows, JOB_RECORD)
 
@@ -280,10 +281,10 @@ def _jobs(
 def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
     """Where every replay has the same ids, a program's one launch and its segments cannot be told apart by them: the
     pieces the policy launches are taken. A program that ran whole for want of company is shown in its segments."""
-    cut = {(p.lane, p.size) for p in pieces if p.segment != st.WHOLE}
+    cut = {(p.lane, p.size) for p in pieces if p.segment != codes.WHOLE}
     return [
         p for p in pieces
-        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == st.WHOLE) == whole
+        if not p.replayed or (p.lane, p.size) not in cut or (p.segment == codes.WHOLE) == whole
     ]  # fmt: skip
 
 

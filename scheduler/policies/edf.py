@@ -1,7 +1,8 @@
 """Earliest deadline first; a job without deadline or target is due after four times its time alone."""
 
-from paellapy.scheduler.core.state import NEVER
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 SLOWDOWN = 4.0
 

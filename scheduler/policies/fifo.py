@@ -1,6 +1,7 @@
 """First come, first served."""
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 
 @policy(name="fifo")

@@ -4,7 +4,8 @@ Like `srpt` for those that have just come; but one that has waited as long as it
 slowdowns stay close together and nothing starves.
 """
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 
 def order(job: Job) -> float:

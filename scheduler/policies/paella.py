@@ -4,7 +4,8 @@ A model that is owed more GPU time than the threshold goes first, the most indeb
 launches this counts GPU time, by shares; clients of one model take turns by fair queueing.
 """
 
-from paellapy.scheduler.policies.policy import Job, Policy, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import Policy, policy
 
 THRESHOLD_MS = 10.0
 

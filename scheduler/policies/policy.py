@@ -19,7 +19,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, overload
+from typing import Any, cast, overload
 
 import numba
 import numpy as np
@@ -27,7 +27,7 @@ from numba import types
 from numba.core.errors import NumbaError
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.state import GPU, JOB
+from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.policies.code import forbidden, text_in
 from paellapy.scheduler.policies.words import reason
 
@@ -38,52 +38,6 @@ DEFAULT_ACTIVE = 8  # jobs at once where neither a policy nor what the models de
 
 class PolicyError(PaellaError):
     """A policy cannot be used; the message names the function, the line and the reason."""
-
-
-class Job(Protocol):
-    """What a policy sees: numbers, times in ns. A job is what one lane holds: a batch of requests of one model."""
-
-    now_ns: float
-    arrival_ns: float
-    deadline_ns: float
-    target_ns: float
-    priority: float
-    remaining_ns: float
-    total_ns: float
-    batch: float
-    started: float
-    share: float
-    deficit_ns: float
-    client: float
-    client_deficit_ns: float
-    client_start_ns: float
-    occupancy: float
-    model: float
-
-
-class Gpu(Protocol):
-    """What `admit` sees of the GPU: sums over launched segments, against what it can hold."""
-
-    capacity_blocks: float
-    capacity_warps: float
-    capacity_registers: float
-    capacity_shared_bytes: float
-    capacity_issue: float
-    resident_blocks: float
-    resident_warps: float
-    resident_registers: float
-    resident_shared_bytes: float
-    resident_issue: float
-    pending_blocks: float
-    pending_warps: float
-    pending_registers: float
-    pending_shared_bytes: float
-    pending_issue: float
-    active_jobs: float
-    active_priority: float
-    waiting_jobs: float
-    max_active: float
-    occupancy: float
 
 
 Rank = Callable[[Any], float]

@@ -5,7 +5,8 @@ Best-effort segments beside a high-priority model more than doubled its p99 on t
 1–2 % more.
 """
 
-from paellapy.scheduler.policies.policy import Gpu, Job, policy
+from paellapy.scheduler.core.job import Gpu, Job
+from paellapy.scheduler.policies.policy import policy
 
 STEP = 2.0**56  # above any arrival in ns, and small enough that a double still tells arrivals apart
 

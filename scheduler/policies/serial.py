@@ -1,6 +1,7 @@
 """One job at a time, in order of arrival: one stream, the other baseline."""
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 
 @policy(name="serial", active=1, whole=True)

@@ -4,7 +4,8 @@ A job that cannot make its deadline any more stands back for those that can, as 
 counts for more the later it is: late answers are still wanted, and nothing waits for ever.
 """
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 URGENT = 0.5  # how much a job without any slack counts of its time, where one with a lot counts 1.5
 HOPELESS = 4.0

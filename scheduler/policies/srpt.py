@@ -4,7 +4,8 @@ A batch answers several requests at once, so its time counts per request (Smith'
 that hold little would always leave before full ones, and batches would never form.
 """
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 
 def order(job: Job) -> float:

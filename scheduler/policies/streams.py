@@ -1,6 +1,7 @@
 """Everything at once, whole programs, and the hardware decides: CUDA streams, the baseline."""
 
-from paellapy.scheduler.policies.policy import Job, policy
+from paellapy.scheduler.core.job import Job
+from paellapy.scheduler.policies.policy import policy
 
 EVERYTHING = 1 << 30
 

@@ -15,6 +15,7 @@ from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel, Program
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.records import WARP_SHIFT
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
@@ -54,18 +55,18 @@ class BlocksGpu:
         self.f = f
         self.s = state
         # Where the core hands out streams, every job has a queue of its own; where the hardware decides, they share.
-        queues = int(f.g[fluid.QUEUES]) if state.g[st.WHOLE_ALWAYS] else 0
+        queues = int(f.sim["queues"][0]) if state.core["whole_always"][0] else 0
         self.sim = SmModel(
             part, seed, timing=timing, history=1 << 14, false_dependencies=queues > 0, connections=queues or None
         )
-        self._streams = [self.sim.stream() for _ in range(st.OF_WINDOWS)]
+        self._streams = [self.sim.stream() for _ in range(codes.OF_WINDOWS)]
         self.segments: dict[tuple[int, int, int], Program] = {}
         for m, model in enumerate(models):
             for k, program in enumerate(model.sizes.values()):
                 kernels = [kernels_of(each, timing) for each in program]
                 for i, each in enumerate(kernels):
                     self.segments[m, k, i] = self.sim.program(each)
-                self.segments[m, k, st.WHOLE] = self.sim.program([kernel for each in kernels for kernel in each])
+                self.segments[m, k, codes.WHOLE] = self.sim.program([kernel for each in kernels for kernel in each])
         self.words: dict[int, int] = {}  # handle of a launch → its completion word
         self.capacity = part.sms * part.sm.warps
         self.resident = 0.0
@@ -86,66 +87,70 @@ class BlocksGpu:
             for handle in self.sim.completed():
                 word = self.words.pop(int(handle), 0)
                 if word:
-                    self.f.g[fluid.EVENTS] += 1
+                    self.f.sim["events"][0] += 1
                     _store(word, 1)
 
     def _next_arrival(self) -> float:
         """When the load or a deadline comes next, or the core has something to do."""
         f = self.f
-        at = min(f.timer[0] if f.g[fluid.TIMERS] else np.inf, self.s.t[st.ROOM_AT])
-        if self.s.g[st.DUE_N]:
+        at = min(f.timer[0] if f.sim["timers"][0] else np.inf, self.s.core["room_at_ns"][0])
+        if self.s.core["due"][0]:
             at = min(at, self.s.request["deadline_ns"][self.s.due[0]])
-        if f.g[fluid.NEXT_ARRIVAL] < len(f.arrivals):
-            at = min(at, f.arrivals["time_ns"][f.g[fluid.NEXT_ARRIVAL]])
+        if f.sim["next_arrival"][0] < len(f.arrivals):
+            at = min(at, f.arrivals["time_ns"][f.sim["next_arrival"][0]])
         return float(at)
 
     def _load(self, now: float) -> None:
         f = self.f
-        while f.g[fluid.NEXT_ARRIVAL] < len(f.arrivals):
-            a = f.arrivals[f.g[fluid.NEXT_ARRIVAL]]
+        while f.sim["next_arrival"][0] < len(f.arrivals):
+            a = f.arrivals[f.sim["next_arrival"][0]]
             if a["time_ns"] > now:
                 break
-            f.g[fluid.NEXT_ARRIVAL] += 1
+            f.sim["next_arrival"][0] += 1
             who = (int(a["model"]), int(a["client"]), int(a["priority"]))
-            self._arrive(*who, int(a["deadline_ns"]), int(a["time_ns"]), st.NONE)
-        while f.g[fluid.TIMERS] and f.timer[0] <= now:
+            self._arrive(*who, int(a["deadline_ns"]), int(a["time_ns"]), codes.NONE)
+        while f.sim["timers"][0] and f.timer[0] <= now:
             at, who_id = int(f.timer[0]), int(f.timer_id[0])
-            heap_pop.py_func(f.timer, f.timer_id, 0, f.g[fluid.TIMERS])  # type: ignore[attr-defined]
-            f.g[fluid.TIMERS] -= 1
+            heap_pop.py_func(f.timer, f.timer_id, 0, f.sim["timers"][0])  # type: ignore[attr-defined]
+            f.sim["timers"][0] -= 1
             c = f.clients[who_id]
-            self._arrive(int(c["model"]), int(c["client"]), int(c["priority"]), st.NEVER, at, who_id)
+            self._arrive(int(c["model"]), int(c["client"]), int(c["priority"]), codes.NEVER, at, who_id)
 
     def _arrive(self, model: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
-        if self.f.g[fluid.RECORDS] == len(self.f.records):
+        if self.f.sim["records"][0] == len(self.f.records):
             self.f = self.f._replace(records=np.concatenate([self.f.records, np.zeros_like(self.f.records)]))
         f, s = self.f, self.s
-        n = int(f.g[fluid.RECORDS])
-        f.records[n] = (model, client, priority, 0, st.QUEUE_FULL, source, at, deadline, st.NEVER, at)
-        f.g[fluid.RECORDS] += 1
-        if f.g[fluid.FREE_N] == 0:
+        n = int(f.sim["records"][0])
+        record = f.records[n]
+        record["model"], record["client"], record["priority"], record["source"] = model, client, priority, source
+        record["status"], record["batch"] = codes.QUEUE_FULL, 0
+        record["arrival_ns"], record["deadline_ns"] = at, deadline
+        record["started_ns"], record["finish_ns"] = codes.NEVER, at
+        f.sim["records"][0] += 1
+        if f.sim["free"][0] == 0:
             self._back(source, at)
             return
-        f.g[fluid.FREE_N] -= 1
-        row = int(f.free[f.g[fluid.FREE_N]])
+        f.sim["free"][0] -= 1
+        row = int(f.free[f.sim["free"][0]])
         post(
             s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front,
-            st.SUBMIT, row, n, n, model, client, priority, at, deadline, 0, False,
+            codes.SUBMIT, row, n, n, model, client, priority, at, deadline, 0, False,
         )  # fmt: skip
 
     def _back(self, source: int, at: int) -> None:
         f = self.f
         if source >= 0:
             again = at + max(int(f.clients["think_ns"][source]), 1)
-            if again < f.t[fluid.HORIZON]:
-                heap_push.py_func(f.timer, f.timer_id, 0, f.g[fluid.TIMERS], float(again), source)  # type: ignore[attr-defined]
-                f.g[fluid.TIMERS] += 1
+            if again < f.sim["horizon_ns"][0]:
+                heap_push.py_func(f.timer, f.timer_id, 0, f.sim["timers"][0], float(again), source)  # type: ignore[attr-defined]
+                f.sim["timers"][0] += 1
 
     def _launch(self) -> None:
         s = self.s
-        for out in s.out[: s.g[st.OUT_N]]:
+        for out in s.out[: s.core["out"][0]]:
             lane = int(out["lane"])
             self.words[self._start(lane, out)] = int(out["word"])
-        s.g[st.OUT_N] = 0
+        s.core["out"][0] = 0
 
     def _start(self, lane: int, out: Any) -> int:
         """Puts what the core launches on the lane's stream; the handle whose completion ends it."""
@@ -163,8 +168,8 @@ class BlocksGpu:
                 record = f.records[int(entry["tag"])]
                 for name in ("batch", "status", "started_ns", "finish_ns"):
                     record[name] = entry[name]
-                f.free[f.g[fluid.FREE_N]] = entry["request"]
-                f.g[fluid.FREE_N] += 1
+                f.free[f.sim["free"][0]] = entry["request"]
+                f.sim["free"][0] += 1
                 self._back(int(record["source"]), int(entry["finish_ns"]))
 
     def _ended(self, entry: Any) -> None:

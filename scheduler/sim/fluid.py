@@ -15,29 +15,13 @@ from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import compiled, inlined
 from paellapy.scheduler.core.admission import leaves, lets_in
 from paellapy.scheduler.core.atomics import store_at
+from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT, WHOLE
 from paellapy.scheduler.core.loop import notice_edits
 from paellapy.scheduler.core.rings import RING_FULL, post, take_done
-from paellapy.scheduler.core.state import DUE_N, NEVER, NONE, OUT_N, QUEUE_FULL, ROOM_AT, SUBMIT, WHOLE, State
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
-from paellapy.scheduler.sim.fluid_state import (
-    BIN_NS,
-    CORE_FREE,
-    EVENTS,
-    FREE_N,
-    HORIZON,
-    LAUNCH_NS,
-    LAUNCHED,
-    NEWS,
-    NEXT_ARRIVAL,
-    NOW,
-    RECORDS,
-    RESUME_NS,
-    RUN_N,
-    SEGMENT_GAP_NS,
-    TIMERS,
-    Fluid,
-)
+from paellapy.scheduler.sim.fluid_state import Fluid
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again
@@ -57,15 +41,16 @@ def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue
     """Add an interval to the bins. Where it goes beyond the last, two become one: they cover the whole run."""
     n = f.bins.shape[0]
     end = since + ns
-    while end > n * f.t[BIN_NS]:
+    bin_ns = f.sim["bin_ns"]  # Python runs this too
+    while end > n * bin_ns[0]:
         for b in range(n):
             for c in range(4):
                 f.bins[b, c] = f.bins[2 * b, c] + f.bins[2 * b + 1, c] if 2 * b + 1 < n else 0.0
-        f.t[BIN_NS] *= 2.0
+        bin_ns[0] *= 2.0
     at = since
-    b = min(int(at / f.t[BIN_NS]), n - 1)
+    b = min(int(at / bin_ns[0]), n - 1)
     while at < end:
-        until = end if b == n - 1 else min(end, (b + 1) * f.t[BIN_NS])
+        until = end if b == n - 1 else min(end, (b + 1) * bin_ns[0])
         part = max(until - at, 0.0)
         f.bins[b, 0] += slots * part
         f.bins[b, 1] += memory * part
@@ -80,30 +65,30 @@ def note(f: Fluid, s: State, ns: float) -> None:
     """Add an interval to the occupancy over time."""
     use = (0.0, 0.0, 0.0)
     last = f.work.shape[2] - 1
-    for k in range(f.g[RUN_N]):
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         seg = last if f.segment[lane] == WHOLE else f.segment[lane]
         u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
         r = f.rate[lane]
         use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
     # Where what a whole program keeps busy was measured, its segments' parts are estimates, and may add up to more.
-    occupy(f, f.t[NOW], ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), f.g[RUN_N])
+    occupy(f, f.sim[0].now_ns, ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), f.sim[0].running)
 
 
 @inlined
 def next_event(f: Fluid) -> float:
     """When the GPU, or the load, does something next."""
     at = np.inf
-    for k in range(f.g[RUN_N]):
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         if f.delay[lane] > 0.0:
             at = min(at, f.delay[lane])
         elif f.rate[lane] > 0.0:
             at = min(at, f.left[lane] / f.rate[lane])
-    at += f.t[NOW]
-    if f.g[NEXT_ARRIVAL] < f.arrivals.shape[0]:
-        at = min(at, np.float64(f.arrivals[f.g[NEXT_ARRIVAL]].time_ns))
-    if f.g[TIMERS] > 0:
+    at += f.sim[0].now_ns
+    if f.sim[0].next_arrival < f.arrivals.shape[0]:
+        at = min(at, np.float64(f.arrivals[f.sim[0].next_arrival].time_ns))
+    if f.sim[0].timers > 0:
         at = min(at, f.timer[0])
     return float(at)
 
@@ -111,11 +96,11 @@ def next_event(f: Fluid) -> float:
 @inlined
 def progress(f: Fluid, s: State, until: float) -> None:
     """Let the GPU run; completion words are written, and what was queued behind starts."""
-    ns = until - f.t[NOW]
+    ns = until - f.sim[0].now_ns
     note(f, s, ns)
-    f.t[NOW] = until
+    f.sim[0].now_ns = until
     k = 0
-    while k < f.g[RUN_N]:
+    while k < f.sim[0].running:
         lane = f.run[k]
         if f.delay[lane] > 0.0:
             f.delay[lane] = max(0.0, f.delay[lane] - ns)
@@ -127,8 +112,8 @@ def progress(f: Fluid, s: State, until: float) -> None:
         if f.left[lane] > least_ns(f):
             k += 1
             continue
-        f.g[EVENTS] += 1
-        f.g[NEWS] = 1
+        f.sim[0].events += 1
+        f.sim[0].news = 1
         size = s.lane[lane].size
         if f.segment[lane] == WHOLE:
             store_at(s.whole[lane, size].word, np.uint64(1))
@@ -137,12 +122,12 @@ def progress(f: Fluid, s: State, until: float) -> None:
         if f.behind[lane] > 0:
             f.behind[lane] -= 1
             # Between two graphs of a stream the lane uses nothing: others may.
-            start(f, s, lane, f.segment[lane] + 1, f.t[SEGMENT_GAP_NS])
+            start(f, s, lane, f.segment[lane] + 1, f.sim[0].segment_gap_ns)
             k += 1
         else:
             f.idle[lane] = 1
-            f.g[RUN_N] -= 1
-            f.run[k] = f.run[f.g[RUN_N]]
+            f.sim[0].running -= 1
+            f.run[k] = f.run[f.sim[0].running]
 
 
 @inlined
@@ -154,14 +139,14 @@ def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
 @inlined
 def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
     """One request, recorded and submitted; refused where the tables are full."""
-    n = f.g[RECORDS]
+    n = f.sim[0].records
     record = f.records[n]
     record.model, record.client, record.priority, record.source = m, client, priority, source
     record.arrival_ns, record.deadline_ns, record.started_ns, record.finish_ns = at, deadline, NEVER, at
     record.batch = 0
     record.status = QUEUE_FULL
-    f.g[RECORDS] += 1
-    if f.g[FREE_N] == 0:
+    f.sim[0].records += 1
+    if f.sim[0].free == 0:
         back(f, source, at)
         return
     limit = limit_ns(s, m, at, deadline)
@@ -169,7 +154,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
     if asks and not lets_in(s, f.window, m, m, priority, deadline, at, limit, at):
         back(f, source, at)
         return
-    row = f.free[f.g[FREE_N] - 1]
+    row = f.free[f.sim[0].free - 1]
     answer = post(
         s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
         deadline, 0, False,
@@ -179,8 +164,8 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
             f.window[m].in_flight -= 1
         back(f, source, at)
     else:
-        f.g[FREE_N] -= 1
-        f.g[NEWS] = 1
+        f.sim[0].free -= 1
+        f.sim[0].news = 1
 
 
 @inlined
@@ -188,28 +173,28 @@ def back(f: Fluid, source: int, at: int) -> None:
     """A closed-loop client thinks, then asks again."""
     if source >= 0:
         again = at + max(f.clients[source].think_ns, 1)
-        if again < f.t[HORIZON]:
-            heap_push(f.timer, f.timer_id, 0, f.g[TIMERS], np.float64(again), source)
-            f.g[TIMERS] += 1
+        if again < f.sim[0].horizon_ns:
+            heap_push(f.timer, f.timer_id, 0, f.sim[0].timers, np.float64(again), source)
+            f.sim[0].timers += 1
 
 
 @inlined
 def load(f: Fluid, s: State) -> bool:
     """Submit all that is due; False when the records are full."""
-    now = f.t[NOW]
-    while f.g[NEXT_ARRIVAL] < f.arrivals.shape[0] and f.arrivals[f.g[NEXT_ARRIVAL]].time_ns <= now:
-        if f.g[RECORDS] == f.records.shape[0]:
+    now = f.sim[0].now_ns
+    while f.sim[0].next_arrival < f.arrivals.shape[0] and f.arrivals[f.sim[0].next_arrival].time_ns <= now:
+        if f.sim[0].records == f.records.shape[0]:
             return False
-        a = f.arrivals[f.g[NEXT_ARRIVAL]]
-        f.g[NEXT_ARRIVAL] += 1
+        a = f.arrivals[f.sim[0].next_arrival]
+        f.sim[0].next_arrival += 1
         arrive(f, s, a.model, a.client, a.priority, a.deadline_ns, a.time_ns, NONE)
-    while f.g[TIMERS] > 0 and f.timer[0] <= now:
-        if f.g[RECORDS] == f.records.shape[0]:
+    while f.sim[0].timers > 0 and f.timer[0] <= now:
+        if f.sim[0].records == f.records.shape[0]:
             return False
         who = f.timer_id[0]
         at = int(f.timer[0])
-        heap_pop(f.timer, f.timer_id, 0, f.g[TIMERS])
-        f.g[TIMERS] -= 1
+        heap_pop(f.timer, f.timer_id, 0, f.sim[0].timers)
+        f.sim[0].timers -= 1
         c = f.clients[who]
         arrive(f, s, c.model, c.client, c.priority, NEVER, at, who)
     return True
@@ -219,7 +204,7 @@ def load(f: Fluid, s: State) -> bool:
 def note_opened(f: Fluid, s: State, lane: int) -> None:
     if f.generation[lane] != s.lane[lane].generation:
         f.generation[lane] = s.lane[lane].generation
-        f.opened[lane] = f.t[NOW]
+        f.opened[lane] = f.sim[0].now_ns
 
 
 @inlined
@@ -236,17 +221,17 @@ def hand_over(f: Fluid, s: State, lane: int) -> float:
         row = s.slot[lane, k]
         if row >= 0 and s.request[row].arrival_ns < f.opened[lane]:
             ns += copy
-    return max(0.0, f.opened[lane] + HAND_OVER_NS + ns - f.t[NOW]) if ns > 0.0 else 0.0
+    return max(0.0, f.opened[lane] + HAND_OVER_NS + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
 
 
 @inlined
 def launch(f: Fluid, s: State) -> None:
     """Carry out what the core launched: one after the other, each taking the host's time."""
-    f.t[CORE_FREE] = max(f.t[CORE_FREE], f.t[NOW])
-    for k in range(s.g[OUT_N]):
+    f.sim[0].core_free_ns = max(f.sim[0].core_free_ns, f.sim[0].now_ns)
+    for k in range(s.core[0].out):
         out = s.out[k]
         lane = out.lane
-        f.t[CORE_FREE] += f.t[LAUNCH_NS]
+        f.sim[0].core_free_ns += f.sim[0].launch_ns
         first = out.segment <= 0
         if first:
             f.idle[lane] = 1
@@ -254,15 +239,15 @@ def launch(f: Fluid, s: State) -> None:
             f.behind[lane] += 1
             continue
         # A program's time alone holds its first launch's way to the GPU; one that ran dry pays it again.
-        delay = f.t[CORE_FREE] - f.t[NOW] - f.t[LAUNCH_NS]
-        delay += hand_over(f, s, lane) if first else f.t[RESUME_NS]
+        delay = f.sim[0].core_free_ns - f.sim[0].now_ns - f.sim[0].launch_ns
+        delay += hand_over(f, s, lane) if first else f.sim[0].resume_ns
         f.idle[lane] = 0
-        f.order[lane] = f.g[LAUNCHED]
-        f.g[LAUNCHED] += 1
-        f.run[f.g[RUN_N]] = lane
-        f.g[RUN_N] += 1
+        f.order[lane] = f.sim[0].launched
+        f.sim[0].launched += 1
+        f.run[f.sim[0].running] = lane
+        f.sim[0].running += 1
         start(f, s, lane, out.segment, delay)
-    s.g[OUT_N] = 0
+    s.core[0].out = 0
 
 
 @inlined
@@ -278,8 +263,8 @@ def collect(f: Fluid, s: State) -> None:
             limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
             if f.window.shape[0] > 0 and limit < NEVER:
                 leaves(f.window, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
-            f.free[f.g[FREE_N]] = entry.request
-            f.g[FREE_N] += 1
+            f.free[f.sim[0].free] = entry.request
+            f.sim[0].free += 1
             back(f, record.source, entry.finish_ns)
         if n < f.taken.shape[0]:
             break
@@ -291,29 +276,29 @@ def run_fluid(f: Fluid, s: State) -> int:
     while True:
         if not load(f, s):
             return MORE_RECORDS
-        if f.g[NEWS] and f.t[CORE_FREE] <= f.t[NOW]:
-            f.g[NEWS] = 0
-            step(s, int(f.t[NOW]))
+        if f.sim[0].news and f.sim[0].core_free_ns <= f.sim[0].now_ns:
+            f.sim[0].news = 0
+            step(s, int(f.sim[0].now_ns))
             collect(f, s)
-            if s.g[OUT_N] > 0:
+            if s.core[0].out > 0:
                 launch(f, s)
             for m in range(f.copy.shape[0]):
                 if s.model[m].filling >= 0:
                     note_opened(f, s, s.model[m].filling)
         share(f, s)
-        at = min(next_event(f), f.t[NOW] + next_in_queue(f, s))
-        if f.g[NEWS]:
-            at = min(at, f.t[CORE_FREE])
+        at = min(next_event(f), f.sim[0].now_ns + next_in_queue(f, s))
+        if f.sim[0].news:
+            at = min(at, f.sim[0].core_free_ns)
         else:
-            soonest = s.t[ROOM_AT]
-            if s.g[DUE_N] > 0:
+            soonest = s.core[0].room_at_ns
+            if s.core[0].due > 0:
                 soonest = min(soonest, np.float64(s.request[s.due[0]].deadline_ns))
             if soonest <= at:
                 at = soonest
-                f.g[NEWS] = 1
+                f.sim[0].news = 1
         if at == np.inf:
             return DONE
-        progress(f, s, max(at, f.t[NOW]))
+        progress(f, s, max(at, f.sim[0].now_ns))
 
 
 _HERE = Path(__file__).parent

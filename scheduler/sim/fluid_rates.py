@@ -28,10 +28,11 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.jit import inlined
+from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.demand import MOST_BUSY
-from paellapy.scheduler.core.state import WHOLE, WHOLE_ALWAYS, WINDOW_N, State
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import ROOMY
-from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, NOW, QUEUES, RUN_N, SLOTS, Fluid
+from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, SLOTS, Fluid
 
 APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
 DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
@@ -40,7 +41,7 @@ DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait 
 @inlined
 def least_ns(f: Fluid) -> float:
     """Less of something is nothing, and late in simulated time would not move the clock."""
-    return float(max(1e-3, 4.5e-16 * f.t[NOW]))
+    return float(max(1e-3, 4.5e-16 * f.sim[0].now_ns))
 
 
 @inlined
@@ -54,19 +55,19 @@ def holds_ns(f: Fluid, s: State, lane: int) -> float:
 def is_before(f: Fluid, other: int, lane: int) -> bool:
     """Whether it was dealt to the same queue, sooner."""
     apart = f.order[lane] - f.order[other]
-    return bool(apart > 0 and apart % f.g[QUEUES] == 0)
+    return bool(apart > 0 and apart % f.sim[0].queues == 0)
 
 
 @inlined
 def line_up(f: Fluid, s: State) -> None:
     """Who waits in a hardware queue."""
-    if f.g[QUEUES] == 0:
+    if f.sim[0].queues == 0:
         return
-    for lane in f.run[: f.g[RUN_N]]:
+    for lane in f.run[: f.sim[0].running]:
         f.waits[lane] = 0
-    for other in f.run[: f.g[RUN_N]]:
+    for other in f.run[: f.sim[0].running]:
         if holds_ns(f, s, other) > least_ns(f):
-            for lane in f.run[: f.g[RUN_N]]:
+            for lane in f.run[: f.sim[0].running]:
                 if is_before(f, other, lane):
                     f.waits[lane] = 1
 
@@ -75,8 +76,8 @@ def line_up(f: Fluid, s: State) -> None:
 def next_in_queue(f: Fluid, s: State) -> float:
     """How long it takes until a graph has so few kernels left that others need not wait for it any more."""
     found = np.inf
-    if f.g[QUEUES] > 0:
-        for lane in f.run[: f.g[RUN_N]]:
+    if f.sim[0].queues > 0:
+        for lane in f.run[: f.sim[0].running]:
             holds = holds_ns(f, s, lane)
             if f.rate[lane] > 0.0 and holds > least_ns(f):
                 found = min(found, holds / f.rate[lane])
@@ -96,7 +97,7 @@ def share(f: Fluid, s: State) -> None:
     memory = 0.0
     issue = 0.0
     last = f.work.shape[2] - 1
-    for k in range(f.g[RUN_N]):
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         if runs(f, lane):
             seg = last if f.segment[lane] == WHOLE else f.segment[lane]
@@ -105,7 +106,7 @@ def share(f: Fluid, s: State) -> None:
             issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
     common = 1.0 / max(1.0, slots, memory)
     level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
-    for k in range(f.g[RUN_N]):
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         f.rate[lane] = 0.0
         if runs(f, lane):
@@ -123,7 +124,7 @@ def issue_level(f: Fluid, s: State, common: float) -> float:
     while True:  # upwards, from below every fair part: each round but the last settles at least one
         below = 0.0
         above = 0
-        for k in range(f.g[RUN_N]):
+        for k in range(f.sim[0].running):
             lane = f.run[k]
             if runs(f, lane):
                 seg = last if f.segment[lane] == WHOLE else f.segment[lane]
@@ -149,9 +150,9 @@ def share_measured(f: Fluid, s: State) -> None:
     wants = 0.0
     last = f.work.shape[2] - 1
     apart = 1.0
-    if s.g[WINDOW_N] > 0 and not s.g[WHOLE_ALWAYS]:  # where the hardware decides, nobody keeps to one
-        apart += APART * max(0, f.g[RUN_N] - ROOMY)
-    for k in range(f.g[RUN_N]):
+    if s.core[0].windows > 0 and not s.core[0].whole_always:  # where the hardware decides, nobody keeps to one
+        apart += APART * max(0, f.sim[0].running - ROOMY)
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         if runs(f, lane):
             m, size = s.lane[lane].model, s.lane[lane].size
@@ -162,7 +163,7 @@ def share_measured(f: Fluid, s: State) -> None:
                 busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
             idle *= 1.0 - busy
             wants -= np.log1p(-busy)
-    for k in range(f.g[RUN_N]):
+    for k in range(f.sim[0].running):
         lane = f.run[k]
         busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
         if runs(f, lane) and busy > 0.0:

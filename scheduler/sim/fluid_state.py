@@ -8,17 +8,34 @@ import numpy as np
 
 from paellapy.instrument.device.heaps import Floats, Ints
 from paellapy.scheduler.core.admission import WINDOW
-from paellapy.scheduler.core.state import COMPLETION, State, Table
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import COMPLETION, Table
 
-# F.g
-# NEWS: something for the core to see; QUEUES: of the hardware, 0: one for every job; LAUNCHED: so far
-RUN_N, NEXT_ARRIVAL, RECORDS, FREE_N, TIMERS, EVENTS, NEWS, QUEUES, LAUNCHED = range(9)
-# F.t
-NOW, CORE_FREE, HORIZON, LAUNCH_NS, SEGMENT_GAP_NS, RESUME_NS, BIN_NS = range(7)
 SLOTS, MEMORY, ISSUE = range(3)
 BATCH = 256
 MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
 
+SIM = np.dtype(  # [1]
+    [
+        ("now_ns", "f8"),
+        ("core_free_ns", "f8"),  # when the core, which launches one graph after the other, can decide again
+        ("horizon_ns", "f8"),  # closed-loop clients ask until then
+        ("launch_ns", "f8"),  # the host's, for each launch
+        ("segment_gap_ns", "f8"),  # between two graphs of a stream
+        ("resume_ns", "f8"),  # a launch's way to the GPU, for a lane that ran dry
+        ("bin_ns", "f8"),
+        ("running", "i8"),  # lanes in Fluid.run
+        ("next_arrival", "i8"),
+        ("records", "i8"),
+        ("free", "i8"),  # request rows in Fluid.free
+        ("timers", "i8"),
+        ("events", "i8"),  # segments done
+        ("news", "i8"),  # 1: something for the core to see
+        ("queues", "i8"),  # of the hardware; 0: one for every job
+        ("launched", "i8"),
+    ],
+    align=True,
+)
 RECORD = np.dtype(
     [
         ("model", "i4"),
@@ -53,8 +70,7 @@ class Programs(NamedTuple):
 class Fluid(NamedTuple):
     """The simulated GPU, its load, and what came of it. L lanes, M models, B sizes, S segments."""
 
-    g: Ints
-    t: Floats
+    sim: Table  # SIM[1]
     use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
     work: Floats  # [M, B, S + 1] time alone
     busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
@@ -86,9 +102,10 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
     """An idle GPU and a load for it. Times and rows are the caller's to set; `bins` is an even number."""
     lanes, rows = len(state.lane), len(state.request)
     ints = np.int64
+    sim = np.zeros(1, SIM)
+    sim["news"] = 1  # the models are yet to be opened
     return Fluid(
-        g=np.array([0, 0, 0, 0, 0, 0, 1, 0, 0], ints),  # the models are yet to be opened: news
-        t=np.zeros(8),
+        sim=sim,
         use=program.use,
         work=program.work,
         busy=program.busy,

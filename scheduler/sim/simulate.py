@@ -18,6 +18,7 @@ from paellapy.instrument.device.heaps import heap_push
 from paellapy.instrument.device.parts import Part, part
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_windows
 from paellapy.scheduler.core.crowd import CROWDED
@@ -38,7 +39,6 @@ HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nod
 COPY_GBPS = 8.0  # of inputs that waited for a lane; with HAND_OVER_NS, what fits the H200's sweep of a dynamic batcher
 SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
-WINDOWS = 8  # of SMs, where there are any
 BINS = 400  # at most, of the time that a run takes
 
 
@@ -55,7 +55,7 @@ def simulate(
     demand: float | None = None,
     queues: int | None = None,
     admission: bool = False,
-    sm_windows: bool = False,
+    sm_windows: int = 0,
     host_launch_ns: float = HOST_LAUNCH_NS,
     kernels: OwnKernels | None = None,
 ) -> Results:
@@ -69,8 +69,8 @@ def simulate(
     the other, and wait there behind long graphs; left out, nobody does. With fidelity "blocks" it is streams that are
     dealt to them, and only under the policy `streams`. `admission`: as in a server, requests that would miss their
     deadline, or their model's target, are refused when they come ("queue full"); for open loads, and segments.
-    `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep on
-    an H200; for segments of models whose demand was measured (without windows).
+    `sm_windows`: jobs keep to windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep of
+    eight windows on an H200; for segments of models whose demand was measured (without windows).
 
     >>> from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
     >>> from paellapy.scheduler.sim.workload import Poisson
@@ -109,19 +109,21 @@ def simulate(
             "admission is for loads that come whether or not they are answered, and for fidelity 'segments': "
             "leave it out, or choose those"
         )
+    if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
+        raise ArgumentError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
     if sm_windows and (fidelity != "segments" or not all(each.demand for each in models)):
         raise ArgumentError(
             "sm_windows is for fidelity 'segments' and models whose demand was measured, as an engine measures it that "
             "loads them: leave it out, or choose those"
         )
     state = _state(models, len(arrivals) + len(clients))
-    state.g[st.WINDOW_N] = WINDOWS if sm_windows else 0
+    state.core["windows"][0] = sm_windows
     set_capacity(state, gpu)
     attach_policy(state, chosen)
     if demand is None and chosen.active is None and all(each.demand for each in models):
         demand = CROWDED
     if demand is not None:
-        state.g[st.MAX_ACTIVE], state.t[st.DEMAND_LIMIT] = len(state.lane), demand
+        state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), demand
     for each in models:
         open_model(state, install(state, each)[0])
     if sm_windows:
@@ -130,15 +132,15 @@ def simulate(
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if admission:
         f = f._replace(window=new_windows(max(each.batch) for each in models))
-    f.g[fluid.FREE_N] = len(state.request)
-    f.g[fluid.QUEUES] = queues or 0
-    f.t[fluid.HORIZON] = workload.seconds * 1e9
-    f.t[fluid.BIN_NS] = max(1.0, workload.seconds * 1e9 / BINS)
-    f.t[fluid.LAUNCH_NS], f.t[fluid.SEGMENT_GAP_NS] = host_launch_ns, SEGMENT_GAP_NS
-    f.t[fluid.RESUME_NS] = timing.launch_ns
+    f.sim["free"][0] = len(state.request)
+    f.sim["queues"][0] = queues or 0
+    f.sim["horizon_ns"][0] = workload.seconds * 1e9
+    f.sim["bin_ns"][0] = max(1.0, workload.seconds * 1e9 / BINS)
+    f.sim["launch_ns"][0], f.sim["segment_gap_ns"][0] = host_launch_ns, SEGMENT_GAP_NS
+    f.sim["resume_ns"][0] = timing.launch_ns
     for k in range(len(clients)):  # a nanosecond apart: whoever is served first has come first
         heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]
-    f.g[fluid.TIMERS] = len(clients)
+    f.sim["timers"][0] = len(clients)
     trace = None
     if fidelity == "segments":
         while run_fluid(f, state) == MORE_RECORDS:
@@ -149,19 +151,19 @@ def simulate(
         traced = TracedGpu(gpu, timing, models, f, state, seed, kernels)
         f = traced.run()
         trace = traced.trace(chosen.name)
-    jobs = f.records[: f.g[fluid.RECORDS]].copy()
+    jobs = f.records[: f.sim["records"][0]].copy()
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
-    counters = {"segment_events": int(f.g[fluid.EVENTS]), "launches": int(state.g[st.LAUNCHES])}
-    for name, k in (("steps", st.STEPS), ("decisions", st.DECISIONS), ("preemptions", st.PREEMPTIONS)):
-        counters[name] = int(state.g[k])
+    counters = {"segment_events": int(f.sim["events"][0]), "launches": int(state.core["launches"][0])}
+    for name in ("steps", "decisions", "preemptions"):
+        counters[name] = int(state.core[name][0])
     return Results(
         policy=chosen.name,
         device=device,
         models=tuple(models),
         jobs=jobs,
         seconds=end_ns / 1e9,
-        occupancy=f.bins[: math.ceil(end_ns / f.t[fluid.BIN_NS])] / f.t[fluid.BIN_NS],
-        bin_ms=float(f.t[fluid.BIN_NS]) / 1e6,
+        occupancy=f.bins[: math.ceil(end_ns / f.sim["bin_ns"][0])] / f.sim["bin_ns"][0],
+        bin_ms=float(f.sim["bin_ns"][0]) / 1e6,
         counters=counters,
         admission=admission,
         trace=trace,

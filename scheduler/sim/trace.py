@@ -17,6 +17,7 @@ from paellapy.instrument.trace import DeviceFacts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.models import ModelProfile
 from paellapy.scheduler.engine.engine import Engine
@@ -40,7 +41,7 @@ class OwnKernels:
         pieces = {}
         for m, name in enumerate(names):
             for k, launches in enumerate(loaded[name].launches[0]):
-                for i, handle in [*enumerate(launches.handles), (st.WHOLE, launches.whole)]:
+                for i, handle in [*enumerate(launches.handles), (codes.WHOLE, launches.whole)]:
                     pieces[m, k, i] = _copied(backend._pieces[handle])
         return cls(backend.device, pieces)
 
@@ -88,7 +89,7 @@ class TracedGpu(BlocksGpu):
         found = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)
         recorded = self._tracer.finish(self.sim.blocks())
         models = dict(enumerate(self._models))
-        lanes = {lane: int(row) for lane, row in enumerate(self.s.lane["model"]) if row != st.NONE}
-        whole = bool(self.s.g[st.WHOLE_ALWAYS])
+        lanes = {lane: int(row) for lane, row in enumerate(self.s.lane["model"]) if row != codes.NONE}
+        whole = bool(self.s.core["whole_always"][0])
         fill_engine_trace(found, recorded, self._entries, models, lanes, int, policy, whole=whole, simulated=True)
         return found

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.state import NEVER, Table
+from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 
 Mix = str | Mapping[str, float] | Sequence[str]

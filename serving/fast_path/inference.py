@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import DeadlineError, UnknownModelError
 from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
@@ -46,7 +46,7 @@ class Work:
         if self.over:
             return
         engine = self.connection.lane.service.engine
-        if entry[E_STATUS] != st.OK:
+        if entry[E_STATUS] != codes.OK:
             self.answer(engine._result(entry))
             return
         loaded = engine._row(entry[E_MODEL])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from paellapy.scheduler.core import state as st
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
 from paellapy.serving.config import load_config
@@ -69,7 +68,7 @@ def test_what_a_file_says_is_what_there_is(write, monkeypatch):
 
 def test_an_engine_has_the_windows_of_sms_its_file_asks_for(write):
     with build_engine(*load_config(write(GOOD.replace("max_queue = 100", "sm_windows = 4")))) as engine:
-        assert engine.state.g[st.WINDOW_N] == 4
+        assert engine.state.core["windows"][0] == 4
 
 
 def test_a_number_of_windows_that_cannot_be_is_named_with_its_line(write):

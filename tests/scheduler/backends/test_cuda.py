@@ -422,15 +422,14 @@ def test_a_fault_answers_everybody_and_nothing_hangs(run, fault):
 def test_an_idle_loop_sleeps(run):
     run("""
         import threading
-        from paellapy.scheduler.core import state as st
         with Engine("cuda") as engine:
             engine.load(scale_model(batch=(1,)))
             engine.infer_sync("scale", ONES)
             while not engine._backend._bell.armed:
                 threading.Event().wait(0.01)
-            before = int(engine.state.g[st.STEPS])
+            before = int(engine.state.core["steps"][0])
             threading.Event().wait(0.3)
-            assert int(engine.state.g[st.STEPS]) == before
+            assert int(engine.state.core["steps"][0]) == before
             assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
     """)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.core import step
 from paellapy.scheduler.core.admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
+from paellapy.scheduler.core.codes import OK, QUEUE_FULL
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
-from paellapy.scheduler.core.state import MAX_ACTIVE, OK, QUEUE_FULL
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
@@ -101,7 +101,7 @@ def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
 
 def test_a_full_lane_that_waits_is_work_ahead():
     bench = Bench([profile(batch=(1, 2), lanes=4)], policy="fifo")
-    bench.state.g[MAX_ACTIVE] = 1
+    bench.state.core["max_active"][0] = 1
     predicted = []
     for _ in range(7):
         predicted.append(step.predict_finish(bench.state, 0, bench.now))
@@ -137,7 +137,7 @@ def test_a_crowd_beside_it_makes_a_request_take_longer():
     """Whatever the policy puts first: what is on the GPU already stays there."""
     for policy in policy_names():
         bench = Bench([profile(lanes=1, demand={1: 0.9}), profile("other", lanes=4, demand={1: 0.9})], policy=policy)
-        bench.state.g[MAX_ACTIVE] = 16
+        bench.state.core["max_active"][0] = 16
         alone = step.predict_finish(bench.state, 0, bench.now)
         for _ in range(4):
             bench.submit(1)

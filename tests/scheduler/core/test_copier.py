@@ -11,12 +11,13 @@ import pytest
 from engine_models import scale_model
 
 from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.codes import COPY_BELL
 from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.errors import DeadlineError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.slots import LONG_COPY
-from paellapy.scheduler.core.state import COPY_BELL, LIVE, new_state
+from paellapy.scheduler.core.state import new_state
 from paellapy.scheduler.engine.engine import Engine
 
 N = LONG_COPY // 4 + 3
@@ -94,12 +95,12 @@ def sleeps(state, within_s):
 @pytest.mark.parametrize("awake", [False, True])
 def test_one_that_stays_awake_sleeps_when_the_last_request_is_gone(awake):
     state = new_state()
-    state.g[LIVE] = 1
+    state.core["live"][0] = 1
     bell = Bell(state.bell)
     copier = Copier(state, bell, awake)
     try:
         assert sleeps(state, 0.3 if awake else 60) == (not awake)
-        state.g[LIVE] = 0
+        state.core["live"][0] = 0
         assert sleeps(state, 60)
     finally:
         copier.close()
@@ -108,7 +109,7 @@ def test_one_that_stays_awake_sleeps_when_the_last_request_is_gone(awake):
 
 def test_one_that_is_awake_ends_although_there_are_requests():
     state = new_state()
-    state.g[LIVE] = 1
+    state.core["live"][0] = 1
     bell = Bell(state.bell)
     Copier(state, bell, awake=True).close()
     bell.close()

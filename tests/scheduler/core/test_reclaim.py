@@ -8,8 +8,8 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core import step
 from paellapy.scheduler.core.check import check_integrity
 from paellapy.scheduler.core.rings import SLOTS, STAGED
 from paellapy.scheduler.engine import front_calls
@@ -36,9 +36,9 @@ class Front:
 
     def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0) -> int:
         self.serial += 1
-        lane, slot = place or (st.NONE, st.NONE)
-        assert front_calls.post(self.view, st.SUBMIT, self.rows.pop(), self.serial, model, generation, lane, slot, 0, 0,
-                                self.bench.now, st.NEVER, 0)  # fmt: skip
+        lane, slot = place or (codes.NONE, codes.NONE)
+        assert front_calls.post(self.view, codes.SUBMIT, self.rows.pop(), self.serial, model, generation, lane, slot, 0,
+                                0, self.bench.now, codes.NEVER, 0)  # fmt: skip
         return self.serial
 
     def take(self) -> list[list[int]]:
@@ -70,7 +70,7 @@ def finish_all(bench: Bench, *fronts: Front) -> None:
         bench.step(1000)
         for front in fronts:
             for entry in front.take():
-                if entry[front_calls.E_STATUS] == st.OK:
+                if entry[front_calls.E_STATUS] == codes.OK:
                     front.read(entry)
     bench.step()
 
@@ -96,15 +96,15 @@ def test_what_a_front_end_had_when_it_died_holds_nobody_up(bench, upto):
         bench.step()
     step.reclaim(bench.state, 1, bench.now)
     finish_all(bench, other)
-    assert [entry[front_calls.E_STATUS] for entry in other.done] == [st.OK]
-    assert bench.state.g[st.LIVE] == 0
+    assert [entry[front_calls.E_STATUS] for entry in other.done] == [codes.OK]
+    assert bench.state.core["live"][0] == 0
     assert bench.state.model["free_n"][0] + (bench.state.model["filling"][0] >= 0) == 2
     check_integrity(bench.state)
     again = Front(bench, 1)  # the process that takes its place starts with all rows
     for _ in range(6):
         again.submit()
     finish_all(bench, again, other)
-    assert [entry[front_calls.E_STATUS] for entry in again.done] == [st.OK] * 6
+    assert [entry[front_calls.E_STATUS] for entry in again.done] == [codes.OK] * 6
 
 
 def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
@@ -115,7 +115,7 @@ def test_published_but_unread_submissions_of_the_dead_are_forgotten(bench):
     other.submit()
     finish_all(bench, other)
     assert len(other.done) == 1
-    assert bench.state.g[st.LIVE] == 0
+    assert bench.state.core["live"][0] == 0
     check_integrity(bench.state)
 
 
@@ -134,7 +134,7 @@ def test_each_batch_has_one_first_entry(bench):
     for front in (first, second, first):
         front.submit()
     finish_all(bench, first, second)
-    column = (st.COMPLETION.names or ()).index("first")
+    column = (tables.COMPLETION.names or ()).index("first")
     assert sum(entry[column] for front in (first, second) for entry in front.done) == 1
 
 
@@ -145,8 +145,8 @@ def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
     front.post(place, generation=99)
     front_calls.ready(front.view, *place)
     finish_all(bench, front)
-    assert [entry[front_calls.E_STATUS] for entry in front.done] == [st.NO_MODEL]
-    assert bench.state.g[st.LIVE] == 0
+    assert [entry[front_calls.E_STATUS] for entry in front.done] == [codes.NO_MODEL]
+    assert bench.state.core["live"][0] == 0
 
 
 def test_a_client_has_one_number_for_all_front_ends(bench):
@@ -189,13 +189,13 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
                 bench.finish_segment(lane)
             bench.step(1000)
         elif action == "take":
-            unread[who] += [entry for entry in front.take() if entry[front_calls.E_STATUS] == st.OK]
+            unread[who] += [entry for entry in front.take() if entry[front_calls.E_STATUS] == codes.OK]
     for who, front in fronts.items():
         for place in unwritten[who]:
             front_calls.ready(front.view, *place)
         for entry in unread[who]:
             front.read(entry)
     finish_all(bench, *fronts.values())
-    assert bench.state.g[st.LIVE] == 0
+    assert bench.state.core["live"][0] == 0
     for who, front in fronts.items():
         assert sorted(front.rows) == list(st.front_rows(FRONTS, who))

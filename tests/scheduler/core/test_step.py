@@ -14,7 +14,7 @@ from core_bench import LIMITS, Bench, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st_
 
-from paellapy.scheduler.core import rings, step
+from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.ahead import JUST_AHEAD_NS, MOST_STRETCH
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
@@ -40,10 +40,10 @@ def test_a_lone_request_is_one_launch() -> None:
     bench = Bench([profile(segments=5)])
     serial = bench.submit()
     bench.step()
-    assert bench.history[bench.running[0]] == [st.WHOLE]
+    assert bench.history[bench.running[0]] == [codes.WHOLE]
     bench.finish_segment(bench.running[0])
     assert bench.step(100) == [serial]
-    assert bench.status(serial) == st.OK
+    assert bench.status(serial) == codes.OK
     assert bench.done[serial]["finish_ns"] == 100
 
 
@@ -67,7 +67,7 @@ def test_staged_inputs_are_copied_into_the_slot() -> None:
     bench.state.model["n_inputs"][m] = 2
     bench.state.input_bytes[m, :2] = (3, 4)
     bench.state.input_address[lanes[0], :2] = (first.ctypes.data, second.ctypes.data)
-    bench.tell(st.OPEN_MODEL, m)
+    bench.tell(codes.OPEN_MODEL, m)
     bench.step()
     staged = np.arange(1, 8, dtype=np.uint8)
     bench.submit(m)
@@ -82,7 +82,7 @@ def test_a_lane_waits_for_inputs_that_are_still_being_written() -> None:
     first = bench.submit(direct=True, ready=False)
     bench.step()
     assert not bench.running
-    assert st.READY_WAIT in bench.state.lane["state"]
+    assert codes.READY_WAIT in bench.state.lane["state"]
     other = bench.submit()  # goes on in another lane meanwhile
     bench.step()
     assert len(bench.running) == 1
@@ -90,7 +90,7 @@ def test_a_lane_waits_for_inputs_that_are_still_being_written() -> None:
     bench.step()
     assert len(bench.running) == 2
     bench.run_dry()
-    assert {bench.status(first), bench.status(other)} == {st.OK}
+    assert {bench.status(first), bench.status(other)} == {codes.OK}
 
 
 def test_outputs_are_held_until_they_are_read() -> None:
@@ -104,7 +104,7 @@ def test_outputs_are_held_until_they_are_read() -> None:
         bench.step()
     assert first in bench.done
     assert second not in bench.done
-    assert bench.state.lane["state"][0] == st.HELD
+    assert bench.state.lane["state"][0] == codes.HELD
     bench.read()
     bench.step()
     assert bench.running == [0]
@@ -175,8 +175,8 @@ def test_cancelled_while_queued_in_a_lane_and_between_segments() -> None:
     bench.finish_segment(lane)
     bench.step()
     assert bench.history[lane] == [0, 1]  # the rest was never launched
-    assert bench.state.lane["state"][lane] != st.RUNNING
-    assert {bench.status(queued), bench.status(running)} == {st.CANCELLED}
+    assert bench.state.lane["state"][lane] != codes.RUNNING
+    assert {bench.status(queued), bench.status(running)} == {codes.CANCELLED}
     bench.run_dry()
 
 
@@ -188,9 +188,9 @@ def test_a_late_cancel_does_not_hit_the_next_request_of_the_row() -> None:
     bench.run_dry()
     second = bench.submit()
     assert bench.rows[second] == row
-    bench.tell(st.CANCEL, request=row, serial=first)
+    bench.tell(codes.CANCEL, request=row, serial=first)
     bench.run_dry()
-    assert bench.status(second) == st.OK
+    assert bench.status(second) == codes.OK
 
 
 def test_deadlines_expire_in_the_queue_and_between_segments_but_not_on_the_gpu() -> None:
@@ -203,13 +203,13 @@ def test_deadlines_expire_in_the_queue_and_between_segments_but_not_on_the_gpu()
     assert bench.step() == [past]
     assert bench.step(300) == [waiting]
     assert bench.step(300) == [between]
-    assert {bench.status(each) for each in (past, waiting, between)} == {st.EXPIRED}
+    assert {bench.status(each) for each in (past, waiting, between)} == {codes.EXPIRED}
     bench.run_dry()
     launched = bench.submit(deadline=bench.now + 10)
     bench.step()  # whole: all of it is on the GPU
     bench.step(1000)
     bench.run_dry()
-    assert bench.status(launched) == st.OK
+    assert bench.status(launched) == codes.OK
 
 
 def test_a_full_queue_refuses() -> None:
@@ -217,37 +217,37 @@ def test_a_full_queue_refuses() -> None:
     serials = [bench.submit() for _ in range(5)]
     assert bench.step() == serials[3:]  # one runs, two wait
     bench.run_dry()
-    assert [bench.status(each) for each in serials] == [st.OK] * 3 + [st.QUEUE_FULL] * 2
+    assert [bench.status(each) for each in serials] == [codes.OK] * 3 + [codes.QUEUE_FULL] * 2
 
 
 def test_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
     bench = Bench([profile(lanes=2)])
     accepted = [bench.submit() for _ in range(5)]
-    bench.tell(st.DRAIN)
+    bench.tell(codes.DRAIN)
     late = [bench.submit(), bench.submit(direct=True)]
     bench.run_dry()
-    assert {bench.status(each) for each in accepted} == {st.OK}
-    assert {bench.status(each) for each in late} == {st.DRAINING}
+    assert {bench.status(each) for each in accepted} == {codes.OK}
+    assert {bench.status(each) for each in late} == {codes.DRAINING}
 
 
 def test_an_unknown_model_is_refused() -> None:
     bench = Bench([profile()])
     serial = bench.submit(3)
     assert bench.step() == [serial]
-    assert bench.status(serial) == st.NO_MODEL
+    assert bench.status(serial) == codes.NO_MODEL
 
 
 def test_a_failure_answers_everybody_and_refuses_from_then_on() -> None:
     bench = Bench([profile(lanes=2), profile("b", lanes=1)])
     serials = [bench.submit(k % 2) for k in range(6)]
     bench.step()
-    bench.tell(st.FAIL, tag=719)
+    bench.tell(codes.FAIL, tag=719)
     assert sorted(bench.step()) == serials
-    assert {bench.status(each) for each in serials} == {st.FAILED}
+    assert {bench.status(each) for each in serials} == {codes.FAILED}
     assert {int(bench.done[each]["error"]) for each in serials} == {719}
     late = bench.submit()
     assert bench.step() == [late]
-    assert bench.status(late) == st.FAILED
+    assert bench.status(late) == codes.FAILED
 
 
 def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
@@ -259,8 +259,8 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
         return 0 if len(calls) < 2 else 700
 
     bench = Bench([profile(lanes=2)])
-    bench.state.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
-    bench.state.g[st.BACKEND] = st.CUDA
+    bench.state.call["graph_launch"][0] = ctypes.cast(launch, ctypes.c_void_p).value
+    bench.state.core["backend"][0] = codes.CUDA
     step.attach_libc(bench.state)
     bench.state.whole["handle"], bench.state.launch["handle"] = 77, 78
     bench.state.stream[0, :2] = 5, 6
@@ -277,29 +277,29 @@ def test_models_come_and_go_while_others_run() -> None:
     bench = Bench([profile(lanes=2), profile("b", lanes=2)])
     first = [bench.submit(0), bench.submit(0), bench.submit(0)]
     bench.step()
-    bench.tell(st.CLOSE_MODEL, 0)
+    bench.tell(codes.CLOSE_MODEL, 0)
     late = bench.submit(0)
     bench.step()
-    assert bench.status(late) == st.NO_MODEL
+    assert bench.status(late) == codes.NO_MODEL
     with pytest.raises(ProfileError, match="in use"):
         remove(bench.state, 0)
     other = bench.submit(1)
     bench.run_dry()
-    assert {bench.status(each) for each in [*first, other]} == {st.OK}
+    assert {bench.status(each) for each in [*first, other]} == {codes.OK}
     assert bench.closed == [0]
     remove(bench.state, 0)
     m, _ = install(bench.state, profile("c", lanes=3))
-    bench.tell(st.OPEN_MODEL, m)
+    bench.tell(codes.OPEN_MODEL, m)
     again = bench.submit(m)
     bench.run_dry()
-    assert bench.status(again) == st.OK
+    assert bench.status(again) == codes.OK
 
 
 def test_the_ring_says_when_it_is_full() -> None:
     state = st.new_state(LIMITS)
     args = (state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front)
     answers = [
-        rings.post(*args, st.CANCEL, 0, 0, 0, 0, 0, 0, 0, st.NEVER, 0, False)
+        rings.post(*args, codes.CANCEL, 0, 0, 0, 0, 0, 0, 0, codes.NEVER, 0, False)
         for _ in range(state.submit.shape[1] + 1)
     ]
     assert answers[:-1] == [rings.STAGED] * state.submit.shape[1]
@@ -325,10 +325,10 @@ class RealTime:
 
         self._launch = launch
         step.attach_libc(s)
-        s.fn[st.F_GRAPH_LAUNCH] = ctypes.cast(launch, ctypes.c_void_p).value
-        s.g[st.BACKEND] = st.CUDA
+        s.call["graph_launch"][0] = ctypes.cast(launch, ctypes.c_void_p).value
+        s.core["backend"][0] = codes.CUDA
         s.launch["handle"], s.whole["handle"] = s.launch["word"], s.whole["word"]
-        s.stream[0] = np.arange(st.POOL_STREAMS)
+        s.stream[0] = np.arange(codes.POOL_STREAMS)
         self.stop = np.zeros(1, np.uint64)
         self.eventfd = os.eventfd(0)
         s.wake_fd[0, 0] = self.eventfd
@@ -357,8 +357,8 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     def front_end(k: int) -> None:
         for i in range(each):
             row = serial = k * each + i
-            args = (row, serial, serial, i % 2, k, 0, i, st.NEVER, 0, i % 3 > 0)
-            answer = rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, st.SUBMIT, *args)
+            args = (row, serial, serial, i % 2, k, 0, i, codes.NEVER, 0, i % 3 > 0)
+            answer = rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, *args)
             assert answer != rings.RING_FULL
             if answer >= 0:
                 rings.mark_ready(s.lane_ready, *divmod(answer, rings.SLOTS))
@@ -369,12 +369,12 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     front_ends = [threading.Thread(target=front_end, args=(k,)) for k in range(threads)]
     for thread in front_ends:
         thread.start()
-    into = np.zeros(64, st.COMPLETION)
+    into = np.zeros(64, tables.COMPLETION)
     serials: list[int] = []
     asked = False
     while len(serials) < each * threads:
         n = rings.take_done(s.ring[0], s.done[0], into)
-        assert (into["status"][:n] == st.OK).all()
+        assert (into["status"][:n] == codes.OK).all()
         serials += into["serial"][:n].tolist()
         if not n and asked:
             os.eventfd_read(real.eventfd)
@@ -397,7 +397,7 @@ def test_many_threads_submit_while_the_core_runs() -> None:
 def test_a_better_job_takes_the_place_of_a_worse_one_between_segments() -> None:
     long, short = profile("long", segments=8, ns=1e6, lanes=2), profile("short", segments=2, ns=1e4, lanes=1)
     bench = Bench([long, short], policy="srpt")
-    bench.state.g[st.MAX_ACTIVE] = 1
+    bench.state.core["max_active"][0] = 1
     bench.submit(0)
     bench.submit(0)
     bench.step()
@@ -417,7 +417,7 @@ def test_a_better_job_takes_the_place_of_a_worse_one_between_segments() -> None:
 
 
 def lane_of(bench: Bench, model: int) -> int:
-    return int(np.flatnonzero((bench.state.lane["model"] == model) & (bench.state.lane["state"] == st.RUNNING))[0])
+    return int(np.flatnonzero((bench.state.lane["model"] == model) & (bench.state.lane["state"] == codes.RUNNING))[0])
 
 
 def test_occupancy_follows_what_is_launched() -> None:
@@ -485,16 +485,16 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.step()
     lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
     soon = int(100e3 - JUST_AHEAD_NS)
-    assert bench.state.t[st.ROOM_AT] == soon
+    assert bench.state.core["room_at_ns"][0] == soon
     bench.step(soon - 1)
     assert bench.history[lane] == [0]
     bench.step(1)
     assert bench.history[lane] == [0, 1]
-    assert bench.state.t[st.ROOM_AT] == np.inf
+    assert bench.state.core["room_at_ns"][0] == np.inf
     bench.step(150_000 - soon)
     bench.finish_segment(lane)
     bench.step()  # the first took half as long again as alone: so the second will
-    assert bench.state.t[st.ROOM_AT] == 300_000 - JUST_AHEAD_NS
+    assert bench.state.core["room_at_ns"][0] == 300_000 - JUST_AHEAD_NS
     bench.step(140_000 - int(JUST_AHEAD_NS))
     assert bench.history[lane] == [0, 1]
     bench.step(10_000)
@@ -502,7 +502,7 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.step(10_000_000)
     bench.finish_segment(lane)
     bench.step()  # it stood still, which says nothing of the next
-    assert bench.state.t[st.ROOM_AT] == bench.now + MOST_STRETCH * 100e3 - JUST_AHEAD_NS
+    assert bench.state.core["room_at_ns"][0] == bench.now + MOST_STRETCH * 100e3 - JUST_AHEAD_NS
     bench.run_dry()
 
 
@@ -598,7 +598,7 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     for k in range(40):
         bench.submit(1 if k in (2, 3) else 0)
     bench.step()
-    assert all(st.WHOLE not in launches for launches in bench.history.values())  # a burst changes nothing
+    assert all(codes.WHOLE not in launches for launches in bench.history.values())  # a burst changes nothing
     for _ in range(60):
         bench.step(1_000_000)
     for _ in range(30):
@@ -608,11 +608,11 @@ def test_where_a_queue_stays_short_jobs_go_in_one_piece_and_long_ones_do_not() -
     launched: dict[int, set[int]] = {0: set(), 1: set()}
     for lane, launches in bench.history.items():
         launched[int(bench.state.lane["model"][lane])] |= set(launches)
-    assert launched == {0: {st.WHOLE}, 1: set(range(20))}
+    assert launched == {0: {codes.WHOLE}, 1: set(range(20))}
     bench.run_dry()
 
 
-def crowd_of_long_jobs(policy: str = "srpt", deadline: int = st.NEVER) -> Bench:
+def crowd_of_long_jobs(policy: str = "srpt", deadline: int = codes.NEVER) -> Bench:
     """Fifteen jobs of twenty segments share the GPU, where five would without a queue: demand 0.1 each, limit 0.5."""
     limits = replace(LIMITS, lanes=80, lanes_per_model=60, requests=160, segments=20)
     each = {"demand": {1: 0.1}}
@@ -714,7 +714,7 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
         bench.step(1_000)
         running = bench.state.lane["model"][bench.running]
         if (running == 1).any():
-            assert len(running) <= 2 or bench.state.t[st.WAITING] < 1
+            assert len(running) <= 2 or bench.state.core["waiting_jobs"][0] < 1
     bench.run_dry()
 
 
@@ -723,7 +723,7 @@ def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_windows_can_take(win
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
     policy = replace(find_policy("fifo"), active=60)
     bench = Bench([profile(segments=2, lanes=60, demand={1: 0.4})], policy=policy, demand=4.0, limits=limits)
-    bench.state.g[st.WINDOW_N] = windows
+    bench.state.core["windows"][0] = windows
     bench.state.confined[...] = 1
     for _ in range(60):
         bench.submit()
@@ -757,22 +757,22 @@ def test_beside_a_higher_priority_an_idle_gpu_is_not_given_away_in_one_piece() -
     bench.run_dry()
     bench.submit(0, priority=1)
     bench.step()
-    assert bench.history[lane_of(bench, 0)] == [st.WHOLE]
+    assert bench.history[lane_of(bench, 0)] == [codes.WHOLE]
     bench.run_dry()
-    bench.tell(st.CLOSE_MODEL, 0)
+    bench.tell(codes.CLOSE_MODEL, 0)
     bench.step()
     bench.submit(1)
     bench.step()
-    assert bench.history[lane_of(bench, 1)] == [st.WHOLE]  # nobody is above it any more
+    assert bench.history[lane_of(bench, 1)] == [codes.WHOLE]  # nobody is above it any more
 
 
 def test_jobs_in_flight_have_streams_of_their_own() -> None:
     bench = Bench([profile(lanes=4), profile("b", lanes=4), profile("c", lanes=4)], policy="srpt")
-    bench.state.g[st.MAX_ACTIVE] = 16
+    bench.state.core["max_active"][0] = 16
     for k in range(12):
         bench.submit(k % 3)
     bench.step()
-    flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    flight = bench.state.flight[: bench.state.core["flight"][0]]
     assert sorted(bench.state.lane["stream_at"][flight]) == list(range(12))
     bench.run_dry()
     assert not bench.state.stream_jobs.any()
@@ -784,8 +784,8 @@ def test_where_the_hardware_decides_every_lane_has_its_own_stream() -> None:
         for k in range(8):
             bench.submit(k % 2)
         bench.step()
-        flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
-        assert (bench.state.lane["stream_at"][flight] == st.QUEUES + flight).all()
+        flight = bench.state.flight[: bench.state.core["flight"][0]]
+        assert (bench.state.lane["stream_at"][flight] == codes.QUEUES + flight).all()
         bench.run_dry()
 
 
@@ -800,7 +800,7 @@ def test_a_better_job_takes_the_place_of_a_worse_one_where_demand_is_the_limit()
     while quick not in bench.done:
         bench.finish_segment(bench.running[-1])
         bench.step()
-    assert bench.state.g[st.PREEMPTIONS] >= 1
+    assert bench.state.core["preemptions"][0] >= 1
     bench.run_dry()
 
 
@@ -851,7 +851,7 @@ def test_the_integrity_check_sees_a_lost_request() -> None:
     bench.submit()
     bench.submit()
     bench.step()
-    bench.state.model["first"][0] = bench.state.model["last"][0] = st.NONE
+    bench.state.model["first"][0] = bench.state.model["last"][0] = codes.NONE
     with pytest.raises(IntegrityError, match="miscounts"):
         check_integrity(bench.state)
 
@@ -877,7 +877,7 @@ actions = st_.lists(
         st_.tuples(
             st_.just("submit"),
             st_.integers(0, 3),
-            st_.sampled_from([st.NEVER, 0, 500, 3000]),
+            st_.sampled_from([codes.NEVER, 0, 500, 3000]),
             st_.integers(-1, 2),
             st_.integers(0, 3),
             st_.booleans(),
@@ -908,7 +908,7 @@ def play(bench: Bench, script: list[tuple[object, ...]]) -> int:
             model, offset, priority, client, direct, ready = a
             bench.submit(
                 int(model),  # type: ignore[call-overload]
-                deadline=st.NEVER if offset == st.NEVER else bench.now + offset,  # type: ignore[operator]
+                deadline=codes.NEVER if offset == codes.NEVER else bench.now + offset,  # type: ignore[operator]
                 priority=priority,  # type: ignore[arg-type]
                 client=client,  # type: ignore[arg-type]
                 direct=bool(direct),
@@ -951,19 +951,19 @@ def test_whatever_happens_each_request_completes_exactly_once(
     bench = Bench(models, policy=name, hold=hold, demand=demand, reports=reports)
     submitted = play(bench, script)
     if end == "drain":
-        bench.tell(st.DRAIN)
+        bench.tell(codes.DRAIN)
     elif end == "close":
         for m in range(len(models)):
-            bench.tell(st.CLOSE_MODEL, m)
+            bench.tell(codes.CLOSE_MODEL, m)
     elif end == "fail":
-        bench.tell(st.FAIL, tag=1)
+        bench.tell(codes.FAIL, tag=1)
         bench.step()
         bench.launched.clear()
     bench.run_dry()
     assert len(bench.done) == submitted
     s = bench.state
-    assert s.g[st.LIVE] == s.g[st.READY_N] == s.g[st.ACTIVE_N] == s.g[st.FLIGHT_N] == s.g[st.DUE_N] == 0
-    assert s.t[st.SHARES] == 0.0
+    assert all(s.core[each][0] == 0 for each in ("live", "ready", "active", "flight", "due"))
+    assert s.core["shares"][0] == 0.0
     if end == "close":
         assert sorted(bench.closed) == list(range(len(models)))
 
@@ -980,7 +980,7 @@ def test_in_a_crowd_too_each_request_completes_exactly_once(
         bench.finish_segment(lane)
     bench.step(50_000_000)
     if end == "drain":
-        bench.tell(st.DRAIN)
+        bench.tell(codes.DRAIN)
     bench.run_dry()
     assert len(bench.done) == submitted
 
@@ -1009,7 +1009,7 @@ def test_nothing_starves_under_paella(long_segments: int, shorts: int) -> None:
     """A flood of short jobs that never ends, on a GPU that takes one job at a time, and one long job."""
     long = profile("long", segments=long_segments, ns=2e6, lanes=1)
     bench = Bench([profile("short", segments=1, ns=1e6, lanes=2), long], policy="paella")
-    bench.state.g[st.MAX_ACTIVE] = 1
+    bench.state.core["max_active"][0] = 1
     flood = [bench.submit(0, client=k) for k in range(shorts + 2)]
     bench.step()
     waiting = bench.submit(1)
@@ -1030,7 +1030,7 @@ def test_fair_shares_follow_the_weights_under_a_zero_threshold() -> None:
 
     models = [profile("a", segments=1, ns=1e6, lanes=2, share=3.0), profile("b", segments=1, ns=1e6, lanes=2)]
     bench = Bench(models, policy=with_threshold(0.0))
-    bench.state.g[st.MAX_ACTIVE] = 1
+    bench.state.core["max_active"][0] = 1
     for k in range(8):
         bench.submit(k % 2)
     for _ in range(200):

@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import paellapy as pp
+from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.backends.base import WINDOW_SHARE
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.models import install, remove
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import ROOMY, STAYING, fill_window
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.install import install_windows
@@ -34,7 +36,7 @@ WINDOWS = 4
 def bench_with_windows(policy: str = "srpt", lanes: int = 4) -> Bench:
     bench = Bench([profile(lanes=lanes), profile("b", lanes=lanes), profile("c", lanes=lanes)], policy=policy)
     s = bench.state
-    s.g[st.MAX_ACTIVE] = 16
+    s.core["max_active"][0] = 16
     install_windows(s, [{(33 * k + i) % 132 for i in range(48)} for k in range(WINDOWS)])
     used = np.flatnonzero(s.lane["model"] >= 0)
     s.lane_window[used, 0], s.lane_window[used, 1] = used % WINDOWS, (used + WINDOWS // 2) % WINDOWS
@@ -44,7 +46,7 @@ def bench_with_windows(policy: str = "srpt", lanes: int = 4) -> Bench:
 
 
 def windows_in_use(bench: Bench) -> list[int]:
-    flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    flight = bench.state.flight[: bench.state.core["flight"][0]]
     return sorted(int(w) for w in bench.state.lane["window"][flight])
 
 
@@ -53,16 +55,16 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
     for k in range(ROOMY):
         bench.submit(k % 3)
         bench.step()
-    assert windows_in_use(bench) == [st.NONE] * ROOMY
+    assert windows_in_use(bench) == [codes.NONE] * ROOMY
     for k in range(WINDOWS):
         bench.submit(k % 3)
         bench.step()
         check_integrity(bench.state)
     found = windows_in_use(bench)
-    assert found[:ROOMY] == [st.NONE] * ROOMY
+    assert found[:ROOMY] == [codes.NONE] * ROOMY
     for one in range(WINDOWS // 2):  # each went to the emptier of its two
         assert abs(found.count(one) - found.count(one + WINDOWS // 2)) <= 1
-    assert bench.state.g[st.CONFINED_LAUNCHES] >= WINDOWS
+    assert bench.state.core["confined_launches"][0] >= WINDOWS
     bench.run_dry()
     assert not bench.state.window_load.any()
 
@@ -71,12 +73,12 @@ def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
 def test_few_short_jobs_go_in_one_piece_where_there_are_windows(windows: int, long: int, pieces: int) -> None:
     models = [profile(segments=3 * long, lanes=4), profile("b", segments=3 * long, lanes=4)]
     bench = Bench(models, policy="srpt", limits=replace(LIMITS, segments=32))
-    bench.state.g[st.WINDOW_N] = windows
+    bench.state.core["windows"][0] = windows
     bench.state.confined[...] = 1
     for k in range(2):
         bench.submit(k)
         bench.step()
-    first, second = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+    first, second = bench.state.flight[: bench.state.core["flight"][0]]
     assert bench.state.lane["whole"][first]  # alone
     assert bench.state.lane["issued"][second] == pieces
     assert bench.state.lane["whole"][second] == (pieces == 1)
@@ -85,7 +87,7 @@ def test_few_short_jobs_go_in_one_piece_where_there_are_windows(windows: int, lo
 
 def window_of_stream(bench: Bench, lane: int) -> int:
     at = bench.state.lane["stream_at"][lane]
-    return int(at - st.OF_WINDOWS) // st.QUEUES if at >= st.OF_WINDOWS else st.NONE
+    return int(at - codes.OF_WINDOWS) // codes.QUEUES if at >= codes.OF_WINDOWS else codes.NONE
 
 
 @pytest.mark.parametrize(("fuller", "moves"), [(0, False), (int(48 * STAYING) - 1, False), (48, True)])
@@ -95,7 +97,7 @@ def test_a_job_stays_with_its_stream_and_its_window_unless_another_is_much_empti
     for k in range(ROOMY + 2):
         bench.submit(k % 3)
     bench.step()
-    flight = s.flight[: s.g[st.FLIGHT_N]].tolist()
+    flight = s.flight[: s.core["flight"][0]].tolist()
     for lane in flight:
         assert window_of_stream(bench, lane) == s.lane["window"][lane]
     assert (s.stream_jobs <= 1).all()  # each in a hardware queue of its own
@@ -112,12 +114,17 @@ def test_a_job_stays_with_its_stream_and_its_window_unless_another_is_much_empti
     assert s.lane["window"][lane] == (there if moves else here)
 
 
+@compiled
+def fill(state: State, window: int, change: int) -> None:
+    fill_window(state, window, change)
+
+
 def test_windows_that_share_sms_fill_each_other() -> None:
     state = bench_with_windows().state
     assert state.overlap[0, :WINDOWS].tolist() == [48, 15, 0, 15]
-    fill_window.py_func(state, 3, 1)
+    fill(state, 3, 1)
     assert state.window_load[:WINDOWS].tolist() == [15, 0, 15, 48]
-    fill_window.py_func(state, 3, -1)
+    fill(state, 3, -1)
     assert not state.window_load.any()
 
 
@@ -128,19 +135,19 @@ def test_all_sms_are_for_what_hardware_orders_and_what_cannot_be_confined(policy
     for k in range(12):
         bench.submit(k % 3)
     bench.step()
-    assert windows_in_use(bench) == [st.NONE] * 12
+    assert windows_in_use(bench) == [codes.NONE] * 12
     bench.run_dry()
 
 
 def test_a_model_that_takes_the_rows_of_another_does_not_take_its_windows() -> None:
     bench = bench_with_windows()
     for m in range(3):
-        bench.tell(st.CLOSE_MODEL, m)
+        bench.tell(codes.CLOSE_MODEL, m)
     bench.step()
     for m in range(3):
         remove(bench.state, m)
     _, lanes = install(bench.state, profile("later", lanes=4))
-    assert (bench.state.lane_window[lanes] == st.NONE).all()
+    assert (bench.state.lane_window[lanes] == codes.NONE).all()
     assert not bench.state.confined[lanes].any()
 
 
@@ -150,7 +157,7 @@ def test_jobs_in_windows_are_counted_whatever_happens(events: list[tuple[int, bo
     bench = bench_with_windows()
     for model, finish in events:
         if finish:
-            flight = bench.state.flight[: bench.state.g[st.FLIGHT_N]]
+            flight = bench.state.flight[: bench.state.core["flight"][0]]
             if len(flight):
                 bench.finish_segment(int(flight[0]))
         elif bench.free:
@@ -159,7 +166,7 @@ def test_jobs_in_windows_are_counted_whatever_happens(events: list[tuple[int, bo
         check_integrity(bench.state)
     bench.run_dry()
     assert not bench.state.window_load.any()
-    assert (bench.state.lane["window"] == st.NONE).all()
+    assert (bench.state.lane["window"] == codes.NONE).all()
 
 
 # --- which programs are confined --------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
 def test_there_are_windows_only_where_they_are_asked_for():
     with Engine(DEVICE) as engine:
         engine.load(KINDS["short"][0])
-        assert (engine.state.lane_window == st.NONE).all()
+        assert (engine.state.lane_window == codes.NONE).all()
         assert engine.profile("short")[0].window_ns == 0.0
 
 

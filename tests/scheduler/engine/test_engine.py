@@ -15,7 +15,7 @@ from engine_models import faulty_model, mlp_model, mlp_reference, random_inputs,
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, PaellaError, TraceError
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import (
     CaptureError,
@@ -622,9 +622,9 @@ def test_an_idle_engine_sleeps(loaded):
     loaded.infer_sync("short", {"x": np.ones(64, np.float32)})
     while not loaded._backend._bell.armed:
         threading.Event().wait(0.01)
-    before = int(loaded.state.g[st.STEPS])
+    before = int(loaded.state.core["steps"][0])
     threading.Event().wait(0.2)
-    assert int(loaded.state.g[st.STEPS]) - before <= 3
+    assert int(loaded.state.core["steps"][0]) - before <= 3
 
 
 # -- faults
@@ -686,7 +686,7 @@ def test_a_watcher_sees_every_completion_until_it_stops(loaded):
         loaded.infer_sync(name, inputs)
     stop()
     loaded.infer_sync("short", {"x": np.ones(64, np.float32)})
-    assert seen == [st.OK] * 5
+    assert seen == [codes.OK] * 5
     assert loaded.failure is None
 
 
@@ -762,10 +762,10 @@ def test_outputs_read_while_the_core_sleeps_free_their_lane_for_the_next_request
 def test_a_policy_that_says_how_many_jobs_run_at_once_is_obeyed(active):
     wanted = replace(find_policy("srpt"), active=active)
     with Engine("virtual:h200") as engine:
-        assert np.isfinite(engine.state.t[st.DEMAND_LIMIT])  # by demand, where nobody says
+        assert np.isfinite(engine.state.core["demand_limit"][0])  # by demand, where nobody says
         engine.set_policy(wanted)
-        assert engine.state.g[st.MAX_ACTIVE] == active
-        assert np.isinf(engine.state.t[st.DEMAND_LIMIT])
+        assert engine.state.core["max_active"][0] == active
+        assert np.isinf(engine.state.core["demand_limit"][0])
 
 
 def until_completed(engine, n):

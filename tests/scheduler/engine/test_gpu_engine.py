@@ -22,7 +22,7 @@ import paellapy as pp
 from paellapy.instrument.device.cuda_memory import CudaEvent
 from paellapy.instrument.device.driver import check as check_status
 from paellapy.instrument.device.driver import driver
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import CaptureError, InputError, MemoryPlanError
 from paellapy.scheduler.engine.engine import Engine
@@ -336,7 +336,7 @@ def test_a_trace_has_requests_segments_and_blocks_on_one_clock(loaded):
     with loaded.trace() as t:
         asyncio.run(main())
     assert len(t.jobs) == 60
-    assert (t.jobs["status"] == st.OK).all()
+    assert (t.jobs["status"] == codes.OK).all()
     assert len(t.blocks) > 0
     assert len(t.segments) > 0
     assert t.dropped == 0
@@ -370,10 +370,10 @@ def test_an_idle_engine_uses_almost_no_cpu(loaded):
     while not loaded._backend._bell.armed:
         threading.Event().wait(0.01)
     before = resource.getrusage(resource.RUSAGE_SELF)
-    steps = int(loaded.state.g[st.STEPS])
+    steps = int(loaded.state.core["steps"][0])
     threading.Event().wait(1.0)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert int(loaded.state.g[st.STEPS]) - steps <= 5
+    assert int(loaded.state.core["steps"][0]) - steps <= 5
     assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 0.1
 
 

@@ -16,7 +16,6 @@ from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.live import counts
 from paellapy.instrument.records import WARP_SHIFT
 from paellapy.scheduler.backends import virtual
-from paellapy.scheduler.core import state as st
 from paellapy.scheduler.engine import monitor_sms
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.monitor import EDGES_MS, Monitor
@@ -136,13 +135,13 @@ def test_a_request_has_the_segments_of_its_program_or_ran_whole(engine):
     pieces = len(engine.profile("mlp")[0].segments)
     assert pieces > 1
     for whole in (True, False):
-        engine.state.g[st.WHOLE_IDLE] = whole  # whether a program alone on the GPU is one launch
+        engine.state.core["whole_idle"][0] = whole  # whether a program alone on the GPU is one launch
         with Monitor(engine) as monitor:
             ask(engine, "mlp", 1)
             found = monitor.snapshot()["slow"][0]
         assert len(found["segments_ms"]) == (1 if whole else pieces)
         assert found["whole"] == whole
-    engine.state.g[st.WHOLE_IDLE] = 1
+    engine.state.core["whole_idle"][0] = 1
 
 
 def test_expired_requests_are_slow_ones_without_segments(engine):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from core_bench import Bench, profile
 
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.policies import checks, edf, hrrn, paella, priority, slack, srpt
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
 
@@ -44,7 +44,7 @@ def test_srpt_prefers_the_shortest_rest() -> None:
 
 def test_edf_prefers_the_earliest_deadline_and_makes_one_up_where_there_is_none() -> None:
     assert edf.rank(job(deadline_ns=1e9)) < edf.rank(job(deadline_ns=2e9))
-    assert edf.rank(job(deadline_ns=st.NEVER, arrival_ns=1e9, total_ns=1e6)) == 1e9 + 4e6
+    assert edf.rank(job(deadline_ns=codes.NEVER, arrival_ns=1e9, total_ns=1e6)) == 1e9 + 4e6
 
 
 def test_hrrn_is_srpt_until_somebody_has_waited_for_several_times_its_length() -> None:
@@ -347,5 +347,5 @@ def test_a_bad_rank_at_run_time_goes_last_and_is_counted() -> None:
     bench.step()
     bad, good = bench.submit(0, priority=-5000), bench.submit(1)
     bench.run_dry()
-    assert bench.state.g[st.BAD_RANKS] > 0
-    assert {bench.status(bad), bench.status(good)} == {st.OK}
+    assert bench.state.core["bad_ranks"][0] > 0
+    assert {bench.status(bad), bench.status(good)} == {codes.OK}

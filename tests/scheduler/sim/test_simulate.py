@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
 from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.fluid import HAND_OVER_NS, run_fluid
@@ -55,7 +55,7 @@ def test_traces_come_from_csv(tmp_path: Path) -> None:
     found = TraceWorkload.from_csv(path).arrivals(["a", "b"], 0)
     assert found["time_ns"].tolist() == [1_000_000, 2_000_000]
     assert found["model"].tolist() == [0, 1]
-    assert found["deadline_ns"].tolist() == [6_000_000, st.NEVER]
+    assert found["deadline_ns"].tolist() == [6_000_000, codes.NEVER]
     assert found["client"].tolist() == [3, 0]
     result = simulate([net("a"), net("b")], TraceWorkload.from_csv(path), "fifo")
     assert result.all.completed == 2
@@ -176,7 +176,7 @@ def test_a_saturated_gpu_does_what_its_slots_allow() -> None:
 def test_few_requests_for_many_models_are_all_answered(rows: list[tuple[float, str]], policy: str) -> None:
     load = TraceWorkload(tuple((t, name, None, None, 0) for t, name in sorted(rows)))
     result = simulate(mix_profiles(), load, policy)
-    assert (result.jobs["status"] == st.OK).sum() == len(rows)
+    assert (result.jobs["status"] == codes.OK).sum() == len(rows)
 
 
 @pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
@@ -402,7 +402,7 @@ def test_queues_of_short_kernels_end_late_in_simulated_time_too(policy: str, sin
         for n in (150, 300, 700)
     ]
     load = TraceWorkload(tuple((since + k * 1e-5, f"net{(150, 300, 700)[k % 3]}", None, None, 0) for k in range(3000)))
-    assert (simulate(nets, load, policy, queues=8).jobs["status"] == st.OK).all()
+    assert (simulate(nets, load, policy, queues=8).jobs["status"] == codes.OK).all()
 
 
 @given(st_.integers(1, 700), st_.integers(1, 12), st_.integers(1, 12))
@@ -481,11 +481,11 @@ def test_one_segment_at_a_time_loses_next_to_nothing(fidelity: Fidelity) -> None
 def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
 
-    def served(clients: int, windows: bool) -> int:
+    def served(clients: int, windows: int) -> int:
         load = ClosedLoop("net", clients, duration=0.1)
         return simulate(net, load, "fifo", active=32, sm_windows=windows).all.completed
 
-    few, many = ([served(clients, windows) for windows in (False, True)] for clients in (4, 24))
+    few, many = ([served(clients, windows) for windows in (0, 8)] for clients in (4, 24))
     assert few[0] <= few[1] <= 1.02 * few[0]  # few go in one piece, which saves the gaps
     assert 1.15 < many[1] / many[0] < 1.25  # what the rule was made for
 
@@ -493,7 +493,7 @@ def test_windows_of_sms_let_a_crowd_do_more_and_change_little_for_few() -> None:
 def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, lanes=32, demand={1: 0.23}, together={1: 8})
     load = ClosedLoop("net", 24, duration=0.1)
-    without, asked = (simulate(net, load, "streams", sm_windows=windows) for windows in (False, True))
+    without, asked = (simulate(net, load, "streams", sm_windows=windows) for windows in (0, 8))
     assert np.array_equal(without.jobs, asked.jobs)
 
 
@@ -509,4 +509,11 @@ def test_windows_are_simulated_where_demand_was_measured_and_for_segments(
 ) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
     with pytest.raises(PaellaError, match="demand was measured"):
-        simulate(net, Poisson(10, "net"), sm_windows=True, fidelity=fidelity)
+        simulate(net, Poisson(10, "net"), sm_windows=8, fidelity=fidelity)
+
+
+@pytest.mark.parametrize("wrong", [True, 2, -1, 65])
+def test_windows_are_a_number_of_them_as_for_an_engine(wrong: int) -> None:
+    net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand={1: 0.3})
+    with pytest.raises(PaellaError, match="0, for none, or 3 to 64"):
+        simulate(net, Poisson(10, "net"), sm_windows=wrong)

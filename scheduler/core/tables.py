@@ -1,0 +1,267 @@
+"""The core's tables, row by row: the layouts that the compiled core, front ends and loops share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[Any]
+Words = NDArray[np.uint64]
+
+# [1] The core's own numbers. Counts without another word are lengths of the list of the same name in `State`.
+CORE = np.dtype(
+    [
+        # set from outside
+        ("backend", "i8"),  # VIRTUAL or CUDA
+        ("max_active", "i8"),  # jobs
+        ("demand_limit", "f8"),  # GPUs that active jobs together may keep busy
+        ("look_ahead", "i8"),  # segments of one job on the GPU at a time
+        ("whole_always", "i8"),  # 1: the hardware decides, programs are launched in one piece
+        ("whole_idle", "i8"),  # 1: so is a program alone on the GPU
+        ("hold", "i8"),  # 1: lanes wait until their outputs are read
+        ("refresh", "i8"),  # waiting lanes ranked afresh with each decision
+        ("timeless", "i8"),  # 1: a job's rank changes only with the job
+        ("windows", "i8"),  # of SMs
+        ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
+        ("tapped", "i8"),  # 1: completions are also written to `tap`
+        # how things stand
+        ("mode", "i8"),  # RUN_MODE …
+        ("error", "i8"),  # the backend's latest
+        ("sequence", "i8"),  # of the next request
+        ("live", "i8"),  # requests accepted and not completed
+        ("queued", "i8"),  # requests without a slot
+        ("queued_jobs", "f8"),  # jobs that these will make, in full batches
+        ("ready", "i8"),
+        ("active", "i8"),
+        ("flight", "i8"),
+        ("held", "i8"),
+        ("due", "i8"),
+        ("out", "i8"),
+        ("touched", "i8"),
+        ("asking", "i8"),
+        ("leaving", "i8"),
+        ("changed", "i8"),  # 1: there is something to decide
+        ("refresh_at", "i8"),  # index in `ready` of the lane ranked afresh last
+        ("first", "i8"),  # 1: the next completion is the first of its batch
+        ("turn", "i8"),  # front end whose submissions are looked at next
+        ("tap_tail", "i8"),
+        ("top_priority", "i8"),  # highest of an open model
+        ("standing_back", "i8"),  # active lanes that launch nothing for a short one's sake
+        ("demand", "f8"),  # of active jobs
+        ("waiting_jobs", "f8"),  # of late
+        ("short_often", "f8"),  # part of the time that some lanes were to stand back for a short one
+        ("room_at_ns", "f8"),  # when there is something to do although nothing happens
+        # fair queueing, over models and over clients
+        ("virtual_ns", "f8"),
+        ("shares", "f8"),
+        ("client_virtual_ns", "f8"),
+        ("client_shares", "f8"),
+        # what the GPU gives when several jobs share it
+        ("last_ns", "f8"),  # time of the last step
+        ("busy_ns", "f8"),
+        ("served_ns", "f8"),
+        ("gain", "f8"),
+        # counters
+        ("steps", "i8"),
+        ("decisions", "i8"),
+        ("preemptions", "i8"),
+        ("launches", "i8"),
+        ("whole_launches", "i8"),
+        ("confined_launches", "i8"),
+        ("segments_done", "i8"),
+        ("done_ok", "i8"),
+        ("bad_ranks", "i8"),
+        ("launch_ns", "f8"),  # the loop's time in the driver,
+        ("longest_launch_ns", "f8"),  # the most of it for one launch
+        ("longest_copy_ns", "f8"),  # until inputs were copied that were handed to the copier; the copier's own
+    ],
+    align=True,
+)
+
+# [1] Addresses of functions that the core calls, in its own process; 0: none.
+CALLS = np.dtype(
+    [
+        ("rank", "u8"),  # the policy's
+        ("admit", "u8"),
+        ("order", "u8"),
+        ("graph_launch", "u8"),
+        ("write", "u8"),  # the C library's
+        ("clock", "u8"),  # clock_gettime
+    ],
+    align=True,
+)
+
+MODEL = np.dtype(
+    [
+        # written by the installer
+        ("state", "i8"),
+        ("priority", "i8"),  # larger goes first; a request may carry its own
+        ("share", "f8"),  # of GPU time, relative to other models'
+        ("target_ns", "i8"),  # latency aimed at: ranks, never expires; NEVER: none
+        ("queue_limit", "i8"),  # requests without a slot beyond this are refused
+        ("generation", "u8"),  # of the row: what was meant for the model it held before is refused
+        ("n_sizes", "i8"),
+        ("n_lanes", "i8"),
+        ("n_inputs", "i8"),
+        # written by the core
+        ("free_n", "i8"),  # lanes on the stack free_lane[m]
+        ("filling", "i8"),  # the core's own copy of State.filling[m]
+        ("warm", "i8"),  # the lane on top of the stack has run since the filling one was opened
+        ("root", "i8"),  # heap of queued requests that came out of order
+        ("first", "i8"),  # list of those that came in order: each behind the one before
+        ("last", "i8"),
+        ("queued", "i8"),
+        ("live", "i8"),  # accepted and not completed
+        ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
+        ("used_ns", "f8"),  # GPU time received, as time alone
+        ("completed", "i8"),
+        ("asking", "i8"),  # 1: listed in State.asking
+    ],
+    align=True,
+)
+
+SIZE = np.dtype(  # [model, size], batch ascending
+    [
+        ("batch", "i8"),
+        ("segments", "i8"),
+        ("total_ns", "f8"),
+        ("demand", "f8"),  # part of the GPU that one such batch keeps busy: 1 / demand of them fill it
+    ],
+    align=True,
+)
+
+SEGMENT = np.dtype(  # [model, size, segment]
+    [
+        ("time_ns", "f8"),  # alone on the GPU
+        ("tail_ns", "f8"),  # this segment and all after it
+        ("blocks", "i8"),  # resident at once: the largest kernel's, as far as the GPU holds them
+        ("warps", "i8"),
+        ("registers", "i8"),
+        ("shared_bytes", "i8"),
+        ("kernels", "i8"),  # issued by the front end of the GPU
+    ],
+    align=True,
+)
+
+LANE = np.dtype(
+    [
+        ("model", "i8"),  # written by the installer; NONE: no lane
+        ("state", "i8"),
+        ("size", "i8"),  # index into the model's sizes, once closed; before, the one that would fit
+        ("taken", "i8"),  # slots the core knows requests for
+        ("live", "i8"),  # of those, requests not yet completed
+        ("segments", "i8"),  # of the size it runs at; 1 when launched whole
+        ("issued", "i8"),
+        ("done", "i8"),
+        ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
+        ("whole", "i8"),
+        ("rank", "f8"),
+        ("demand", "f8"),  # as counted in core.demand while it is active
+        ("back", "i8"),  # 1: stands back for a short one, if it is active
+        ("ready_at", "i8"),  # index in State.ready, or NONE
+        ("active_at", "i8"),  # in State.active
+        ("flight_at", "i8"),  # in State.flight
+        ("arrival_ns", "i8"),  # of the oldest live request
+        ("latest_ns", "i8"),  # when the last of its requests came
+        ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
+        ("priority", "i8"),  # highest of the live requests'
+        ("client", "i8"),  # of the oldest
+        ("client_start_ns", "f8"),
+        ("started_ns", "i8"),  # first launch
+        ("generation", "i8"),
+        ("touched", "i8"),  # 1: listed in State.touched
+        ("pool", "i8"),  # of streams; by the installer
+        ("stream_at", "i8"),  # the stream it has while it is in flight
+        ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
+    ],
+    align=True,
+)
+
+# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
+# (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
+# and clears. Segments of one lane complete in order.
+# `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
+LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
+
+# Inputs on their way into a slot, by the copier.
+COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
+
+REQUEST = np.dtype(
+    [
+        ("serial", "u8"),  # the front end's unique number, so that a late CANCEL cannot hit the row's next request
+        ("tag", "u8"),  # the front end's own, returned untouched
+        ("state", "i8"),
+        ("model", "i8"),
+        ("lane", "i8"),
+        ("slot", "i8"),
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("client_start_ns", "f8"),  # fair-queueing start tag
+        ("order", "f8"),  # key in its model's queue, then `sequence`
+        ("sequence", "i8"),
+        ("source", "u8"),  # staged inputs; 0: none to copy
+        ("left", "i8"),  # leftist heap of its model; in the list, the one before
+        ("right", "i8"),  # in the list, the one behind
+        ("up", "i8"),
+        ("height", "i8"),  # 0: in the list
+        ("due_at", "i8"),  # index in the deadline heap, or NONE
+        ("leaving", "i8"),  # 1: listed in State.leaving
+        ("front", "i8"),  # whose it is
+    ],
+    align=True,
+)
+
+CLIENT = np.dtype(
+    [("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("tag_ns", "f8"), ("live", "i8")],  # tag: the next start
+    align=True,
+)
+
+SUBMISSION = np.dtype(
+    [
+        ("sequence", "u8"),  # of the cell: position + 1 when published, position + capacity when taken
+        ("kind", "i8"),
+        ("request", "i8"),  # row
+        ("serial", "u8"),
+        ("tag", "u8"),
+        ("model", "i8"),
+        ("lane", "i8"),  # slot reserved by the front end; NONE: staged
+        ("slot", "i8"),
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("source", "u8"),
+        ("generation", "u8"),  # of the model's row as the front end knows it; 0: whichever it is
+    ],
+    align=True,
+)
+
+COMPLETION = np.dtype(
+    [
+        ("request", "i8"),  # row; NONE: about a model (MODEL_CLOSED)
+        ("serial", "u8"),
+        ("tag", "u8"),
+        ("model", "i8"),
+        ("lane", "i8"),  # where the outputs are; NONE: it never had a slot
+        ("slot", "i8"),
+        ("batch", "i8"),  # requests that ran together
+        ("size", "i8"),  # index of the captured size they ran at
+        ("status", "i8"),
+        ("error", "i8"),  # the backend's, with FAILED
+        ("client", "i8"),
+        ("priority", "i8"),
+        ("arrival_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("started_ns", "i8"),  # first launch; NEVER: it was not launched
+        ("finish_ns", "i8"),
+        ("first", "i8"),  # 1: the first entry of its batch, so that each batch is counted once
+    ],
+    align=True,
+)
+
+# What VIRTUAL backends launch: the loop runs entries 0 … core.out − 1 and sets core.out to 0.
+OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)
