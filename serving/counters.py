@@ -62,7 +62,7 @@ def counter_table(writers: int = 1) -> Numbers:
 
 @compiled
 def note_items(own: Numbers, index: Numbers, target_ns: Numbers, bounds_ns: Numbers, entries: Table) -> None:
-    """The engine has completed these (state.COMPLETION)."""
+    """The engine has completed these (tables.COMPLETION)."""
     for i in range(entries.shape[0]):
         e = entries[i]
         if e.request < 0 or e.status != OK or index[e.model] < 0:

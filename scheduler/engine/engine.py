@@ -224,7 +224,7 @@ class Engine(Requester):
         return self._backend.sm_totals()
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Calls `watcher(entry)` (state.COMPLETION) for every request that ends; the result stops it.
+        """Calls `watcher(entry)` (tables.COMPLETION) for every request that ends; the result stops it.
 
         In this process's front end that is before its answer; requests of other processes are seen soon after it.
         """
@@ -274,7 +274,7 @@ class Engine(Requester):
         self._backend.call(function)
 
     def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
-        """As `watch`, of this process's requests, several at a time (state.COMPLETION)."""
+        """As `watch`, of this process's requests, several at a time (tables.COMPLETION)."""
         self._front.counters.append(counter)
         return lambda: self._front.counters.remove(counter)
 

@@ -22,7 +22,7 @@ class SlowRequest(NamedTuple):
     """`lateness` is latency ÷ what it should have been at most; times are ns on the host's monotonic clock."""
 
     lateness: float
-    entry: Any  # state.COMPLETION
+    entry: Any  # tables.COMPLETION
     segments: NDArray[np.int64]  # start, end
     whole: bool
 

@@ -30,7 +30,7 @@ JOB_RECORD = np.dtype(
         ("lane", "<i2"),  # -1: it never had one
         ("slot", "<i2"),
         ("batch", "<u2"),  # requests that ran together
-        ("status", "<u2"),  # paellapy.scheduler.core.state.STATUS
+        ("status", "<u2"),  # paellapy.scheduler.core.codes.STATUS
         ("client", "<i4"),
         ("priority", "<i4"),
         ("arrival_ns", "<i8"),

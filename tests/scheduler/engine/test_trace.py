@@ -18,7 +18,8 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
 from paellapy.instrument.trace import Trace
-from paellapy.scheduler.core import state
+from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.engine.trace import (
     JOB_RECORD,
     OWNER,
@@ -149,8 +150,8 @@ def model(name: str, target_ms: float | None = None) -> Model:
     return Model(name, lambda *_: None, inputs=spec, outputs=spec, batch=(1, 2), target_ms=target_ms)
 
 
-def completion(serial: int, row: int, lane: int, arrival: int, start: int, end: int, due: int = state.NEVER) -> Any:
-    entry = np.zeros(1, state.COMPLETION)[0]
+def completion(serial: int, row: int, lane: int, arrival: int, start: int, end: int, due: int = NEVER) -> Any:
+    entry = np.zeros(1, COMPLETION)[0]
     entry["serial"], entry["model"], entry["lane"], entry["arrival_ns"] = serial, row, lane, arrival
     entry["started_ns"], entry["finish_ns"], entry["deadline_ns"] = start, end, due
     return entry
@@ -165,7 +166,7 @@ def filled(pieces: list[TracedPiece], entries: list[Any], whole: bool) -> Engine
     return trace
 
 
-ENTRIES = [completion(1, 7, 4, 0, 0, 9000), completion(2, 9, 5, 10, state.NEVER, 50, due=40)]
+ENTRIES = [completion(1, 7, 4, 0, 0, 9000), completion(2, 9, 5, 10, NEVER, 50, due=40)]
 REPLAYED = [TracedPiece(4, 1, 0, (1,), True), TracedPiece(4, 1, 1, (2,), True), TracedPiece(4, 1, -1, (1, 2), True)]
 
 
