@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import (
@@ -17,6 +18,7 @@ from paellapy.scheduler.core.errors import (
     QueueFullError,
     UnknownModelError,
 )
+from paellapy.serving.logs import log
 
 
 class ConfigError(PaellaError):
@@ -32,6 +34,15 @@ class RequestError(PaellaError):
         super().__init__(message)
         if status is not None:
             self.status = status
+
+
+class LateBodyError(RequestError):
+    """A body that has not arrived within `body_timeout_s`; its connection ends."""
+
+    status = 408
+
+    def __init__(self) -> None:
+        super().__init__("the body did not arrive in time")
 
 
 class RefusedError(RequestError):
@@ -76,6 +87,25 @@ def status_of(error: PaellaError) -> tuple[int, str | None]:
 def retry_after_s(error: PaellaError) -> int:
     """Whole seconds, as the header has them."""
     return max(1, math.ceil(min(getattr(error, "retry_after_s", 1.0), 3600.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What a client hears of an error."""
+
+    status: int
+    said: str
+    retry_after_s: int | None = None
+
+
+def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
+    """What is our own fault is logged, and told only by the request's number."""
+    status = status_of(error)[0] if isinstance(error, PaellaError) else 500
+    if status == 500:
+        log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": path}})
+        return ErrorAnswer(500, f"internal error; the server's log has it under request {number}")
+    assert isinstance(error, PaellaError)
+    return ErrorAnswer(status, str(error), retry_after_s(error) if status == 503 else None)
 
 
 def short(value: object) -> str:

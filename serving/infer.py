@@ -1,58 +1,81 @@
-"""`POST …/infer`: the way every inference takes."""
+"""`POST …/infer` on aiohttp's way: its body in, its answer out. What lies between is `inference.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 from aiohttp import web
 
+from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, pack
+from paellapy.serving.errors import LateBodyError
+from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.middleware import CLIENT, SERVICE
-from paellapy.serving.protocol import decode, encode
-from paellapy.serving.registry import VERSION
 from paellapy.serving.service import Service
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-COMPRESS_FROM_BYTES = 1024  # below, the headers weigh more than what is saved
-COMPRESS_IN_THREAD_BYTES = 1 << 16
 
-_CODINGS = {"gzip": web.ContentCoding.gzip, "deflate": web.ContentCoding.deflate}
+Answer = tuple[bytes, int | None]  # the body, and the length of its JSON where binary tensors follow
+
+
+class _Awaited(Inference):
+    """An inference whose answer a handler waits for."""
+
+    __slots__ = ("answer", "loop", "thread")
+
+    def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
+        super().__init__(service, name, version, client)
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self.answer: asyncio.Future[Answer] = self.loop.create_future()
+
+    def answered(self, pieces: Pieces, json_length: int | None) -> None:
+        self._tell((b"".join(pieces), json_length))
+
+    def refused(self, error: Exception) -> None:
+        self._tell(error)
+
+    def _tell(self, result: Answer | Exception) -> None:
+        if threading.get_ident() == self.thread:
+            self._set(result)
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._set, result)
+
+    def _set(self, result: Answer | Exception) -> None:
+        if self.answer.done():  # its handler was cancelled meanwhile
+            return
+        if isinstance(result, Exception):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 async def infer(request: web.Request) -> web.StreamResponse:
-    """Decode, run, encode."""
-    started_ns = time.monotonic_ns()
     service, where = request.app[SERVICE], request.match_info
-    name, version = where["model"], where.get("version")
-    service.counters.enter()
+    work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])
     try:
-        service.admission.check_room(service.registry.ready(name, version))  # before the body is read: it may be long
-        body = await read(request, service)
-        model = service.registry.ready(name, version)  # it may have been loaded anew meanwhile
-        work = decode(model, body, request.headers.get(HEADER_LENGTH))
-        results = await service.infer(model, work, request[CLIENT])
+        try:
+            work.look()
+            body = await read(request, service)
+        except Exception as e:
+            work.fail(e)
+        else:
+            work.start(body, request.headers.get(HEADER_LENGTH))
+        answer, json_length = await work.answer
     except asyncio.CancelledError:
-        service.note_left(name)
-        raise
-    except Exception as e:
-        service.note_failure(name, e, time.monotonic_ns() - started_ns)
+        work.leave()
         raise
     finally:
         service.counters.leave()
-    pieces, header_length = encode(model, VERSION, work, results)
-    response = web.Response(
-        body=pieces[0] if len(pieces) == 1 else b"".join(pieces),
-        content_type="application/json" if header_length is None else "application/octet-stream",
-        zlib_executor_size=COMPRESS_IN_THREAD_BYTES,
-    )
-    if header_length is not None:
-        response.headers[HEADER_LENGTH] = str(header_length)
-    if (accepted := request.headers.get("Accept-Encoding")) and sum(map(len, pieces)) >= COMPRESS_FROM_BYTES:
-        coding = choose_coding(accepted, binary=header_length is not None)
-        if coding is not None:
-            response.enable_compression(_CODINGS[coding])
-    service.counters.of(name).note_answer(time.monotonic_ns() - started_ns)
-    return response
+    binary = json_length is not None
+    headers = {"Content-Type": "application/octet-stream" if binary else "application/json"}
+    if binary:
+        headers[HEADER_LENGTH] = str(json_length)
+    coding = answer_coding(request.headers.get("Accept-Encoding"), len(answer), binary)
+    if coding is not None:
+        headers["Content-Encoding"] = coding
+        size = len(answer)
+        answer = pack(answer, coding) if size < IN_THREAD_BYTES else await asyncio.to_thread(pack, answer, coding)
+    return web.Response(body=answer, headers=headers)
 
 
 async def read(request: web.Request, service: Service) -> bytes:
@@ -63,26 +86,8 @@ async def read(request: web.Request, service: Service) -> bytes:
         raise web.HTTPRequestEntityTooLarge(service.max_body_bytes, request.content_length or 0)
     if request.content.is_eof() or service.body_timeout_s is None:
         return await request.read()
-    async with asyncio.timeout(service.body_timeout_s):
-        return await request.read()
-
-
-def choose_coding(accepted: str, binary: bool) -> str | None:
-    """gzip, deflate or neither, from Accept-Encoding.
-
-    Many HTTP libraries name all codings they know in every request. Tensors hardly shrink and cost milliseconds, so
-    they are compressed only for a client that asks for one coding, as inference clients do.
-
-    >>> choose_coding("gzip, deflate, br", binary=True), choose_coding("gzip", binary=True)
-    (None, 'gzip')
-    """
-    wanted = []
-    for each in accepted.lower().split(","):
-        coding, _, options = each.partition(";")
-        weight = options.replace(" ", "")
-        refused = weight.startswith("q=0") and not weight.strip("q=0.")
-        if coding.strip() in _CODINGS and not refused:
-            wanted.append(coding.strip())
-    if not wanted or (binary and "," in accepted):
-        return None
-    return "gzip" if "gzip" in wanted else wanted[0]
+    try:
+        async with asyncio.timeout(service.body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise LateBodyError from None

@@ -13,8 +13,7 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from paellapy.instrument.errors import PaellaError
-from paellapy.serving.errors import RequestError, retry_after_s, status_of
+from paellapy.serving.errors import LateBodyError, RequestError, error_answer
 from paellapy.serving.logs import child_span, log, request_id
 from paellapy.serving.service import Service
 
@@ -105,14 +104,7 @@ def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> 
 
 def answer(error: Exception, request: web.Request, number: str) -> web.StreamResponse:
     """Every error as `{"error": "…"}`; what is our own fault is logged, and told only by its number."""
-    if isinstance(error, PaellaError):
-        status, _ = status_of(error)
-        if status < 500:
-            extra = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-            return json_response({"error": str(error)}, status, extra)
-        if status == 503:
-            return json_response({"error": str(error)}, status, {"Retry-After": str(retry_after_s(error))})
-    elif isinstance(error, web.HTTPException):
+    if isinstance(error, web.HTTPException):
         if error.status < 400:
             raise error
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
@@ -120,16 +112,18 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             _end(request, response, LINGER_S)
         return response
-    elif isinstance(error, TimeoutError):
-        response = json_response({"error": "the body did not arrive in time"}, 408)
-        _end(request, response, 0.0)
-        return response
-    elif isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
+    if isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
         response = json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
         response.force_close()  # where the next request would begin is not known
         return response
-    log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": request.path}})
-    return json_response({"error": f"internal error; the server's log has it under request {number}"}, 500)
+    found = error_answer(error, number, request.path)
+    headers = {"WWW-Authenticate": "Bearer"} if found.status == 401 else {}
+    if found.retry_after_s is not None:
+        headers["Retry-After"] = str(found.retry_after_s)
+    response = json_response({"error": found.said}, found.status, headers)
+    if isinstance(error, LateBodyError):
+        _end(request, response, 0.0)
+    return response
 
 
 def _end(request: web.Request, response: web.Response, linger_s: float) -> None:

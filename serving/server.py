@@ -27,7 +27,7 @@ from paellapy.serving.app import create_app
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.connections import Connection, Runner
 from paellapy.serving.fast_path.connection import FastConnection
-from paellapy.serving.fast_path.head import Lane
+from paellapy.serving.fast_path.inference import ShortWay
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry
@@ -83,7 +83,7 @@ class Server:
         o = self.options
         connection: Callable[..., Connection] = Connection
         if not self._keys and not o.access_log:  # both are aiohttp's middleware's
-            connection = partial(FastConnection, lane=Lane(self.service, o.client_header))
+            connection = partial(FastConnection, way=ShortWay(self.service, o.client_header))
         self._runner = Runner(
             self.app,
             connection,

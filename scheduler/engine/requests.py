@@ -127,33 +127,6 @@ class Requester(ABC):
         loaded = self._find(name)
         return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
 
-    async def run(
-        self,
-        name: str,
-        inputs: Inputs,
-        items: int,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        client: Hashable = None,
-    ) -> Outputs:
-        """Runs a request of several items, [items, …], of which it is known that they fit the model.
-
-        All of them, or none: when one fails, or the caller leaves, the others are taken back.
-        """
-        loaded = self._find(name)
-        if items == 1:
-            first = {key: inputs[key][0] for key in loaded.model.inputs}
-            found = await self._run(loaded, first, deadline_ms, priority, client)
-            return {key: array[np.newaxis] for key, array in found.items()}
-        each = [{key: inputs[key][item] for key in loaded.model.inputs} for item in range(items)]
-        tasks = [asyncio.create_task(self._run(loaded, one, deadline_ms, priority, client)) for one in each]
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return {key: np.stack([one[key] for one in results]) for key in loaded.model.outputs}
-
     async def _run(
         self,
         loaded: Loaded,

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from paellapy.serving.fast_path.connection import FastConnection
 
 READ_BYTES = 1 << 20  # at once; what the kernel holds of a connection is usually less
 FIRST_BYTES = 1 << 20  # of a body; a longer one grows as it comes: a length alone takes no memory
@@ -55,11 +52,26 @@ class Body:
         return self._memory.data
 
 
-class Reader(asyncio.BufferedProtocol):
-    """Reads for a connection. The event loop would hand over a new object for everything that comes."""
+class Reading(Protocol):
+    """A connection, as far as its reader knows it."""
 
-    def __init__(self, connection: FastConnection) -> None:
-        self._connection, self._shared = connection, connection.lane.buffer
+    @property
+    def body(self) -> Body | None: ...
+    @property
+    def idle(self) -> bool: ...
+    def data_received(self, data: Any) -> None: ...
+    def body_received(self, body: Body, nbytes: int) -> None: ...
+    def eof_received(self) -> Any: ...
+    def connection_lost(self, exc: BaseException | None) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+
+
+class Reader(asyncio.BufferedProtocol):
+    """Reads for a connection, into `shared` memory. The event loop would make an object of everything that comes."""
+
+    def __init__(self, connection: Reading, shared: memoryview) -> None:
+        self._connection, self._shared = connection, shared
         self._body: Body | None = None  # what is being read into
         self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
         self.connection_lost, self.eof_received = connection.connection_lost, connection.eof_received  # type: ignore[method-assign]

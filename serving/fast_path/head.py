@@ -1,16 +1,11 @@
-"""The header of an inference on the short way: read once, since clients repeat it; and of its answer."""
+"""The header of an inference on the short way: read once, since clients repeat it."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 from dataclasses import dataclass
-from email.utils import formatdate
 
-from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.infer import HEADER_LENGTH
-from paellapy.serving.service import Service
 
 _LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
 _HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
@@ -24,11 +19,6 @@ _UNUSUAL = frozenset(
 )
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 _SINGLE = frozenset((b"content-length", _HEADER_LENGTH, b"x-request-id", b"host", b"connection", b"accept-encoding"))
-_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
-            500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
-_RESPONSE = (
-    b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\n%b%b"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +34,22 @@ class Head:
     accepts: str | None
 
 
-class Lane:
-    """What all connections of a server have in common."""
+class Heads:
+    """Headers that have come, and what each says."""
 
-    def __init__(self, service: Service, client_header: str) -> None:
-        self.service = service
-        self._client_header = client_header.lower().encode()
-        self._heads: dict[bytes, Head | None] = {}
-        self._date, self._date_at = b"", 0
-        self.thread = threading.get_ident()
-        self.buffer = read_buffer()  # what has been read is used up before anything else is
+    def __init__(self, client_header: str, max_body_bytes: int) -> None:
+        self._client_header, self._max_body_bytes = client_header.lower().encode(), max_body_bytes
+        self._known: dict[bytes, Head | None] = {}
 
-    def head(self, data: bytes) -> Head | None:
+    def find(self, data: bytes) -> Head | None:
         """From the first line to the empty one; None: aiohttp reads it. Clients send the same one again and again."""
         try:
-            return self._heads[data]
+            return self._known[data]
         except KeyError:
             pass
-        if len(self._heads) >= REMEMBERED_HEADS:
-            self._heads.clear()
-        found = self._heads[data] = self._parse(data)
+        if len(self._known) >= REMEMBERED_HEADS:
+            self._known.clear()
+        found = self._known[data] = self._parse(data)
         return found
 
     def _parse(self, data: bytes) -> Head | None:
@@ -93,23 +79,7 @@ class Lane:
                 accepts = value.decode("latin-1")
             if name == self._client_header:
                 client = value.decode("utf-8", "surrogateescape")
-        if length is None or not length.isdigit() or len(length) > 15 or int(length) > self.service.max_body_bytes:
+        if length is None or not length.isdigit() or len(length) > 15 or int(length) > self._max_body_bytes:
             return None
         version = None if line[2] is None else line[2].decode()
         return Head(line[1].decode(), version, int(length), json_length, client or "", number, accepts)
-
-    def date(self) -> bytes:
-        now = int(time.time())
-        if now != self._date_at:
-            self._date, self._date_at = formatdate(now, usegmt=True).encode(), now
-        return self._date
-
-    def response(
-        self, status: int, pieces: list[bytes | memoryview], kind: bytes, number: str, more: bytes, close: bool
-    ) -> list[bytes | memoryview]:
-        """The answer in pieces: its header, and those of its body."""
-        length = sum(map(len, pieces))
-        named = number.encode("utf-8", "surrogateescape")
-        end = b"Connection: close\r\n\r\n" if close else b"\r\n"
-        head = _RESPONSE % (status, _REASONS.get(status, b"Error"), kind, length, named, self.date(), more, end)
-        return [head, *pieces]

@@ -1,115 +1,87 @@
-"""One inference on the short way (fast_path/connection.py) while the engine has it."""
+"""An inference of the short way: answered from where its completion is read, into the connection it came by."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import threading
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.errors import DeadlineError, UnknownModelError
-from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
-from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
-from paellapy.scheduler.engine.requests import Outputs
-from paellapy.scheduler.models.model import Model
-from paellapy.serving.admission import Ticket
-from paellapy.serving.fast_path.head import Head
-from paellapy.serving.protocol import Request, encode
-from paellapy.serving.registry import VERSION
-from paellapy.serving.service import met_unload
-
-if TYPE_CHECKING:
-    from paellapy.serving.fast_path.connection import FastConnection
+from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, pack
+from paellapy.serving.errors import error_answer
+from paellapy.serving.fast_path.answers import BINARY, Answer, Clock, of_error
+from paellapy.serving.fast_path.buffers import read_buffer
+from paellapy.serving.fast_path.head import Head, Heads
+from paellapy.serving.inference import Inference, Pieces
+from paellapy.serving.logs import request_id
+from paellapy.serving.service import Service
 
 
-class Work:
-    """One request that the engine has: its items, and what to do when they are done."""
+class ShortWay:
+    """What all connections of a server have in common."""
 
-    __slots__ = ("client", "connection", "front", "head", "left", "model", "number", "over", "pending", "request",
-                 "results", "started_ns", "ticket")  # fmt: skip
+    def __init__(self, service: Service, client_header: str) -> None:
+        """In the event loop that reads them."""
+        self.service = service
+        self.heads = Heads(client_header, service.max_body_bytes)
+        self.clock = Clock()
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self.buffer = read_buffer()  # what has been read is used up before anything else is
 
-    def __init__(self, connection: FastConnection, head: Head, started_ns: int) -> None:
-        self.connection, self.head, self.started_ns = connection, head, started_ns
-        self.number = ""
-        self.over = False
-        self.model: Model
-        self.request: Request
-        self.front: FrontEnd
-        self.ticket: Ticket | None = None
-        self.pending: list[Pending] = []
-        self.results: dict[str, NDArray[Any]] | None = None
-        self.left = 1
 
-    def __call__(self, entry: Entry) -> None:
-        """The completion of the only item, wherever they are read. Its outputs are its own until this returns."""
-        if self.over:
+class Client(Protocol):
+    """Who is answered: a connection."""
+
+    @property
+    def closing(self) -> bool:
+        """Its next answer is its last."""
+
+    def send(self, work: ShortInference, answer: Pieces, close: bool) -> None:
+        """In the loop's thread. The pieces' memory is the caller's again when this returns."""
+
+
+class ShortInference(Inference):
+    __slots__ = ("_client", "_way", "head")
+
+    def __init__(self, client: Client, way: ShortWay, head: Head) -> None:
+        super().__init__(way.service, head.model, head.version, head.client)
+        self._client, self._way, self.head = client, way, head
+
+    def answered(self, pieces: Pieces, json_length: int | None) -> None:
+        answer = Answer(request_id(self.head.id), pieces)
+        if json_length is not None:
+            answer.kind, answer.more = BINARY, b"Inference-Header-Content-Length: %d\r\n" % json_length
+        if self.head.accepts is not None:
+            size = sum(map(len, pieces))
+            coding = answer_coding(self.head.accepts, size, binary=json_length is not None)
+            if coding is not None:
+                self._pack(answer, size, coding)
+                return
+        self._write(answer)
+
+    def refused(self, error: Exception) -> None:
+        number = request_id(self.head.id)
+        self._write(of_error(error_answer(error, number, f"/v2/models/{self.name}/infer"), number))
+
+    def _pack(self, answer: Answer, size: int, coding: str) -> None:
+        body = b"".join(answer.pieces)
+        answer.more += b"Content-Encoding: %b\r\n" % coding.encode()
+        if size < IN_THREAD_BYTES or threading.get_ident() != self._way.thread:
+            answer.pieces = [pack(body, coding)]
+            self._write(answer)
             return
-        engine = self.connection.lane.service.engine
-        if entry[E_STATUS] != codes.OK:
-            self.answer(engine._result(entry))
-            return
-        loaded = engine._row(entry[E_MODEL])
-        assert loaded is not None
-        slot = entry[E_SLOT]
-        outputs = loaded.lane_of[entry[E_LANE]].outputs
-        self.finish({key: array[slot : slot + 1] for key, array in outputs.items()})
 
-    def answer(self, result: Outputs | Exception) -> None:
-        """The engine is away, or the request failed."""
-        if self.over:
-            return
-        assert isinstance(result, Exception)
-        if isinstance(result, UnknownModelError):
-            result = met_unload(self.model.name)
-        for each in self.pending:
-            self.front.cancel(each)
-        self._leave(answered=isinstance(result, DeadlineError))
-        self.connection.failed(self, result)
+        def packed(future: asyncio.Future[bytes]) -> None:
+            answer.pieces = [future.result()]
+            self._write(answer)
 
-    def item(self, k: int, entry: Entry) -> None:
-        """As a call, for one of several items."""
-        if self.over:
-            return
-        engine = self.connection.lane.service.engine
-        found = engine._result(entry)
-        if isinstance(found, Exception):
-            self.answer(found)
-            return
-        if self.results is None:
-            specs = self.model.outputs
-            self.results = {key: np.empty((self.request.items, *s.shape), s.dtype) for key, s in specs.items()}
-        for key, array in found.items():
-            self.results[key][k] = array
-        self.left -= 1
-        if self.left == 0:
-            self.finish(self.results)
+        self._way.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
 
-    def finish(self, results: dict[str, NDArray[Any]]) -> None:
-        self._leave(answered=True)
-        self.connection.done(self, *encode(self.model, VERSION, self.request, results))
-
-    def cancel(self) -> None:
-        """The client has left."""
-        if not self.over:
-            for each in self.pending:
-                self.front.cancel(each)
-            self._leave(answered=False)
-
-    def _leave(self, answered: bool) -> None:
-        self.over = True
-        if self.ticket is not None:
-            self.ticket.leave(answered)
-
-
-class Item:
-    __slots__ = ("k", "work")
-
-    def __init__(self, work: Work, k: int) -> None:
-        self.work, self.k = work, k
-
-    def __call__(self, entry: Entry) -> None:
-        self.work.item(self.k, entry)
-
-    def answer(self, result: Outputs | Exception) -> None:
-        self.work.answer(result)
+    def _write(self, answer: Answer) -> None:
+        """From the thread that reads completions: usually the loop's own."""
+        close = self.service.draining or self._client.closing
+        parts = answer.parts(self._way.clock.date(), close)
+        if threading.get_ident() == self._way.thread:
+            self._client.send(self, parts, close)
+        else:
+            whole: Pieces = [b"".join(parts)]
+            self._way.loop.call_soon_threadsafe(self._client.send, self, whole, close)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.serving.codings import choose_coding
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
-from paellapy.serving.infer import choose_coding
 from paellapy.serving.protocol import DEFAULT_LEVEL, decode, encode
 
 

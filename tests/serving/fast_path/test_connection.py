@@ -15,7 +15,7 @@ from raw_client import Client
 from serving_server import infer_body, running
 
 from paellapy.scheduler.core.errors import QueueFullError, UnknownModelError
-from paellapy.serving.fast_path import connection
+from paellapy.serving.fast_path import connection, inference
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +40,17 @@ INDEX = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n
 def ways(monkeypatch):
     """How many requests each way has had."""
     counts = {"short": 0, "aiohttp": 0}
-    begin, give = connection.FastConnection._begin, connection.FastConnection._give
+    start, give = inference.ShortInference.start, connection.FastConnection._give
 
-    def counted_begin(self, *args):
+    def counted_start(self, *args):
         counts["short"] += 1
-        begin(self, *args)
+        start(self, *args)
 
     def counted_give(self, data):
         counts["aiohttp"] += 1
         give(self, data)
 
-    monkeypatch.setattr(connection.FastConnection, "_begin", counted_begin)
+    monkeypatch.setattr(inference.ShortInference, "start", counted_start)
     monkeypatch.setattr(connection.FastConnection, "_give", counted_give)
     return counts
 

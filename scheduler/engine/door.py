@@ -1,0 +1,145 @@
+"""`Door`: requests for callers who are called back when they are done, as a server is: nobody waits, nothing is copied.
+
+`Requester.infer` gives every request a future and a copy of its outputs. Through the door a request of one item is
+answered from the engine's own memory, in the thread that reads its completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.engine.front_calls import E_LANE, E_MODEL, E_SLOT, E_STATUS
+from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Pending
+from paellapy.scheduler.engine.requests import Outputs, Requester
+from paellapy.scheduler.models.model import Model
+
+
+class Caller(Protocol):
+    """Who asked. One of the two is called, once, in whichever thread reads the completion."""
+
+    def done(self, outputs: Outputs) -> None:
+        """Outputs are [items, …]. Their memory is the engine's again when this returns."""
+
+    def failed(self, error: Exception) -> None: ...
+
+
+class Door:
+    """One engine's, in this process or in another one."""
+
+    def __init__(self, engine: Requester) -> None:
+        self._engine = engine
+
+    def submit(
+        self,
+        name: str,
+        inputs: Mapping[str, NDArray[Any]],
+        items: int,
+        deadline_ms: float | None,
+        priority: int | None,
+        client: Hashable,
+        caller: Caller,
+    ) -> Call:
+        """Hands in [items, …] that fit the model: all of them run, or none. To be called in an asyncio loop.
+
+        What can be refused at once is raised; the caller hears of everything else.
+        """
+        engine = self._engine
+        loaded = engine._find(name)
+        front = engine._front
+        front.attach(asyncio.get_running_loop())
+        model = loaded.model
+        call = Call(engine, front, model, items, caller)
+        if items == 1:
+            first = {key: inputs[key][0] for key in model.inputs}
+            call.pending.append(engine._submit(loaded, first, deadline_ms, priority, client, call))
+            return call
+        try:
+            for k in range(items):
+                one = {key: inputs[key][k] for key in model.inputs}
+                call.pending.append(engine._submit(loaded, one, deadline_ms, priority, client, _Item(call, k)))
+                if call.over:  # an earlier item has failed meanwhile
+                    front.cancel(call.pending[-1])
+                    break
+        except Exception:
+            if not call.over:  # otherwise the caller has had its answer
+                call.cancel()
+                raise
+        return call
+
+
+class Call:
+    """A request on its way. `over`: its caller has been told, or does not want to be any more."""
+
+    __slots__ = ("_caller", "_engine", "_front", "_items", "_left", "_model", "_results", "over", "pending")
+
+    def __init__(self, engine: Requester, front: FrontEnd, model: Model, items: int, caller: Caller) -> None:
+        self._engine, self._front, self._model, self._caller = engine, front, model, caller
+        self._items = self._left = items
+        self._results: Outputs | None = None
+        self.pending: list[Pending] = []
+        self.over = False
+
+    def cancel(self) -> None:
+        """Takes back what has not run. The caller hears nothing more."""
+        if not self.over:
+            self.over = True
+            for each in self.pending:
+                self._front.cancel(each)
+
+    def __call__(self, entry: Entry) -> None:
+        """The completion of the only item."""
+        if self.over:
+            return
+        if entry[E_STATUS] != codes.OK:
+            self.answer(self._engine._result(entry))
+            return
+        loaded = self._engine._row(entry[E_MODEL])
+        assert loaded is not None
+        slot = entry[E_SLOT]
+        outputs = loaded.lane_of[entry[E_LANE]].outputs
+        self.over = True
+        self._caller.done({key: array[slot : slot + 1] for key, array in outputs.items()})
+
+    def answer(self, result: Outputs | Exception) -> None:
+        """The request failed, or the engine's process is gone."""
+        assert isinstance(result, Exception)
+        if not self.over:
+            self.cancel()
+            self._caller.failed(result)
+
+    def item(self, k: int, entry: Entry) -> None:
+        """The completion of one of several."""
+        if self.over:
+            return
+        found = self._engine._result(entry)
+        if isinstance(found, Exception):
+            self.answer(found)
+            return
+        if self._results is None:
+            specs = self._model.outputs
+            self._results = {key: np.empty((self._items, *s.shape), s.dtype) for key, s in specs.items()}
+        for key, array in found.items():
+            self._results[key][k] = array
+        self._left -= 1
+        if self._left == 0:
+            self.over = True
+            self._caller.done(self._results)
+
+
+class _Item:
+    __slots__ = ("_call", "_k")
+
+    def __init__(self, call: Call, k: int) -> None:
+        self._call, self._k = call, k
+
+    def __call__(self, entry: Entry) -> None:
+        self._call.item(self._k, entry)
+
+    def answer(self, result: Outputs | Exception) -> None:
+        self._call.answer(result)

@@ -1,0 +1,53 @@
+"""Answers of the short way as bytes: the header that HTTP wants, and the pieces of the body behind it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from email.utils import formatdate
+
+from paellapy.serving.errors import ErrorAnswer
+from paellapy.serving.inference import Pieces
+from paellapy.serving.middleware import encode_json
+
+JSON, BINARY = b"application/json", b"application/octet-stream"
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 408: b"Request Timeout",
+            500: b"Internal Server Error", 503: b"Service Unavailable"}  # fmt: skip
+_HEAD = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nX-Request-Id: %b\r\nDate: %b\r\n%b%b"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer before it is bytes. `more` are further headers, each with its end of line."""
+
+    number: str
+    pieces: Pieces
+    status: int = 200
+    kind: bytes = JSON
+    more: bytes = b""
+
+    def parts(self, date: bytes, close: bool) -> Pieces:
+        """Its header, and the pieces of its body."""
+        length = sum(map(len, self.pieces))
+        number = self.number.encode("utf-8", "surrogateescape")
+        end = b"Connection: close\r\n\r\n" if close else b"\r\n"
+        reason = _REASONS.get(self.status, b"Error")
+        return [_HEAD % (self.status, reason, self.kind, length, number, date, self.more, end), *self.pieces]
+
+
+def of_error(error: ErrorAnswer, number: str) -> Answer:
+    more = b"" if error.retry_after_s is None else b"Retry-After: %d\r\n" % error.retry_after_s
+    return Answer(number, [encode_json({"error": error.said})], error.status, more=more)
+
+
+class Clock:
+    """The Date header: made once a second."""
+
+    def __init__(self) -> None:
+        self._date, self._at = b"", 0
+
+    def date(self) -> bytes:
+        now = int(time.time())
+        if now != self._at:
+            self._date, self._at = formatdate(now, usegmt=True).encode(), now
+        return self._date

@@ -1,0 +1,123 @@
+"""`Inference`: one request from its header to its end, whichever way it came.
+
+aiohttp's way (infer.py) and the short way (fast_path/) read requests and write answers. Everything between the two is
+here, once: finding the model, admission, handing the items to the engine, errors and counters.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from numpy.typing import NDArray
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import DeadlineError, UnknownModelError
+from paellapy.scheduler.engine.door import Call
+from paellapy.scheduler.models.model import Model
+from paellapy.serving.admission import Ticket
+from paellapy.serving.errors import RefusedError, status_of
+from paellapy.serving.protocol import Request, decode, encode
+from paellapy.serving.registry import VERSION
+from paellapy.serving.service import Service
+
+Pieces = list[bytes | memoryview]
+
+
+class Inference(ABC):
+    """A way calls `look`, then `start`; it hears `answered` or `refused` once, unless it calls `leave` before."""
+
+    __slots__ = ("_call", "_model", "_request", "_ticket", "client", "name", "over", "service", "started_ns", "version")
+
+    def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
+        self.service, self.name, self.version, self.client = service, name, version, client
+        self.started_ns = time.monotonic_ns()
+        self.over = False
+        self._model: Model
+        self._request: Request
+        self._ticket: Ticket | None = None
+        self._call: Call | None = None
+        service.counters.enter()
+
+    @abstractmethod
+    def answered(self, pieces: Pieces, json_length: int | None) -> None:
+        """The body of its answer; the pieces' memory is the engine's again when this returns. In any thread."""
+
+    @abstractmethod
+    def refused(self, error: Exception) -> None:
+        """In any thread."""
+
+    def look(self) -> Model:
+        """The model it asks for, and room for it: looked at before the body is read, which may be long."""
+        service = self.service
+        model = self._model = service.registry.ready(self.name, self.version)
+        service.admission.check_room(model)
+        return model
+
+    def start(self, body: bytes | memoryview, header_length: str | None) -> None:
+        """The body is here: the request goes to the engine, or is refused."""
+        try:
+            model = self.look()  # it may have been loaded anew while the body came
+            self._request = decode(model, body, header_length)
+            self._submit(model, self._request)
+        except Exception as e:
+            self.fail(e)
+
+    def _submit(self, model: Model, request: Request) -> None:
+        service = self.service
+        deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
+        row = service.registry.entries[self.name].row
+        self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
+        try:
+            self._call = service.door.submit(
+                self.name, request.inputs, request.items, deadline_ms, request.priority, self.client or None, self
+            )
+        except UnknownModelError as e:
+            raise _met_unload(self.name) from e
+
+    # -- what the engine says
+
+    def done(self, outputs: dict[str, NDArray[Any]]) -> None:
+        if self.over:
+            return
+        self._end(in_time_or_late=True)
+        pieces, json_length = encode(self._model, VERSION, self._request, outputs)
+        self.service.counters.of(self.name).note_answer(time.monotonic_ns() - self.started_ns)
+        self.answered(pieces, json_length)
+
+    def failed(self, error: Exception) -> None:
+        self.fail(_met_unload(self.name) if isinstance(error, UnknownModelError) else error)
+
+    # -- the end
+
+    def fail(self, error: Exception) -> None:
+        """Also from the way itself, for a body that cannot be read."""
+        if self.over:
+            return
+        self._end(in_time_or_late=isinstance(error, DeadlineError))
+        if self.name in self.service.registry.entries:  # names of clients' invention are not counted one by one
+            reason = status_of(error)[1] if isinstance(error, PaellaError) else None
+            self.service.counters.of(self.name).note_failure(time.monotonic_ns() - self.started_ns, reason)
+        self.refused(error)
+
+    def leave(self) -> None:
+        """The client has left: what has not run is taken back."""
+        if self.over:
+            return
+        self._end(in_time_or_late=False)
+        if self._call is not None:
+            self._call.cancel()
+        if self.name in self.service.registry.entries:
+            self.service.counters.of(self.name).note_left()
+
+    def _end(self, in_time_or_late: bool) -> None:
+        self.over = True
+        if self._ticket is not None:
+            self._ticket.leave(in_time_or_late)
+
+
+def _met_unload(name: str) -> RefusedError:
+    """The engine has no such model any more: it was there when the request was looked at."""
+    said = f"model {name!r} was unloaded before the request could run: ask again, it may be being loaded anew"
+    return RefusedError(said, "loading", retry_after_s=2.0)
