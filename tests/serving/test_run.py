@@ -213,11 +213,6 @@ def test_it_is_live_before_it_is_ready():
         assert asyncio.run(statuses()) == [200, 503, 503]
 
 
-def endless_model():
-    """A factory that takes as long as a first start that compiles, and longer."""
-    threading.Event().wait()
-
-
 ENDLESS = """
 device = "virtual:h200"
 [server]
@@ -227,7 +222,7 @@ drain_s = 0.5
 log_format = "json"
 [[models]]
 name = "endless"
-factory = "test_serving_run:endless_model"
+factory = "served_models:endless"
 [[models]]
 name = "mlp"
 factory = "paellapy.demo:load"

@@ -9,8 +9,9 @@ import pytest
 import tritonclient.http as sync_client
 import tritonclient.http.aio as async_client
 from engine_models import scale_model
+from served_models import every_datatype
 from serving_processes import processes
-from serving_server import echo_model, running
+from serving_server import running
 from tritonclient.utils import InferenceServerException
 
 from paellapy import demo
@@ -18,25 +19,15 @@ from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
 IMAGES, LABELS = demo.held_out()
-SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
-
-
-def models():
-    return [
-        demo.load("mlp", batch=(1, 4)),
-        echo_model("small", SMALL, batch=(1, 2)),
-        echo_model("large", [name for name in DTYPES if name not in SMALL], batch=(1, 2)),
-        scale_model("wide", n=4096, batch=(1, 2)),
-    ]
 
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["one-process", "two-workers"])
 def server(request):
     if request.param:
-        with processes("test_serving_triton:models", workers=request.param) as found:
+        with processes("served_models:every_datatype", workers=request.param) as found:
             yield found
     else:
-        with running(models()) as found:
+        with running(every_datatype()) as found:
             yield found
 
 
@@ -117,7 +108,7 @@ def test_classification(client):
 @pytest.mark.parametrize("name", ["small", "large"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_every_datatype_goes_there_and_back(client, server, name, binary):
-    model = next(each for each in models() if each.name == name)
+    model = next(each for each in every_datatype() if each.name == name)
     rng = np.random.default_rng(1)
     arrays, tensors = {}, []
     for key, spec in model.inputs.items():

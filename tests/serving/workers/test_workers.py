@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from engine_models import scale_model
 from prometheus_client.parser import text_string_to_metric_families
 from serving_processes import HERE, children, processes, wait_for_end
 from serving_server import ask, infer_body
@@ -30,14 +28,9 @@ ONES = np.ones((1, 64), np.float32)
 RIGHT = json.dumps(infer_body("x", ONES)).encode()
 
 
-def models():
-    """Twice x; and x itself, but after many kernels, one request at a time."""
-    return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
-
-
 @pytest.fixture(scope="module")
 def server():
-    with processes("test_serving_workers:models") as found:
+    with processes("served_models:pair") as found:
         yield found
 
 
@@ -308,22 +301,14 @@ def test_an_engine_that_is_killed_under_load_is_a_503_and_a_restart(server):
 SPARE = """
 [[models]]
 name = "spare"
-factory = "test_serving_workers:spare_model"
+factory = "served_models:spare"
 load = false
 """
 
 
-def spare_model():
-    return scale_model("spare", batch=(1,))
-
-
-def plain_model():
-    return scale_model(batch=(1,))
-
-
 def test_an_engine_that_is_started_again_is_as_it_was_and_not_as_configured(tmp_path):
     config = tmp_path / "serve.toml"
-    config.write_text(CONFIG.format("plain_model") + SPARE)
+    config.write_text(CONFIG.format("plain") + SPARE)
     switch = {"Content-Type": "application/json", "X-Paellapy": "1"}
 
     def state(server):
@@ -394,7 +379,7 @@ def test_a_stop_signal_under_load_loses_no_accepted_request():
         server.process.send_signal(signal.SIGTERM)
         await asyncio.gather(*tasks)
 
-    with processes("test_serving_workers:models", server={"grace_s": 1.0}) as server:
+    with processes("served_models:pair", server={"grace_s": 1.0}) as server:
         pids = children(server.process.pid)
         assert len(pids) == 3
         asyncio.run(main(server))
@@ -407,7 +392,7 @@ def test_a_stop_signal_under_load_loses_no_accepted_request():
 
 
 def test_when_the_supervisor_is_killed_the_others_end():
-    with processes("test_serving_workers:models") as server:
+    with processes("served_models:pair") as server:
         pids = children(server.process.pid)
         assert len(pids) == 3
         server.process.kill()
@@ -418,18 +403,11 @@ def test_when_the_supervisor_is_killed_the_others_end():
 # -- restarts that fail
 
 
-def crashing_scale():
-    """A factory that kills its process while a file says so."""
-    if Path(os.environ["PAELLAPY_TEST_CRASH"]).exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-    return scale_model(batch=(1,))
-
-
 def test_a_restart_loop_backs_off_says_so_and_ends_when_the_cause_is_gone(tmp_path, monkeypatch):
     crash = tmp_path / "crash"
     monkeypatch.setenv("PAELLAPY_TEST_CRASH", str(crash))
     config = tmp_path / "serve.toml"
-    config.write_text(CONFIG.format("crashing_scale"))
+    config.write_text(CONFIG.format("crashing"))
     with processes(str(config), workers=1) as server:
         crash.touch()
         server.kill("engine")
@@ -456,17 +434,13 @@ port = 0
 log_format = "json"
 [[models]]
 name = "scale"
-factory = "test_serving_workers:{}"
+factory = "served_models:{}"
 """
-
-
-def broken_model():
-    raise ValueError("its weights are gone")
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
     config = tmp_path / "serve.toml"
-    config.write_text(CONFIG.format("broken_model"))
+    config.write_text(CONFIG.format("broken"))
     command = [sys.executable, str(HERE / "serving_processes.py"), str(config), "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1

@@ -1,0 +1,55 @@
+"""Models that servers in processes of their own make: a configuration, or a command, names these functions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from engine_models import scale_model
+from serving_server import echo_model
+
+from paellapy import demo
+from paellapy.scheduler.models.model import Model
+from paellapy.serving.datatypes import DTYPES
+
+SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
+
+
+def pair() -> list[Model]:
+    """Twice x; and x itself, but after many kernels, one request at a time."""
+    return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
+
+
+def every_datatype() -> list[Model]:
+    return [
+        demo.load("mlp", batch=(1, 4)),
+        echo_model("small", SMALL, batch=(1, 2)),
+        echo_model("large", [name for name in DTYPES if name not in SMALL], batch=(1, 2)),
+        scale_model("wide", n=4096, batch=(1, 2)),
+    ]
+
+
+def plain() -> Model:
+    return scale_model(batch=(1,))
+
+
+def spare() -> Model:
+    return scale_model("spare", batch=(1,))
+
+
+def broken() -> Model:
+    raise ValueError("its weights are gone")
+
+
+def crashing() -> Model:
+    """Kills its process while a file says so."""
+    if Path(os.environ["PAELLAPY_TEST_CRASH"]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return scale_model(batch=(1,))
+
+
+def endless() -> None:
+    """Takes as long as a first start that compiles, and longer."""
+    threading.Event().wait()
