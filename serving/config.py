@@ -1,18 +1,18 @@
 """The configuration: one TOML file, every value of it also on the command line, and errors that point at the line.
 
-    device = "auto"                      # the GPU if there is one, else the virtual one
-    policy = "paella"                    # or "package.module:function"
+device = "auto"                      # the GPU if there is one, else the virtual one
+policy = "paella"                    # or "package.module:function"
 
-    [server]
-    port = 8000
+[server]
+port = 8000
 
-    [keys]
-    alice = "env:ALICE_KEY"
+[keys]
+alice = "env:ALICE_KEY"
 
-    [[models]]
-    factory = "paellapy.demo:load"       # a function that returns a Model, or a Model
-    arguments = { name = "mlp" }
-    target_ms = 20
+[[models]]
+factory = "paellapy.demo:load"       # a function that returns a Model, or a Model
+arguments = { name = "mlp" }
+target_ms = 20
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # of one header, and of the request's first line
     header_timeout_s: Positive = 20.0  # from a connection's opening, or a later request's first byte, to its header
     body_timeout_s: Positive = BODY_TIMEOUT_S
+    send_timeout_s: Positive = 30.0  # for a client to take some of its answer
     keepalive_s: Positive = 75.0
     grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice
     drain_s: NotNegative = 30.0  # then: what is in flight may take so long

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -24,13 +24,8 @@ _LATE = (
 )
 
 
-_UNKNOWN_CODINGS = ("Can not decode content-encoding: zstandard", "Can not decode content-encoding: brotli")
 # What aiohttp's parser says, which may go on with the bytes that were sent, and what we do.
 _MISTAKES = {
-    "Can not decode content-encoding": "the body is not what its Content-Encoding says, or is not all there",
-    **dict.fromkeys(
-        _UNKNOWN_CODINGS, "this server does not know the body's Content-Encoding: send gzip, deflate or none"
-    ),
     "Too many headers": "the request has more headers than this server takes: send fewer",
     "Missing 'Host'": "the Host header is missing: HTTP/1.1 has it in every request",
     "Duplicate 'Host'": "there are two Host headers: send one",
@@ -42,25 +37,58 @@ _MISTAKES = {
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's own, with `header_timeout_s`: from when it is open, then from a request's first byte, to its header."""
+    """aiohttp's own, with two limits more.
 
-    __slots__ = ("_began", "_content", "_header_timeout_s", "_timer")
+    `header_timeout_s`: from when it is open, then from a request's first byte, to its header. `send_timeout_s`: for its
+    client to take some of what was written.
+    """
 
-    def __init__(self, manager: web.Server, *, header_timeout_s: float, **options: Any) -> None:
+    __slots__ = ("_began", "_content", "_header_timeout_s", "_send_timeout_s", "_send_timer", "_timer", "_to_client",
+                 "_unsent", "fresh")  # fmt: skip
+
+    def __init__(self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._header_timeout_s, self._began = header_timeout_s, False
+        self._send_timeout_s, self._unsent = send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._to_client: asyncio.Transport | None = None  # until it is closed: aiohttp forgets it before
+        self.fresh = True  # nothing has come yet
         self._content: StreamReader | None = None  # the body of the last request whose header came
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._to_client = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        self._to_client.set_write_buffer_limits(high=0)  # told of every answer that is not taken at once
         self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._disarm()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+        self._send_timer = self._to_client = None
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """Something is left that the client has not taken."""
+        super().pause_writing()
+        if self._send_timer is None and self._to_client is not None:
+            self._unsent = self._to_client.get_write_buffer_size()
+            self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
+
+    def _look_at_sending(self) -> None:
+        self._send_timer = None
+        transport = self._to_client
+        if transport is None or not (left := transport.get_write_buffer_size()):
+            return
+        if left < self._unsent:  # slow, but it reads
+            self._unsent = left
+            self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
+            return
+        transport.abort()
+
     def data_received(self, data: bytes) -> None:
+        self.fresh = False
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:  # a whole header
@@ -100,8 +128,6 @@ class Connection(web.RequestHandler):
         for start, meant in _MISTAKES.items():
             if (message or "").startswith(start):
                 said = meant
-        if (message or "").startswith(_UNKNOWN_CODINGS):
-            status = 415
         if isinstance(exc, LineTooLong):
             said = f"the first line, or a header, is longer than the {self.max_field_size:,} bytes this server takes"
         response = json_response({"error": said}, status)

@@ -36,6 +36,12 @@ class RequestError(PaellaError):
             self.status = status
 
 
+class TooLargeError(RequestError):
+    """A body that is longer than it may be."""
+
+    status = 413
+
+
 class LateBodyError(RequestError):
     """A body that has not arrived within `body_timeout_s`; its connection ends."""
 

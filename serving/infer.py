@@ -7,10 +7,12 @@ import threading
 
 from aiohttp import web
 
-from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, pack
-from paellapy.serving.errors import LateBodyError
+from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
+from paellapy.serving.connections import Connection
+from paellapy.serving.errors import LateBodyError, TooLargeError
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.middleware import CLIENT, SERVICE
+from paellapy.serving.protocol import largest_request
 from paellapy.serving.service import Service
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -54,8 +56,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])
     try:
         try:
-            work.look()
-            body = await read(request, service)
+            body = await read(request, service, largest_request(work.look()))
         except Exception as e:
             work.fail(e)
         else:
@@ -78,16 +79,26 @@ async def infer(request: web.Request) -> web.StreamResponse:
     return web.Response(body=answer, headers=headers)
 
 
-async def read(request: web.Request, service: Service) -> bytes:
-    """The body, decompressed. One that says it is too large is not read, nor waited for one that comes drop by drop."""
-    if request.client_max_size != service.max_body_bytes:  # as a sub-application, where the outer one sets the limit
-        request = request.clone(client_max_size=service.max_body_bytes)
-    if (request.content_length or 0) > service.max_body_bytes:
-        raise web.HTTPRequestEntityTooLarge(service.max_body_bytes, request.content_length or 0)
-    if request.content.is_eof() or service.body_timeout_s is None:
-        return await request.read()
+async def read(request: web.Request, service: Service, most_bytes: int | None = None) -> bytes:
+    """The body, unpacked; at most `max_body_bytes`, or fewer.
+
+    One that says it is too large is not read, nor waited for one that comes drop by drop. Called by handlers, so after
+    the key is known: what is packed is not touched before.
+    """
+    most = service.max_body_bytes if most_bytes is None else min(most_bytes, service.max_body_bytes)
+    # In an application around this one, the server around that has unpacked the body already.
+    coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
+    if (request.content_length or 0) > most:
+        raise _too_large(most)
     try:
         async with asyncio.timeout(service.body_timeout_s):
-            return await request.read()
+            body = await request.clone(client_max_size=most).read()
     except TimeoutError:
         raise LateBodyError from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(most) from None
+    return body if coding is None else await unpacked(body, coding, most)
+
+
+def _too_large(most_bytes: int) -> TooLargeError:
+    return TooLargeError(f"the body is larger than the {most_bytes:,} bytes that are taken here")

@@ -6,8 +6,10 @@ here, once: finding the model, admission, handing the items to the engine, error
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,7 +24,11 @@ from paellapy.serving.protocol import Request, decode, encode
 from paellapy.serving.registry import VERSION
 from paellapy.serving.service import Service
 
+LONG_BYTES = 1 << 17  # of JSON: from here on it takes a millisecond and more
+
 Pieces = list[bytes | memoryview]
+
+_reading = ThreadPoolExecutor(2, thread_name_prefix="json")  # threads are started when they are needed
 
 
 class Inference(ABC):
@@ -59,10 +65,28 @@ class Inference(ABC):
         """The body is here: the request goes to the engine, or is refused."""
         try:
             model = self.look()  # it may have been loaded anew while the body came
+            if len(body) >= LONG_BYTES and header_length is None:
+                self._start_slowly(model, bytes(body))
+                return
             self._request = decode(model, body, header_length)
             self._submit(model, self._request)
         except Exception as e:
             self.fail(e)
+
+    def _start_slowly(self, model: Model, body: bytes) -> None:
+        """A long JSON: read in a thread, few at a time, while others are served."""
+
+        def decoded(future: asyncio.Future[Request]) -> None:
+            if self.over:  # its client has left
+                return
+            try:
+                self._request = future.result()
+                self._submit(model, self._request)
+            except Exception as e:
+                self.fail(e)
+
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(_reading, decode, model, body, None).add_done_callback(decoded)
 
     def _submit(self, model: Model, request: Request) -> None:
         service = self.service

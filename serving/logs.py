@@ -66,6 +66,19 @@ def _quoted(value: object) -> str:
     return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
+def _readable(value: Any) -> Any:
+    """Texts that JSON can have: bytes of a client's that are no UTF-8 are written out.
+
+    >>> _readable({"client": "a\udcff"})
+    {'client': 'a\\xff'}
+    """
+    if isinstance(value, dict):
+        return {key: _readable(each) for key, each in value.items()}
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return value
+
+
 class _Lines(logging.Formatter):
     """`extra={"fields": {…}}` are the line's fields."""
 
@@ -81,7 +94,7 @@ class _Lines(logging.Formatter):
             line = {"time": moment, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
             if trouble:
                 line["traceback"] = trouble
-            return msgspec.json.encode(line, enc_hook=str).decode()
+            return msgspec.json.encode(_readable(line), enc_hook=str).decode()
         said = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
         # A traceback's lines are indented: none of them, whatever an error says, looks like a line of the log.
         below = "".join(f"\n  {_escaped(each.expandtabs())}" for each in (trouble or "").splitlines())

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from paellapy.serving.errors import LateBodyError, RequestError, error_answer
+from paellapy.serving.errors import LateBodyError, RequestError, TooLargeError, error_answer
 from paellapy.serving.logs import child_span, log, request_id
 from paellapy.serving.service import Service
 
@@ -23,6 +23,8 @@ SERVICE = web.AppKey("service", Service)
 CLIENT = web.RequestKey("client", str)  # whose the request is; "": nobody in particular
 
 LINGER_S = 1.0  # for a body that is not wanted: closed at once, its sender would lose the answer
+
+SERVER = "paellapy"  # without versions: they tell an attacker more than a client
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -39,7 +41,8 @@ def _is_open(request: web.Request) -> bool:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=encode_json(value), status=status, headers=headers, content_type="application/json")
+    known = {"Server": SERVER, **(headers or {})}
+    return web.Response(body=encode_json(value), status=status, headers=known, content_type="application/json")
 
 
 class Keys:
@@ -88,7 +91,9 @@ def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> 
             raise
         except Exception as e:
             response = answer(e, request, number)
-        response.headers["X-Request-Id"] = number
+        if not response.prepared:  # a stream that has begun has its headers
+            response.headers["X-Request-Id"] = number
+            response.headers["Server"] = SERVER
         if (given := headers.get("traceparent")) and (span := child_span(given)):
             response.headers["traceparent"] = span
             if state := headers.get("tracestate"):
@@ -108,12 +113,9 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
         if error.status < 400:
             raise error
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        response = json_response({"error": _http_error(error, request)}, error.status, kept)
-        if isinstance(error, web.HTTPRequestEntityTooLarge):
-            _end(request, response, LINGER_S)
-        return response
+        return json_response({"error": _http_error(error, request)}, error.status, kept)
     if isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
-        response = json_response({"error": "the body does not follow its headers, or cannot be decompressed"}, 400)
+        response = json_response({"error": "the body does not follow its headers"}, 400)
         response.force_close()  # where the next request would begin is not known
         return response
     found = error_answer(error, number, request.path)
@@ -121,8 +123,8 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
     if found.retry_after_s is not None:
         headers["Retry-After"] = str(found.retry_after_s)
     response = json_response({"error": found.said}, found.status, headers)
-    if isinstance(error, LateBodyError):
-        _end(request, response, 0.0)
+    if isinstance(error, LateBodyError | TooLargeError):
+        _end(request, response, LINGER_S if isinstance(error, TooLargeError) else 0.0)
     return response
 
 
@@ -134,8 +136,6 @@ def _end(request: web.Request, response: web.Response, linger_s: float) -> None:
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> str:
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"the body is larger than the {request.app[SERVICE].max_body_bytes:,} bytes this server takes"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
     if isinstance(error, web.HTTPNotFound):

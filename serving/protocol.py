@@ -7,8 +7,6 @@ be sent without it. `decode` checks everything there is to check, so that what i
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,15 +16,15 @@ from numpy.typing import NDArray
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import check_datatype, datatype
 from paellapy.serving.errors import RequestError, short
+from paellapy.serving.numbers import NOT_JSON, numbers
 from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, starts_at
 
 Parameters = dict[str, Any]
 
-MAX_RANK = 64  # of a shape; NumPy's own limit
 PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are the other way round
 DEFAULT_LEVEL = 10  # what a request without a priority has
-# What the decoder raises. Its own error does not cover texts that are not UTF-8, nor nesting without end.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+NUMBER_BYTES = 48  # of JSON: 24 digits, sign and exponent at most, a comma, and room for a pretty printer's blanks
+BESIDE_BYTES = 1 << 16  # of a request beside its numbers: names, parameters, an id
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 
@@ -87,17 +85,16 @@ class Request(msgspec.Struct, frozen=True):  # made in a fraction of the time th
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
-_decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-_LISTS: dict[str, Callable[[Any], list[Any]]] = {
-    "b": msgspec.json.Decoder(list[bool]).decode,
-    "i": msgspec.json.Decoder(list[int]).decode,
-    "u": msgspec.json.Decoder(list[int]).decode,
-    "f": msgspec.json.Decoder(list[float]).decode,
-}
 
 
 # -- in
+
+
+def largest_request(model: Model) -> int:
+    """Bytes that a request of the model may have, in JSON or binary: what is longer fits no input of it."""
+    values = sum(math.prod(spec.shape) for spec in model.inputs.values())
+    return BESIDE_BYTES + model.max_batch * values * NUMBER_BYTES
 
 
 def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
@@ -158,9 +155,9 @@ def _comes_again(
 
 def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] | None:
     """None: they are not what they were; the long way says what is wrong with them."""
-    name, dtype, count, _, shape = repeated.tensors[0]
+    name, dtype, _, _, shape = repeated.tensors[0]
     try:
-        return {name: _numbers(text, dtype, count, name).reshape(shape)}
+        return {name: numbers(text, dtype, shape, name)}
     except RequestError:
         return None
 
@@ -211,7 +208,7 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     if size is None:
         if isinstance(tensor.data, msgspec.UnsetType):
             raise RequestError(f'{where} has neither "data" nor the parameter "binary_data_size"')
-        return _numbers(tensor.data, spec.dtype, count, where).reshape(shape)
+        return numbers(tensor.data, spec.dtype, shape, where)
     if not isinstance(tensor.data, msgspec.UnsetType):
         raise RequestError(f'{where} has both "data" and the parameter "binary_data_size"')
     if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
@@ -223,44 +220,6 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     if spec.dtype.kind == "b":  # a byte other than 0 and 1 is no bool to NumPy's own operations
         return np.frombuffer(piece, np.uint8).astype(np.bool_).reshape(shape)
     return np.frombuffer(piece, spec.dtype).reshape(shape)
-
-
-def _numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], count: int, where: str) -> NDArray[Any]:
-    """JSON numbers, flat or nested: the protocol allows both."""
-    kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has a kind of its own
-    try:
-        try:
-            values = _LISTS[kind](data)
-        except msgspec.ValidationError:
-            nested = _decode_any(data)
-            if not isinstance(nested, list):
-                raise
-            values = _LISTS[kind](_encode(_flatten(nested, where)))
-        if len(values) != count:
-            raise RequestError(f"{where} has {len(values)} values; its shape wants {short(count)}")
-        if dtype.char in "efd":  # NumPy, and "@", would make a number beyond the range infinite without a word
-            return np.frombuffer(struct.pack(f"={count}{dtype.char}", *values), dtype)
-        if kind == "f":
-            with np.errstate(over="raise"):
-                return np.array(values, np.float64).astype(dtype)
-        return np.array(values, dtype)
-    except msgspec.ValidationError as e:
-        raise RequestError(f"{where}: {e}") from None
-    except NOT_JSON as e:
-        raise RequestError(f"{where}: its data are not JSON: {e}") from None
-    except (OverflowError, FloatingPointError):
-        raise RequestError(f"{where}: a number is out of the range of {datatype(dtype)}") from None
-
-
-def _flatten(nested: list[Any], where: str) -> list[Any]:
-    flat: list[Any] = nested
-    for _ in range(MAX_RANK):
-        if not any(isinstance(each, list) for each in flat):
-            return flat
-        if not all(isinstance(each, list) for each in flat) or len({len(each) for each in flat}) > 1:
-            raise RequestError(f"{where}: the lists of its data differ in length or depth")
-        flat = [value for each in flat for value in each]
-    raise RequestError(f"{where}: its data are nested too deeply")
 
 
 def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:

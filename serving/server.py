@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from paellapy.serving.config import ServerConfig
 from paellapy.serving.connections import Connection, Runner
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
+from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry
@@ -38,7 +38,6 @@ T = TypeVar("T")
 
 Announce = Callable[[str], None]
 
-BACKLOG = 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOOK_S = 0.25
 PATIENCE_S = 10.0  # between signs of life while a model is loaded
@@ -88,7 +87,9 @@ class Server:
             self.app,
             connection,
             header_timeout_s=o.header_timeout_s,
+            send_timeout_s=o.send_timeout_s,
             access_log=None,
+            auto_decompress=False,  # only after the key is known, and within limits: infer.read
             handler_cancellation=True,
             shutdown_timeout=o.drain_s,
             keepalive_timeout=o.keepalive_s,
@@ -96,16 +97,13 @@ class Server:
             max_field_size=o.max_header_bytes,
         )
         await self._runner.setup()
-        site: web.BaseSite
-        if self._listening is None:
-            site = web.TCPSite(self._runner, o.host, o.port, ssl_context=self.tls, backlog=BACKLOG)
-        else:
-            site = web.SockSite(self._runner, self._listening, ssl_context=self.tls, backlog=BACKLOG)
         try:
-            await site.start()
-        except OSError as e:
+            sockets = listen(o.host, o.port) if self._listening is None else [self._listening]
+        except PaellaError:
             await self._runner.cleanup()
-            raise cannot_listen(o.host, o.port, e) from None
+            raise
+        for each in sockets:
+            await Site(self._runner, each, self.tls, handshake_s=o.header_timeout_s).start()
         self.url = url_of(self._runner.addresses[0], self.tls is not None)
 
     async def load(self) -> None:
@@ -118,6 +116,7 @@ class Server:
         self.service.draining = True
         if self._runner is not None:
             await asyncio.sleep(self.options.grace_s)
+            await stop_listening(self._runner)
             await self._runner.cleanup()
             self._runner = None
 
@@ -253,23 +252,6 @@ def run_server(
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> PaellaError:
-    taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-    remedy = "another port" if taken else "a host of this machine, such as 127.0.0.1"
-    # asyncio puts words of its own around the system's; a name that cannot be looked up has no number there.
-    said = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-    return PaellaError(f"{host}:{port} cannot be listened on: {said}; choose {remedy}")
-
-
-def url_of(address: Any, tls: bool) -> str:
-    """
-    >>> url_of(("::1", 8000, 0, 0), tls=False)
-    'http://[::1]:8000'
-    """
-    host, port = address[:2]
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -121,5 +121,3 @@ def _client(url: str, load: Load, pipe: Connection) -> None:
         pipe.send(("failed", str(e)))
         return
     pipe.send(("done", (bench.outcomes, bench.seconds, bench.late_s)))
-
-

@@ -19,6 +19,7 @@ from paellapy.serving.fast_path.buffers import AHEAD_BYTES, Body, Reader, write
 from paellapy.serving.fast_path.head import LONGEST_HEAD
 from paellapy.serving.fast_path.inference import ShortInference, ShortWay
 from paellapy.serving.inference import Pieces
+from paellapy.serving.protocol import BESIDE_BYTES
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?=\r\n)")
 _START = b"POST /v2/models/"
@@ -56,6 +57,7 @@ class FastConnection(Connection):
 
     def data_received(self, data: bytes | memoryview) -> None:
         """A view is of memory that is used again after this call."""
+        self.fresh = False
         if self._strange or not data:  # nothing: aiohttp to itself
             super().data_received(bytes(data))
         elif self.body is not None:
@@ -86,7 +88,7 @@ class FastConnection(Connection):
             return
         end = start.find(b"\r\n\r\n") + 4
         head = self._way.heads.find(start[:end]) if end >= 4 else None
-        if head is None:
+        if head is None or (head.length > BESIDE_BYTES and self._way.is_too_large(head)):
             self._give(bytes(data))
             return
         if self._timer is not None:

@@ -79,6 +79,8 @@ class Heads:
                 accepts = value.decode("latin-1")
             if name == self._client_header:
                 client = value.decode("utf-8", "surrogateescape")
+        if b"host" not in seen:  # aiohttp says what is wrong with it
+            return None
         if length is None or not length.isdigit() or len(length) > 15 or int(length) > self._max_body_bytes:
             return None
         version = None if line[2] is None else line[2].decode()

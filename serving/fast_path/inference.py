@@ -13,6 +13,7 @@ from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.fast_path.head import Head, Heads
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.logs import request_id
+from paellapy.serving.protocol import largest_request
 from paellapy.serving.service import Service
 
 
@@ -26,6 +27,12 @@ class ShortWay:
         self.clock = Clock()
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self.buffer = read_buffer()  # what has been read is used up before anything else is
+
+    def is_too_large(self, head: Head) -> bool:
+        """aiohttp says so then, and ends the connection without losing the answer."""
+        entry = self.service.registry.entries.get(head.model)
+        model = None if entry is None else entry.model
+        return model is not None and head.length > largest_request(model)
 
 
 class Client(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import ssl
 import tempfile
 import time
@@ -19,6 +18,7 @@ from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
 from paellapy.serving.config import Config, Source
 from paellapy.serving.counters import Counters, Numbers, counter_table
+from paellapy.serving.listening import Shares, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.registry import Registry, entry_of
 from paellapy.serving.server import (
@@ -31,14 +31,13 @@ from paellapy.serving.server import (
     load_models,
     loop_factory,
     run,
-    url_of,
 )
 from paellapy.serving.service import Service
 from paellapy.serving.warm import warm_up
 from paellapy.serving.workers.engine_host import EngineHost
 from paellapy.serving.workers.engine_link import EngineLink
 from paellapy.serving.workers.kept import Kept
-from paellapy.serving.workers.supervisor import READY, Process, Supervisor, Tell, listen
+from paellapy.serving.workers.supervisor import READY, Process, Supervisor, Tell
 
 SOCKET, KEPT = "engine", "kept"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
@@ -56,9 +55,7 @@ class Policies:
         return find_policy(name) if known else self.configured
 
 
-def serve_workers(
-    config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None
-) -> None:
+def serve_workers(config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None) -> None:
     """Until SIGTERM or SIGINT."""
     options = config.server
     configure(options.log_format, options.log_level)
@@ -66,8 +63,8 @@ def serve_workers(
     policies = Policies(build_policy(config, source))  # compiled before the fork: the others start with it
     check_fork(config)
     warm_up(policies.configured)
-    sockets = listen(options.host, options.port, options.workers)
-    url = url_of(sockets[0].getsockname(), tls is not None)
+    shares = Shares(options.host, options.port, options.workers)
+    url = url_of(shares.address, tls is not None)
     table, since = counter_table(options.workers), time.time()
     with tempfile.TemporaryDirectory(prefix="paellapy-") as folder:
         path = Path(folder) / SOCKET
@@ -75,29 +72,27 @@ def serve_workers(
             Process(
                 f"worker {k}",
                 f"work{k}",
-                _Worker(k, config, keys, tls, policies, path, table, each, since).main,
-                (each.fileno(),),
+                _Worker(k, config, keys, tls, policies, path, table, shares, since).main,
+                share=k - 1,
             )
-            for k, each in enumerate(sockets, 1)
+            for k in range(1, options.workers + 1)
         ]
         engine = Process("engine", "engine", partial(_engine, config, source, models, policies, path))
-        supervisor = Supervisor(workers, [engine], options.grace_s + options.drain_s)
+        supervisor = Supervisor(workers, [engine], shares, options.grace_s + options.drain_s)
         log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
 
         def ready() -> None:
             if announce is not None:
                 announce(url)
 
-        supervisor.run(sockets, ready)
+        supervisor.run(ready)
     log.info("stopped")
 
 
 # -- the engine's process
 
 
-def _engine(
-    config: Config, source: Source, models: Sequence[Model], policies: Policies, path: Path, tell: Tell
-) -> int:
+def _engine(config: Config, source: Source, models: Sequence[Model], policies: Policies, path: Path, tell: Tell) -> int:
     configure(config.server.log_format, config.server.log_level, process="engine")
     entries = [entry_of(model) for model in models]
     if config.models or not entries:
@@ -147,7 +142,7 @@ class _Worker:
     policies: Policies
     path: Path
     table: Numbers
-    listening: socket.socket
+    shares: Shares
     since: float  # when the server began
 
     def main(self, tell: Tell) -> int:
@@ -178,7 +173,8 @@ class _WorkerServer(Server):
         service = Service(
             link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since
         )
-        super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=worker.listening)
+        own = worker.shares[worker.front - 1]
+        super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
         self._link = link
 
     async def start(self) -> None:

@@ -6,6 +6,7 @@ no device is opened here, no loop and no thread is started.
 
 Every worker has a listening socket of its own on the same port (SO_REUSEPORT, the kernel deals out the connections),
 which the supervisor keeps open: connections that wait in the queue of a worker that died are served by the next one.
+One that dies again and again leaves the port while it waits to be started, so that the others get its connections.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import msgspec
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.shared_memory import die_with_parent, name_process
+from paellapy.serving.listening import Shares
 from paellapy.serving.logs import log
-from paellapy.serving.server import BACKLOG, cannot_listen
 
 READY = "ready"
 LEAST_LIFE_S = 10.0  # who lives shorter is started again later and later
@@ -43,7 +44,7 @@ class Process:
     name: str
     short: str  # in `ps`
     main: Main
-    keep: tuple[int, ...] = ()  # descriptors of the supervisor's that it needs
+    share: int = -1  # of the sockets that share the port: which one is its own
     pid: int = 0
     pidfd: int = -1
     status_fd: int = -1
@@ -58,18 +59,18 @@ class Process:
 class Supervisor:
     """Runs processes until it is told to stop: then `first` ones, and after them the others."""
 
-    def __init__(self, first: list[Process], then: list[Process], drain_s: float) -> None:
-        self._first, self._then, self._drain_s = first, then, drain_s
+    def __init__(self, first: list[Process], then: list[Process], shares: Shares, drain_s: float) -> None:
+        self._first, self._then, self._shares, self._drain_s = first, then, shares, drain_s
         self._processes = [*then, *first]  # the engine is started first and stopped last
         self._stopping_since = 0.0
         self._signals = 0
         self._open: set[int] = set()  # what children must not keep
 
-    def run(self, sockets: list[socket.socket], ready: Callable[[], None]) -> None:
+    def run(self, ready: Callable[[], None]) -> None:
         """Blocks. `ready` is called once, when every process has said that it is; PaellaError: one cannot start."""
         told = False
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._open |= {wake_read, wake_write, *(each.fileno() for each in sockets)}
+        self._open |= {wake_read, wake_write}
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
         old_fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
@@ -84,8 +85,7 @@ class Supervisor:
                     self._stop()
                     raise PaellaError(hopeless.said)
                 if self._stopping:
-                    for each in sockets:
-                        each.close()  # the workers have their own
+                    self._shares.close()  # the workers have their own
                     self._stop()
                     return
         finally:
@@ -112,6 +112,14 @@ class Supervisor:
                 self._start(each)
 
     def _start(self, process: Process) -> None:
+        own = set[int]()
+        if process.share >= 0:
+            try:
+                own = {self._shares[process.share].fileno()}
+            except OSError as e:  # others took the port while nobody listened
+                process.start_at = time.monotonic() + LONGEST_PAUSE_S
+                log.error("cannot listen", extra={"fields": {"process": process.name, "error": str(e)}})
+                return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         supervisor = os.getpid()
         with warnings.catch_warnings():
@@ -119,7 +127,8 @@ class Supervisor:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _child(process, supervisor, theirs, self._open - set(process.keep) - {theirs.fileno()} | {ours.fileno()})
+            others = (self._open | self._shares.descriptors()) - own - {theirs.fileno()}
+            _child(process, supervisor, theirs, others | {ours.fileno()})
         theirs.close()
         ours.setblocking(False)
         process.pid, process.pidfd, process.status_fd = pid, os.pidfd_open(pid), ours.detach()
@@ -186,6 +195,8 @@ class Supervisor:
             fields["why"] = process.said
         if pause_s:
             fields["again_in_s"] = pause_s
+            if process.share >= 0:
+                self._shares.leave(process.share)
         log.error("ended, and is started again", extra={"fields": fields})
 
     # -- stopping
@@ -256,28 +267,3 @@ def _child(process: Process, supervisor: int, status: socket.socket, close: set[
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-
-
-def listen(host: str, port: int, number: int) -> list[socket.socket]:
-    """That many listening sockets on one port; PaellaError where it is taken."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if port:  # a socket that shares its port does not notice others that do so too
-            with socket.socket(family, kind, proto) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        found: list[socket.socket] = []
-        for _ in range(number):
-            each = socket.socket(family, kind, proto)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind(address)
-            each.listen(BACKLOG)
-            address = each.getsockname()
-            found.append(each)
-        return found
-    except OSError as e:
-        raise cannot_listen(host, port, e) from None
-

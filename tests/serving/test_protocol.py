@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.serving import numbers
 from paellapy.serving.codings import choose_coding
 from paellapy.serving.datatypes import DTYPES
 from paellapy.serving.errors import RequestError
@@ -291,3 +293,39 @@ def test_lengths_that_lie(cut, size_lie, extra, where):
             decode(VECTOR, body, str(length))
     else:
         assert decode(VECTOR, body, str(length)).inputs["x"].tobytes() == raw
+
+
+@settings(max_examples=30)
+@given(
+    rows=some.integers(1, 40), columns=some.integers(1, 300), nested=some.booleans(),
+    separator=some.sampled_from([",", ", ", " ,\n  "]), seed=some.integers(0, 100),
+)  # fmt: skip
+def test_long_numbers_read_in_pieces_are_those_read_at_once(rows, columns, nested, separator, seed):
+    """Whatever the pretty printer, and also where a piece ends in the middle of a row."""
+    values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    rest = [separator.join(map(repr, row.tolist())) for row in values]
+    text = "[" + separator.join(f"[{row}]" if nested else row for row in rest) + "]"
+    with mock.patch.object(numbers, "PIECE_BYTES", 512):
+        found = numbers.numbers(text.encode(), np.dtype(np.float32), (rows, columns), "x")
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"[1, 2, 3, 4, 5]", "5 values"),
+        (b"[[1, 2], [3, 4], [5, 6]]", "6 values"),
+        (b"[" + b"[1]," * 1000 + b"[1]]", "1001 values"),
+        (b"[1, 2, 3, [4]]", "differ|float"),
+        (b"[1, 2, 3" + b" " * 600 + b"]", "3 values"),
+        (b"[1, 2, 3, 4" + b" " * 600 + b",]", "5 values"),
+        (b"[1, 2, 3" + b" " * 600 + b",]", "JSON|malformed|values"),
+        (b"[1, 2, 3, 4" + b" " * 600 + b"}", "JSON|malformed"),
+        (b"[[1, 2], [3, 4" + b" " * 600 + b"]", "JSON|malformed"),
+        (b"[1, 2, 3" + b" " * 600 + b"4, 5]", "JSON|malformed|values"),
+        (b"[1, 2, 3, " + b" " * 600 + b"1e999]", "range|number"),
+    ],
+)
+def test_long_numbers_that_are_wrong_are_told(text, said):
+    with mock.patch.object(numbers, "PIECE_BYTES", 16), pytest.raises(RequestError, match=said):
+        numbers.numbers(text, np.dtype(np.float32), (2, 2), "x")

@@ -1,0 +1,165 @@
+"""Listening sockets: TLS handshakes that end in time, ports that workers share, a stop that answers who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import select
+import socket
+import ssl
+from typing import Any
+
+from aiohttp import web
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.serving.connections import Connection
+
+BACKLOG = 1024
+FRESH_S = 1.0  # after the last accept: who has connected and said nothing yet may still ask
+
+
+class Site(web.SockSite):
+    """A socket that listens already. A client that does not finish its TLS handshake is closed after `handshake_s`."""
+
+    __slots__ = ("_handshake_s",)
+
+    def __init__(
+        self, runner: web.AppRunner, listening: socket.socket, tls: ssl.SSLContext | None, handshake_s: float
+    ) -> None:
+        super().__init__(runner, listening, ssl_context=tls, backlog=BACKLOG)
+        self._handshake_s = handshake_s
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        more = {} if self._ssl_context is None else {"ssl_handshake_timeout": self._handshake_s}
+        server: Any = self._runner.server
+        self._server = await asyncio.get_running_loop().create_server(
+            server, sock=self._sock, ssl=self._ssl_context, backlog=self._backlog, **more
+        )
+
+
+async def stop_listening(runner: web.AppRunner) -> None:
+    """Accepts everybody who waits in the kernel's queue, then listens no more, and lets the newcomers ask once.
+
+    A connection that is closed in the queue is reset: its client has sent its request, and would hear nothing.
+    """
+    for site in runner.sites:
+        sockets = getattr(site._server, "sockets", None) or ()
+        poll = select.poll()
+        for each in sockets:
+            poll.register(each.fileno(), select.POLLIN)
+        while sockets and poll.poll(0):
+            await asyncio.sleep(0)
+        await site.stop()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + FRESH_S
+    while _fresh(runner) and loop.time() < end:
+        await asyncio.sleep(0.01)
+
+
+def _fresh(runner: web.AppRunner) -> bool:
+    connections = [] if runner.server is None else runner.server.connections
+    return any(isinstance(each, Connection) and each.fresh for each in connections)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all addresses of a host; PaellaError: it is none of ours, or the port is taken."""
+    found: list[socket.socket] = []
+    try:
+        for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                found.append(_listen(family, kind, proto, address, shared=False))
+            except OSError as e:
+                if not found or e.errno != errno.EADDRNOTAVAIL:  # "localhost" may name an IPv6 that is switched off
+                    raise
+            port = port or found[0].getsockname()[1]
+        return found
+    except OSError as e:
+        _close_all(found)
+        raise cannot_listen(host, port, e) from None
+
+
+class Shares:
+    """Sockets that share one port: the kernel deals out connections among those that listen (SO_REUSEPORT)."""
+
+    def __init__(self, host: str, port: int, number: int) -> None:
+        """PaellaError: the port is taken."""
+        self._sockets: list[socket.socket | None] = []
+        try:
+            self._family, _, _, _, self._address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            if port:  # a socket that shares its port does not notice others that do so too
+                with socket.socket(self._family, socket.SOCK_STREAM) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(self._address)
+            for _ in range(number):
+                self._sockets.append(self._make())
+                self._address = self[len(self._sockets) - 1].getsockname()
+        except OSError as e:
+            self.close()
+            raise cannot_listen(host, port, e) from None
+
+    def _make(self) -> socket.socket:
+        return _listen(self._family, socket.SOCK_STREAM, 0, self._address, shared=True)
+
+    def __getitem__(self, k: int) -> socket.socket:
+        """It listens, or listens again from now on."""
+        found = self._sockets[k]
+        if found is None:
+            found = self._sockets[k] = self._make()
+        return found
+
+    @property
+    def address(self) -> Any:
+        return self._address
+
+    def leave(self, k: int) -> None:
+        """Nobody accepts on it for a while: who connects is dealt out among the others."""
+        found, self._sockets[k] = self._sockets[k], None
+        if found is not None:
+            found.close()
+
+    def descriptors(self) -> set[int]:
+        return {each.fileno() for each in self._sockets if each is not None}
+
+    def close(self) -> None:
+        for k in range(len(self._sockets)):
+            self.leave(k)
+
+
+def _listen(family: int, kind: int, proto: int, address: Any, shared: bool) -> socket.socket:
+    made = socket.socket(family, kind, proto)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> PaellaError:
+    taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    remedy = "another port" if taken else "a host of this machine, such as 127.0.0.1"
+    # A name that cannot be looked up has no number of the system's.
+    said = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return PaellaError(f"{host}:{port} cannot be listened on: {said}; choose {remedy}")
+
+
+def url_of(address: Any, tls: bool) -> str:
+    """
+    >>> url_of(("::1", 8000, 0, 0), tls=False)
+    'http://[::1]:8000'
+    """
+    host, port = address[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

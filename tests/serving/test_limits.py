@@ -1,0 +1,192 @@
+"""Limits before work: what a client sends costs little until it is known to be wanted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import ssl
+import threading
+import zlib
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from places import TESTS
+from raw_client import Client
+from serving_server import ask, infer_body, running
+
+from paellapy.serving import codings
+from paellapy.serving.protocol import largest_request
+
+INFER = "/v2/models/scale/infer"
+BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
+TLS = TESTS / "tls"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running([scale_model(batch=(1, 4))], keys={"alice": "secret"}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    with running([scale_model(batch=(1, 4)), scale_model("wide", n=1 << 16, batch=(1,))], send_timeout_s=0.2) as found:
+        yield found
+
+
+@pytest.fixture
+def unpacked(monkeypatch):
+    """Lengths of what was unpacked, and in which thread."""
+    found, unpack = [], codings.unpack
+
+    def noted(body, *more):
+        found.append((len(body), threading.current_thread().name))
+        return unpack(body, *more)
+
+    monkeypatch.setattr(codings, "unpack", noted)
+    return found
+
+
+KEY = {"X-API-Key": "secret"}
+BOMB = gzip.compress(bytes(50_000_000), 9)
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", INFER), ("GET", "/docs"), ("POST", "/v2/repository/index")])
+def test_nothing_is_unpacked_for_whoever_has_no_key(server, unpacked, method, path):
+    status = ask(server, method, path, BOMB, {"Content-Encoding": "gzip"})[0]
+    assert status == (200 if path == "/docs" else 401)
+    assert unpacked == []
+
+
+@pytest.mark.parametrize("path", [INFER, "/v2/repository/index"])
+def test_a_bomb_is_unpacked_away_from_the_loop_and_only_to_its_limit(server, unpacked, path):
+    status, _, said = ask(server, "POST", path, BOMB, {"Content-Encoding": "gzip", **KEY})
+    assert status == 413
+    assert "unpacks to more than" in said["error"]
+    assert [name.startswith("unpack") for _, name in unpacked] == [True]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "x-gzip"])
+def test_packed_bodies_are_read(server, coding):
+    packed = zlib.compress(BODY) if coding == "deflate" else gzip.compress(BODY)
+    assert ask(server, "POST", INFER, packed, {"Content-Encoding": coding, **KEY})[0] == 200
+    raw = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    bare = raw.compress(BODY) + raw.flush()
+    assert ask(server, "POST", INFER, bare, {"Content-Encoding": "deflate", **KEY})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status"),
+    [
+        ("gzip", gzip.compress(BODY)[:-9], 400),
+        ("gzip", gzip.compress(BODY) + b"more", 400),
+        ("gzip", b"no such thing", 400),
+        ("gzip", b"", 400),
+        ("br", BODY, 415),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415),
+        ("nonsense", BODY, 415),
+        ("identity", BODY, 200),
+    ],
+)
+def test_codings_that_are_wrong_are_told_and_the_connection_goes_on(server, coding, body, status):
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nX-API-Key: secret\r\nContent-Length: "
+    with Client(server) as client:
+        client.send(f"{head}{len(body)}\r\nContent-Encoding: {coding}\r\n\r\n".encode() + body)
+        assert client.answer()[0] == status
+        client.send(f"{head}{len(BODY)}\r\n\r\n".encode() + BODY)
+        assert client.answer()[0] == 200
+
+
+def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
+    zeros = bytes(4 * codings.FREE_BYTES)
+    with pytest.raises(codings.TooLargeError, match="unpacks to more"):
+        codings.unpack(gzip.compress(zeros), "gzip", len(zeros))
+    noise = np.random.default_rng(0).bytes(4 * codings.FREE_BYTES)
+    assert codings.unpack(gzip.compress(noise, 1), "gzip", len(noise)) == noise
+
+
+# -- JSON
+
+
+@pytest.mark.parametrize("more", ["", "traceparent: none\r\n"])  # the short way, and aiohttp's
+def test_a_body_is_no_longer_than_the_largest_request_of_its_model(open_server, more):
+    most = largest_request(open_server.engine.models["scale"])
+    assert most < open_server.service.max_body_bytes
+    with Client(open_server) as client:
+        client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {most + 1}\r\n\r\n".encode())
+        status, headers, body = client.answer()
+        assert (status, headers["connection"]) == (413, "close")
+        assert f"{most:,} bytes" in json.loads(body)["error"]
+    with Client(open_server) as client:
+        padded = BODY + b" " * (most - len(BODY))
+        client.send(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {most}\r\n\r\n".encode() + padded)
+        assert client.answer()[0] == 200
+
+
+def test_the_largest_request_of_a_model_is_within_its_bound():
+    model = scale_model(batch=(1, 4))
+    longest = np.full((4, 64), -1.2345678901234567e-38, np.float32)
+    assert len(json.dumps(infer_body("x", longest), indent=4)) <= largest_request(model)
+
+
+# -- clients that do not read
+
+
+def wide_request(more=""):
+    """256 KiB there, and 256 KiB back."""
+    x = np.ones((1, 1 << 16), np.float32)
+    tensor = {"name": "x", "shape": list(x.shape), "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    lines = ["POST /v2/models/wide/infer HTTP/1.1", "Host: x", f"Content-Length: {len(header) + x.nbytes}",
+             f"Inference-Header-Content-Length: {len(header)}", *([more] if more else []), "", ""]  # fmt: skip
+    return "\r\n".join(lines).encode() + header + x.tobytes()
+
+
+@pytest.mark.parametrize("more", ["", "traceparent: none"])  # the short way, and aiohttp's
+def test_a_client_that_never_reads_is_let_go(open_server, more):
+    def ask_on(connection):
+        """Until the answers fill all buffers, and for as long as somebody listens."""
+        while True:
+            connection.sendall(wide_request(more))
+
+    with socket.create_connection(("127.0.0.1", open_server.port)) as connection:
+        with pytest.raises(ConnectionError):
+            ask_on(connection)
+        open_server.wait_until(lambda: open_server.connections() == 0)
+    assert open_server.service.in_flight == 0
+    assert ask(open_server, "POST", INFER, BODY)[0] == 200
+
+
+def test_a_tls_handshake_that_stalls_ends_in_time():
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
+    with running([], tls=context, header_timeout_s=0.3) as server, Client(server) as client:
+        client.send(b"\x16\x03\x01")  # the beginning of a handshake, and nothing more
+        assert client.closed
+
+
+# -- small things
+
+
+def test_no_answer_names_versions(open_server):
+    with Client(open_server) as client:
+        for request in (
+            b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+            b"nonsense\r\n\r\n",
+        ):
+            client.send(request)
+            assert client.answer()[1]["server"] == "paellapy"
+
+
+@pytest.mark.parametrize("path", [INFER, "/v2/repository/index"])
+def test_a_missing_host_is_told_on_both_ways(open_server, path):
+    with Client(open_server) as client:
+        client.send(f"POST {path} HTTP/1.1\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        status, _, body = client.answer()
+    assert status == 400
+    assert "Host" in json.loads(body)["error"]
