@@ -19,7 +19,7 @@ from paellapy.serving.dashboard_events import Hub
 from paellapy.serving.errors import RequestError
 from paellapy.serving.infer import read
 from paellapy.serving.middleware import SERVICE, json_response, open_to_all
-from paellapy.serving.protocol import NOT_JSON
+from paellapy.serving.numbers import NOT_JSON
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
 from paellapy.serving.remote_monitor import RemoteMonitor
 from paellapy.serving.service import Service

@@ -32,10 +32,13 @@ class Site(web.SockSite):
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        more = {} if self._ssl_context is None else {"ssl_handshake_timeout": self._handshake_s}
         server: Any = self._runner.server
         self._server = await asyncio.get_running_loop().create_server(
-            server, sock=self._sock, ssl=self._ssl_context, backlog=self._backlog, **more
+            server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=None if self._ssl_context is None else self._handshake_s,
         )
 
 
@@ -86,8 +89,11 @@ class Shares:
     def __init__(self, host: str, port: int, number: int) -> None:
         """PaellaError: the port is taken."""
         self._sockets: list[socket.socket | None] = []
+        self._family = 0
+        self._address: Any = None
         try:
-            self._family, _, _, _, self._address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._family, self._address = found[0], found[4]
             if port:  # a socket that shares its port does not notice others that do so too
                 with socket.socket(self._family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,7 +11,7 @@ from paellapy.serving import describe
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.infer import infer, read
 from paellapy.serving.middleware import SERVICE, json_response, open_to_all
-from paellapy.serving.protocol import NOT_JSON
+from paellapy.serving.numbers import NOT_JSON
 from paellapy.serving.registry import READY, Entry
 
 
