@@ -21,8 +21,8 @@ from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.lane_memory import Bump, Lane, aligned
-from paellapy.scheduler.models.model import Arrays, Model
 from paellapy.scheduler.models.program import Cuts, Node, Part
+from paellapy.scheduler.models.tensors import Arrays, Capturable
 
 _ROOT = Path(__file__).parents[2]
 _OURS = (
@@ -58,7 +58,7 @@ def _users_frame(stack: traceback.StackSummary) -> str:
 class ModelCapture(Capture):
     """A capture on behalf of one model: refusals name it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Capturable) -> None:
         super().__init__()
         self.model = model
         self.launches = 0
@@ -79,7 +79,7 @@ class ModelCapture(Capture):
 class Counting(ModelCapture):
     """Runs launches at once and counts what scratch memory a run asks for: the size of a lane's arena."""
 
-    def __init__(self, model: Model, device: Device) -> None:
+    def __init__(self, model: Capturable, device: Device) -> None:
         super().__init__(model)
         self.device = device
         self.scratch_bytes = 0
@@ -322,7 +322,7 @@ def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
         device.capture = None
 
 
-def call_model(model: Model, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
+def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
     """Runs the model's function; whatever it raises names the model."""
     try:
         result = model.fn(dict(weights), dict(inputs), dict(outputs))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
 from paellapy.scheduler.core.shared_memory import SharedBlock
-from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
 ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
 
@@ -84,7 +84,7 @@ class LanePlan:
         return self.scratch + self.scratch_bytes
 
 
-def plan_lane(model: Model, scratch_bytes: int, segments: int) -> LanePlan:
+def plan_lane(model: Capturable, scratch_bytes: int, segments: int) -> LanePlan:
     """Inputs, outputs, then scratch; every tensor with room for the largest batch.
 
     Beside the pinned tensors lies a completion word for each of up to `segments` segments, one for the whole, and a
@@ -99,7 +99,7 @@ def plan_lane(model: Model, scratch_bytes: int, segments: int) -> LanePlan:
     return LanePlan(offsets[0], offsets[1], device.used, scratch_bytes, words, segments + 1, host.used)
 
 
-def tensors(model: Model) -> list[tuple[str, TensorSpec]]:
+def tensors(model: Capturable) -> list[tuple[str, TensorSpec]]:
     """Inputs and outputs under names that cannot meet: a model may call both of them "x"."""
     return [(f"in:{k}", s) for k, s in model.inputs.items()] + [(f"out:{k}", s) for k, s in model.outputs.items()]
 
@@ -108,7 +108,7 @@ class Lane:
     """The buffers of one batch in flight."""
 
     def __init__(
-        self, index: int, model: Model, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
+        self, index: int, model: Capturable, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
     ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
         self.windows = windows  # of SMs, to one of which it may be confined

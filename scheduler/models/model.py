@@ -5,46 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.tensors import Arrays, ModelFunction, TensorSpec, Weights
 
-Arrays = dict[str, Any]
-ModelFunction = Callable[[Arrays, Arrays, Arrays], None]
+__all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
 
-
-@dataclass(frozen=True, slots=True, init=False)
-class TensorSpec:
-    """Shape and element type of one tensor of one request: without the batch dimension.
-
-    >>> TensorSpec((3, 8), "float16").nbytes
-    48
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def __init__(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> None:
-        extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-        if not all(isinstance(n, int | np.integer) and n > 0 for n in extents):
-            raise ModelError(f"a tensor of shape {shape!r}: extents are whole numbers above zero")
-        object.__setattr__(self, "shape", tuple(int(n) for n in extents))
-        try:
-            object.__setattr__(self, "dtype", np.dtype(dtype))
-        except TypeError:
-            raise ModelError(f"a tensor of {dtype!r}: that is no element type; give one of NumPy's") from None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"TensorSpec({self.shape}, {self.dtype.name!r})"
 
 
 class Model:
@@ -66,7 +37,7 @@ class Model:
         *,
         inputs: Mapping[str, TensorSpec],
         outputs: Mapping[str, TensorSpec],
-        weights: Mapping[str, NDArray[Any]] | None = None,
+        weights: Mapping[str, NDArray[Any]] | Weights | None = None,
         batch: Sequence[int] = (1, 2, 4, 8),
         target_ms: float | None = None,
         priority: int = 0,
@@ -84,7 +55,9 @@ class Model:
         self.fn = fn
         self.inputs = _specs(name, "inputs", inputs)
         self.outputs = _specs(name, "outputs", outputs)
-        self.weights = {key: np.ascontiguousarray(value) for key, value in (weights or {}).items()}
+        arrays = weights if isinstance(weights, Mapping) else {}
+        self.weights = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
+        self.source = None if isinstance(weights, Mapping) else weights  # of weights that are no arrays
 
     def _settle(
         self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None
@@ -112,8 +85,6 @@ class Model:
     ) -> Self:
         """The same model with other settings; what is None stays as it is."""
         made = copy.copy(self)
-        if getattr(self.fn, "__self__", None) is self:  # a method of the model: the new one's from now on
-            made.fn = getattr(made, self.fn.__name__)
         made._settle(
             self.name if name is None else name,
             self.batch if batch is None else batch,
@@ -136,35 +107,39 @@ class Model:
         autocast: Any = None,
         channels_last: bool = False,
         compile: bool = False,
-        batch: Sequence[int] = (1, 2, 4, 8),
         **about: Any,
-    ) -> Model:
+    ) -> Self:
         """A PyTorch module, or a function of tensors, as a model.
 
         `example_inputs` is a tensor, a tuple of them, or a dict (passed by name), the batch first. `dtype` converts the
         weights and floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
-        out images so; `compile` runs it through torch.compile. `target_ms` and the rest are as ever.
+        out images so; `compile` runs it through torch.compile. `batch`, `target_ms` and the rest are as ever.
 
         The module is evaluated as after `eval()`, and stays as it is. Weights that are not converted or moved are in
         the same memory: training it later changes what the model answers.
 
             pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
         """
-        from paellapy.scheduler.models.torch_model import from_torch
+        from paellapy.scheduler.models.torch_module import TorchOptions, torch_module
 
-        return from_torch(
-            module, example_inputs, name=name, input_names=input_names, dtype=dtype, autocast=autocast,
-            channels_last=channels_last, compile=compile, batch=batch, **about,
-        )  # fmt: skip
+        options = TorchOptions(dtype, autocast, channels_last, compile)
+        made = torch_module(module, example_inputs, name, input_names, options)
+        signature = made.signature
+        return cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
 
-    uses_torch = False  # whether its function calls PyTorch
+    @property
+    def uses_torch(self) -> bool:
+        """Whether its function calls PyTorch."""
+        return self.source is not None and self.source.uses_torch
 
     @property
     def weights_bytes(self) -> int:
-        return sum(array.nbytes for array in self.weights.values())
+        return sum(array.nbytes for array in self.weights.values()) if self.source is None else self.source.nbytes
 
     def place(self, device: Device) -> Arrays:
         """The weights in the device's memory, shared by all lanes and batch sizes."""
+        if self.source is not None:
+            return self.source.place(self.name, device)
         return {name: device.array(value) for name, value in self.weights.items()}
 
     @property

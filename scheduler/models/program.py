@@ -9,7 +9,7 @@ from typing import Any, Literal
 from paellapy.instrument import cache
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.occupancy import occupancy
-from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.tensors import Capturable
 
 NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
 Part = tuple[int, int]  # first block and number of blocks of a slice
@@ -43,7 +43,7 @@ class Node:
 class Program:
     """One lane's captured work at one batch size. `body` is the device's own: a CUDA graph or a list of launches."""
 
-    model: Model
+    model: Capturable
     lane: int
     batch: int
     nodes: list[Node]  # in an order that respects every dependency

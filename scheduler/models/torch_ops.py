@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.scheduler.models.capture import Counting, Recording
 from paellapy.scheduler.models.program import Node
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_waits import Waits
-
-if TYPE_CHECKING:
-    from paellapy.scheduler.models.model import Arrays
-    from paellapy.scheduler.models.torch_model import TorchModel
 
 TILE = 64 * 64  # outputs of one block of a product
 STRIP = 1024  # elements of one block of anything else
@@ -102,25 +101,33 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-def record_or_run(torch: Any, model: TorchModel, call: Any, inputs: Arrays, outputs: Arrays) -> None:
-    """On the virtual GPU: adds the model's operations to the recording under way, or simply computes."""
-    import numpy as np
+def record_or_run(
+    torch: Any,
+    compute: Callable[[Any, Any, Arrays, Arrays], None],
+    operations: dict[int, list[Operation]],
+    call: Any,
+    inputs: Arrays,
+    outputs: Arrays,
+) -> None:
+    """On the virtual GPU: adds a module's operations to the recording under way, or simply computes.
 
+    `operations` has what the module launches by batch size, and is added to where a size is new.
+    """
     capture = Device.current().capture
     plain_in = {key: array.view(np.ndarray) for key, array in inputs.items()}
     plain_out = {key: array.view(np.ndarray) for key, array in outputs.items()}
 
-    def compute() -> None:
-        model.compute(torch, call, plain_in, plain_out)
+    def run() -> None:
+        compute(torch, call, plain_in, plain_out)
 
     if not isinstance(capture, Recording):
-        compute()
+        run()
         if isinstance(capture, Counting):
             capture.launches += 1
         return
     batch = len(next(iter(plain_in.values())))
-    if batch not in model.operations:  # the same for every lane
+    if batch not in operations:  # the same for every lane
         weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
         memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
-        model.operations[batch] = count_operations(torch, compute, memory)
-    capture.compute([(each.node, each.cost) for each in model.operations[batch]], compute)
+        operations[batch] = count_operations(torch, run, memory)
+    capture.compute([(each.node, each.cost) for each in operations[batch]], run)

@@ -1,8 +1,8 @@
 """What would wait for a GPU, refused where PyTorch computes on the CPU in its place.
 
-A real GPU refuses it while a module is captured (`cuda_torch`). The CPU never waits, so here the calls themselves are
-watched: those that bring the model's data to the host, or a shape that depends on it. Other tensors, which a GPU would
-have left on the host, may be read.
+A real GPU refuses it while a module is captured (`torch_pool.refusing_to_wait`). The CPU never waits, so here the calls
+themselves are watched: those that bring the model's data to the host, or a shape that depends on it. Other tensors,
+which a GPU would have left on the host, may be read.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,9 @@ import numpy as np
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import CaptureError, ModelError
 from paellapy.scheduler.models.capture import Counting
-from paellapy.scheduler.models.model import Arrays, Model, TensorSpec
+from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.models.torch_ops import record_or_run
+from paellapy.scheduler.models.torch_pool import refusing_to_wait
 
 
 def needs_torch() -> Any:
@@ -94,33 +96,38 @@ def own_module(torch: Any, title: str, module: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TorchOptions:
     """How a module is run."""
 
-    autocast: Any  # dtype of torch.autocast; None: off
-    channels_last: bool
-    compile: bool
+    dtype: Any = None  # of its weights and floating-point inputs; None: as they are
+    autocast: Any = None  # dtype of torch.autocast; None: off
+    channels_last: bool = False
+    compile: bool = False
+
+    def checked(self, torch: Any, title: str) -> Self:
+        """The same with types of PyTorch's, wherever names of them were given."""
+        dtype, autocast = (torch_dtype(torch, title, each, getattr(self, each)) for each in ("dtype", "autocast"))
+        return replace(self, dtype=dtype, autocast=autocast)
+
+    def arrange(self, torch: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs in the layout that is wanted."""
+        if not self.channels_last:
+            return dict(given)
+        layout = torch.channels_last
+        return {key: t.contiguous(memory_format=layout) if t.dim() == 4 else t for key, t in given.items()}
 
 
-class TorchModel(Model):
-    """A model whose function is a PyTorch module or function."""
-
-    def __init__(
-        self, name: str, call: Callable[..., Any], signature: Signature, options: Options, **about: Any
-    ) -> None:
-        super().__init__(name, self._run, inputs=signature.inputs, outputs=signature.outputs, **about)
-        self._call, self._signature, self.options = call, signature, options
-        self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
+class TorchModule:
+    """A PyTorch module or function as a model's function and weights."""
 
     uses_torch = True
 
-    def changed(self, **about: Any) -> Self:
-        made = super().changed(**about)
-        made.operations = {}  # each is loaded by itself
-        return made
+    def __init__(self, title: str, call: Callable[..., Any], signature: Signature, options: TorchOptions) -> None:
+        self.title, self._call, self.signature, self.options = title, call, signature, options
+        self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
 
     @property
-    def weights_bytes(self) -> int:
+    def nbytes(self) -> int:
         torch = needs_torch()
         if not isinstance(self._call, torch.nn.Module):
             return 0
@@ -128,40 +135,37 @@ class TorchModel(Model):
         unique = {t.data_ptr(): t for t in tensors}
         return sum(t.numel() * t.element_size() for t in unique.values())
 
-    def place(self, device: Device) -> Arrays:
+    def place(self, model: str, device: Device) -> Arrays:
         """The module on the device: all lanes and batch sizes share it."""
         torch = needs_torch()
         where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
         if where != "cpu" and not torch.cuda.is_available():
             raise ModelError(
-                f"model {self.name!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
+                f"model {model!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
             )
         call = self._call
         if isinstance(call, torch.nn.Module):
-            call = own_module(torch, self.name, call).to(where)
+            call = own_module(torch, model, call).to(where)
         if self.options.compile and where != "cpu":
             call = torch.compile(call, dynamic=False)
         return {"call": call}
 
-    def _run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-        from paellapy.scheduler.models.torch_ops import record_or_run
-
+    def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+        """The model's function."""
         torch = needs_torch()
         call = weights["call"]
         if isinstance(next(iter(inputs.values())), np.ndarray):
-            return record_or_run(torch, self, call, inputs, outputs)
-        from paellapy.scheduler.models.torch_pool import refusing_to_wait
-
+            record_or_run(torch, self.compute, self.operations, call, inputs, outputs)
+            return
         with refusing_to_wait() if isinstance(Device.current().capture, Counting) else contextlib.nullcontext():
             self.compute(torch, call, inputs, outputs)
-        return None
 
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
         """Runs the module on our arrays and copies what it returns to the outputs."""
         given = {key: as_tensor(torch, array) for key, array in inputs.items()}
         with self._settings(torch, next(iter(given.values())).device.type):
-            results = self._signature.call(call, given, self.options.channels_last)
-            for key, value in self._signature.name_results(results).items():
+            results = self.signature.call(call, self.options.arrange(torch, given))
+            for key, value in self.signature.name_results(results).items():
                 target = as_tensor(torch, outputs[key])
                 if value.shape != target.shape:
                     raise CaptureError(
@@ -188,12 +192,7 @@ class Signature:
     outputs: dict[str, TensorSpec]
     keywords: bool  # inputs are passed by name
 
-    def call(self, call: Callable[..., Any], given: Mapping[str, Any], channels_last: bool) -> Any:
-        if channels_last:
-            torch = needs_torch()
-            given = {
-                key: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for key, t in given.items()
-            }
+    def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         return call(**given) if self.keywords else call(*given.values())
 
     def name_results(self, results: Any) -> dict[str, Any]:
@@ -220,19 +219,13 @@ def _tensors(results: Any) -> dict[str, Any]:
     return found
 
 
-def from_torch(
+def torch_module(
     call: Callable[..., Any],
     example_inputs: Any,
-    *,
     name: str | None = None,
     input_names: Sequence[str] | None = None,
-    dtype: Any = None,
-    autocast: Any = None,
-    channels_last: bool = False,
-    compile: bool = False,
-    batch: Sequence[int] = (1, 2, 4, 8),
-    **about: Any,
-) -> TorchModel:
+    options: TorchOptions | None = None,
+) -> TorchModule:
     """See `Model.from_torch`."""
     torch = needs_torch()
     if not callable(call):
@@ -240,27 +233,34 @@ def from_torch(
     kind = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "model")
     title = str(name or kind)
     given, keywords = _named_inputs(torch, title, example_inputs, input_names)
-    dtype, autocast = (torch_dtype(torch, title, *each) for each in (("dtype", dtype), ("autocast", autocast)))
+    options = (options or TorchOptions()).checked(torch, title)
     if isinstance(call, torch.nn.Module):
         module = call = own_module(torch, title, call)
-        if dtype is not None:
-            module.to(dtype)
-        if channels_last:
+        if options.dtype is not None:
+            module.to(options.dtype)
+        if options.channels_last:
             module.to(memory_format=torch.channels_last)
         home = next(iter([*module.parameters(), *module.buffers()]), torch.empty(0)).device
     else:
         home = next(iter(given.values())).device
-    if dtype is not None:
-        given = {key: t.to(dtype) if t.is_floating_point() else t for key, t in given.items()}
+    if options.dtype is not None:
+        given = {key: t.to(options.dtype) if t.is_floating_point() else t for key, t in given.items()}
     given = {key: t[:1].to(home) for key, t in given.items()}
-    specs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
-    options = Options(autocast, channels_last, compile)
-    probe = Signature(specs, {}, keywords)
+    inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
+    outputs = _example_outputs(torch, title, call, Signature(inputs, {}, keywords), given, options)
+    return TorchModule(title, call, Signature(inputs, outputs, keywords), options)
+
+
+def _example_outputs(
+    torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
+) -> dict[str, TensorSpec]:
+    """What one request of the example gives."""
+    kind = next(iter(given.values())).device.type
     try:
         with torch.no_grad():
-            cast = torch.autocast(home.type, autocast) if autocast is not None else contextlib.nullcontext()
+            cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
             with cast:
-                results = _tensors(probe.call(call, given, channels_last))
+                results = _tensors(signature.call(call, options.arrange(torch, given)))
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
     except Exception as e:
@@ -273,7 +273,7 @@ def from_torch(
                 "the batch"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return TorchModel(title, call, Signature(specs, outputs, keywords), options, batch=batch, **about)
+    return outputs
 
 
 def _named_inputs(
