@@ -18,7 +18,7 @@ from paellapy.scheduler.core.atomics import call_rank
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.policies.policy import PolicyError, compile_function, may_loop, place
+from paellapy.scheduler.policies.compiling import PolicyError, compile_function, may_loop, place
 
 # A decision ranks about ten jobs: at this cost each, dispatch would take as long as a launch.
 MAX_CALL_NS = 2000.0

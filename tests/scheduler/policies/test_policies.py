@@ -13,7 +13,8 @@ from core_bench import Bench, profile
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.policies import checks, edf, hrrn, paella, priority, slack, srpt
-from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, may_loop, policy, policy_names
+from paellapy.scheduler.policies.compiling import may_loop
+from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy, policy_names
 
 
 def job(**facts: float) -> Any:
