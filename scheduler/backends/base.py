@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import LaunchError, PaellaError
+from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
+from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import Counting, ModelCapture, call_model, capturing
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
-from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
-
-if TYPE_CHECKING:
-    from paellapy.scheduler.engine.loader import LoadedModel
-    from paellapy.scheduler.engine.trace import TracedBlocks
-
-Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
+from paellapy.scheduler.models.tensors import Arrays
 
 WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
 
+# One capture at a time on a device: other threads' launches go on, other loads wait.
+_locks: dict[int, threading.RLock] = {}
 
-@dataclass(slots=True)
-class Launches:
-    """One program ready to be launched: each segment, and the whole. `handles` mean something to the backend only."""
 
-    program: Program
-    bounds: Bounds
-    handles: list[int]
-    whole: int
-    keep: list[Any] = field(default_factory=list)
-    notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
-    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
+def device_lock(device: Device) -> threading.RLock:
+    return _locks.setdefault(id(device), threading.RLock())
 
 
 class Backend(ABC):

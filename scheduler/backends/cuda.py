@@ -19,7 +19,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
 from paellapy.scheduler.backends.cuda_graphs import (
     Gate,
@@ -32,17 +32,18 @@ from paellapy.scheduler.backends.cuda_graphs import (
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
+from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.loader import LoadedModel, device_lock
-from paellapy.scheduler.engine.trace import TracedBlocks
 from paellapy.scheduler.models.capture import ModelCapture
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
-from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
 
 # The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
@@ -403,7 +404,7 @@ class CudaBackend(Backend):
 
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
         with device_lock(self.device):
-            self._trace = CudaTrace(self, records_per_sm, models)
+            self._trace = CudaTrace(self, self.capture_traced, self._state, records_per_sm, models)
 
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks:
         current, self._trace = self._trace, None

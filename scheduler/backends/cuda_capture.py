@@ -23,8 +23,8 @@ from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, describe, rea
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
 from paellapy.scheduler.models.lane_memory import Lane
-from paellapy.scheduler.models.model import Arrays
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
+from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_pool import TorchPool
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()

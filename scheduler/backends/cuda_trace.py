@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from paellapy.instrument.tracing import trace
-from paellapy.scheduler.backends.base import Launches
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import Launches, LoadedModel, write_handles
+from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.engine.install import write_handles
-from paellapy.scheduler.engine.loader import LoadedModel
-from paellapy.scheduler.engine.trace import TracedBlocks, TracedPiece
+from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.program import Cuts, Program
+from paellapy.scheduler.models.tensors import Arrays
 
-if TYPE_CHECKING:
-    from paellapy.scheduler.backends.cuda import CudaBackend
+CaptureTraced = Callable[[Lane, Arrays, int, Cuts], tuple[Program, list[int]]]  # also the trace ids of the nodes
 
 
 class CudaTrace:
@@ -22,8 +23,15 @@ class CudaTrace:
     Lanes are in service, so these cannot be launched beforehand: in a trace the first launch of each takes longer.
     """
 
-    def __init__(self, backend: CudaBackend, records_per_sm: int, models: list[LoadedModel]) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        capture_traced: CaptureTraced,
+        state: State,
+        records_per_sm: int,
+        models: list[LoadedModel],
+    ) -> None:
+        self._backend, self._capture_traced, self._state = backend, capture_traced, state
         self._inner = trace(records_per_sm, backend.device)
         self._result = self._inner.__enter__()
         self._pieces: list[TracedPiece] = []
@@ -43,14 +51,14 @@ class CudaTrace:
     def _swap_in(self, loaded: LoadedModel, lane: Lane, row: int, size: int, plain: Launches) -> None:
         backend = self._backend
         cuts = loaded.profiles[size].cuts
-        program, ids = backend.capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
+        program, ids = self._capture_traced(lane, loaded.weights, loaded.model.batch[size], cuts)
         try:
             traced = backend.cut(program, plain.bounds, lane, confine=bool(plain.confined))
         finally:
             backend.discard(program)
         self._traced.append(traced)
         self._plain.append((row, size, plain))
-        write_handles(backend._state, row, size, traced)
+        write_handles(self._state, row, size, traced)
         for k, (first, end) in [*enumerate(plain.bounds), (codes.WHOLE, (0, len(ids)))]:
             launches = tuple(i for i in ids[first:end] if i)
             self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
@@ -59,7 +67,7 @@ class CudaTrace:
         """`rows`: lanes that are still there."""
         for row, size, plain in self._plain:
             if row in rows:
-                write_handles(self._backend._state, row, size, plain)
+                write_handles(self._state, row, size, plain)
 
     def _release(self) -> None:
         for launches in self._traced:

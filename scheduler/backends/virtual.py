@@ -28,7 +28,9 @@ from paellapy.instrument.device.sm_program import Commands, Kernel
 from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.errors import TraceError
-from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, Bounds, Launches
+from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend
+from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
+from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.backends.virtual_loop import ORDER, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
@@ -36,12 +38,11 @@ from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.loader import LoadedModel
-from paellapy.scheduler.engine.trace import TracedBlocks
 from paellapy.scheduler.models.capture import GuardedArray, Recording, call_model, capturing
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan
-from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
+from paellapy.scheduler.models.tensors import Arrays
 
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4

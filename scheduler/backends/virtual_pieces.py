@@ -13,7 +13,7 @@ from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.records import Records
 from paellapy.instrument.tracing import Session
-from paellapy.scheduler.engine.trace import TracedBlocks, TracedPiece
+from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.models.capture import Recorded
 
 _PREPARE_AFTER = 3  # runs: by then the evaluator has recorded what it can

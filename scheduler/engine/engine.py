@@ -23,6 +23,8 @@ import numpy as np
 from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
@@ -32,11 +34,11 @@ from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
 from paellapy.scheduler.engine.install import capacity, install, install_windows
-from paellapy.scheduler.engine.loader import LoadedModel, Loader
+from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.requests import Requester, Slot
-from paellapy.scheduler.engine.stats import engine_stats
+from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.tap import Tap
-from paellapy.scheduler.engine.trace import EngineTrace, TracedBlocks, trace_engine
+from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
@@ -214,7 +216,14 @@ class Engine(Requester):
 
     def stats(self) -> dict[str, Any]:
         """Counts and latencies so far, of the engine and of every model."""
-        return engine_stats(self)
+        return {
+            "device": self.device.title,
+            "policy": self.policy,
+            "uptime_s": self.uptime_s,
+            **core_stats(self.state),
+            "memory": {"budget_bytes": self.memory.budget_bytes, "held_bytes": self.memory.held_bytes},
+            "models": {each.model.name: loaded_stats(self.state, each) for each in self.loaded_rows().values()},
+        }
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.

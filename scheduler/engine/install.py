@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.timing import Timing
-from paellapy.scheduler.backends.base import Launches
-from paellapy.scheduler.core import codes, models
+from paellapy.scheduler.backends.launches import LoadedModel, write_handles
+from paellapy.scheduler.core import models
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.loader import LoadedModel
 from paellapy.scheduler.models.profile import model_profile
 
 
@@ -48,20 +47,6 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
             state.whole["word"][row, size] = words[-1:].ctypes.data
             state.whole["draining"][row, size] = 0
             write_handles(state, row, size, launches)
-
-
-def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
-    """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
-    variants use the same buffers and completion words.
-    """
-    for k, handle in enumerate(launches.handles):
-        state.launch["handle"][row, size, k] = handle
-    state.whole["handle"][row, size] = launches.whole
-    none = [([0] * len(launches.handles), 0)] * (codes.CHOICES - len(launches.confined))
-    for choice, (handles, whole) in enumerate([*launches.confined, *none]):
-        for k, handle in enumerate(handles):
-            state.confined[row, size, k, choice] = handle
-        state.confined[row, size, -1, choice] = whole
 
 
 def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from paellapy.instrument.device.base import Device
-from paellapy.scheduler.backends.base import Backend, Launches
+from paellapy.scheduler.backends.base import Backend, device_lock
+from paellapy.scheduler.backends.launches import Launches, LoadedModel
 from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.demand import TOGETHER
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.models import profile as profiles
-from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, Reservation, plan_lane
-from paellapy.scheduler.models.model import Arrays, Model
+from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
+from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program, last_kernels
 from paellapy.scheduler.models.segments import cut, plan_slices
@@ -22,33 +21,6 @@ from paellapy.scheduler.models.segments import cut, plan_slices
 _REPEATS = 15
 _BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
 _ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
-
-# One capture at a time on a device: other threads' launches go on, other loads wait.
-_locks: dict[int, threading.RLock] = {}
-
-
-def device_lock(device: Device) -> threading.RLock:
-    return _locks.setdefault(id(device), threading.RLock())
-
-
-@dataclass(slots=True)
-class LoadedModel:
-    """A model with its memory and launches, as the engine keeps it."""
-
-    model: Model
-    weights: Arrays
-    reservation: Reservation
-    lanes: list[Lane]
-    profiles: list[ProgramProfile]  # one per batch size
-    launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
-    row: int = -1
-    generation: int = 0  # of the row
-    lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
-
-    @property
-    def lane_rows(self) -> list[int]:
-        return list(self.lane_of)
-
 
 class Loader:
     """Loads models onto one backend."""

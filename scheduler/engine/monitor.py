@@ -28,8 +28,8 @@ from paellapy.scheduler.engine.occupancy import RESOURCES
 from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
 
 if TYPE_CHECKING:
+    from paellapy.scheduler.backends.launches import LoadedModel
     from paellapy.scheduler.engine.engine import Engine
-    from paellapy.scheduler.engine.loader import LoadedModel
 
 WINDOW_S = 10.0  # of latencies and batches
 RATE_S = 2.0  # of throughput

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.state import State
-
-if TYPE_CHECKING:
-    from paellapy.scheduler.engine.engine import Engine
 
 
 def model_stats(state: State, row: int) -> dict[str, Any]:
@@ -56,20 +54,11 @@ def live_stats(state: State, row: int) -> dict[str, Any]:
     return {"gpu_ms": float(state.model["used_ns"][row]) * 1e-6, "live": int(state.model["live"][row])}
 
 
-def engine_stats(engine: Engine) -> dict[str, Any]:
+def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
+    """A model of this process's engine: its counts, and the lanes and memory it holds."""
     return {
-        "device": engine.device.title,
-        "policy": engine.policy,
-        "uptime_s": engine.uptime_s,
-        **core_stats(engine.state),
-        "memory": {"budget_bytes": engine.memory.budget_bytes, "held_bytes": engine.memory.held_bytes},
-        "models": {
-            loaded.model.name: {
-                **model_stats(engine.state, row),
-                **live_stats(engine.state, row),
-                "lanes": len(loaded.lanes),
-                "memory_bytes": loaded.reservation.total_bytes,
-            }
-            for row, loaded in engine.loaded_rows().items()
-        },
+        **model_stats(state, loaded.row),
+        **live_stats(state, loaded.row),
+        "lanes": len(loaded.lanes),
+        "memory_bytes": loaded.reservation.total_bytes,
     }

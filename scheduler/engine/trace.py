@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument import trace_file
+from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.summary import counted
 from paellapy.instrument.trace import DeviceFacts, Trace
 from paellapy.instrument.versions import versions
+from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
-
-if TYPE_CHECKING:
-    from paellapy.scheduler.engine.engine import Engine
 
 # One request that ended during the trace. Times are ns on the clock of the trace's blocks.
 JOB_RECORD = np.dtype(
@@ -55,29 +54,6 @@ SEGMENT_RECORD = np.dtype(
 
 # Whose a launch is: one row for each of `launches` that a model made.
 OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("lane", "<i2")])
-
-
-@dataclass(frozen=True, slots=True)
-class TracedPiece:
-    """A segment as the trace sees it: launch ids, and, where each replay has ids of its own, nothing else."""
-
-    lane: int
-    size: int
-    segment: int
-    launches: tuple[int, ...]
-    replayed: bool  # the same ids come again with every run of the lane
-
-
-@dataclass(frozen=True, slots=True)
-class TracedBlocks:
-    """What a backend recorded."""
-
-    blocks: Records
-    launches: Records
-    kernels: tuple[str, ...]
-    pieces: list[TracedPiece]
-    dropped: int = 0
-    unfinished: int = 0
 
 
 class EngineTrace(Trace, kind="engine"):
@@ -176,10 +152,23 @@ def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
     return times, bool(row["whole"])
 
 
+class Traceable(Protocol):
+    """What a trace asks of an engine."""
+
+    device: Device
+    state: st.State
+
+    @property
+    def policy(self) -> str: ...
+    def begin_trace(self, records_per_sm: int, note: Callable[[Any], None]) -> None: ...
+    def end_trace(self, note: Callable[[Any], None]) -> tuple[TracedBlocks, Callable[[int], int]]: ...
+    def loaded_rows(self) -> dict[int, LoadedModel]: ...
+
+
 class trace_engine:
     """What `engine.trace()` returns: `with engine.trace() as t:` fills `t` when the block is left."""
 
-    def __init__(self, engine: Engine, records_per_sm: int) -> None:
+    def __init__(self, engine: Traceable, records_per_sm: int) -> None:
         self._engine, self._records_per_sm = engine, records_per_sm
         self._entries: list[Any] = []
         self._runs: dict[tuple[int, int], HostRun] = {}

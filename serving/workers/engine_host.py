@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.engine.fronts import Fronts
-from paellapy.scheduler.engine.loader import LoadedModel
 from paellapy.serving.calls import Calls
 from paellapy.serving.datatypes import datatype
 from paellapy.serving.logs import log

@@ -18,6 +18,7 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
 from paellapy.instrument.trace import Trace
+from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.engine.trace import (
@@ -25,8 +26,6 @@ from paellapy.scheduler.engine.trace import (
     OWNER,
     SEGMENT_RECORD,
     EngineTrace,
-    TracedBlocks,
-    TracedPiece,
     fill_engine_trace,
 )
 from paellapy.scheduler.models.model import Model, TensorSpec

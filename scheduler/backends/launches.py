@@ -1,0 +1,63 @@
+"""Programs ready to be launched: their handles, the loaded model they belong to, and how the core learns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paellapy.scheduler.core.codes import CHOICES
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.models.lane_memory import Lane, Reservation
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import ProgramProfile
+from paellapy.scheduler.models.program import Program
+from paellapy.scheduler.models.tensors import Arrays
+
+Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
+
+
+@dataclass(slots=True)
+class Launches:
+    """One program ready to be launched: each segment, and the whole. `handles` mean something to the backend only."""
+
+    program: Program
+    bounds: Bounds
+    handles: list[int]
+    whole: int
+    keep: list[Any] = field(default_factory=list)
+    notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
+    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model with its memory and launches, as the engine keeps it."""
+
+    model: Model
+    weights: Arrays
+    reservation: Reservation
+    lanes: list[Lane]
+    profiles: list[ProgramProfile]  # one per batch size
+    launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
+    row: int = -1
+    generation: int = 0  # of the row
+    lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
+
+    @property
+    def lane_rows(self) -> list[int]:
+        return list(self.lane_of)
+
+
+def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
+    """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
+    variants use the same buffers and completion words.
+    """
+    for k, handle in enumerate(launches.handles):
+        state.launch["handle"][row, size, k] = handle
+    state.whole["handle"][row, size] = launches.whole
+    none = [([0] * len(launches.handles), 0)] * (CHOICES - len(launches.confined))
+    for choice, (handles, whole) in enumerate([*launches.confined, *none]):
+        for k, handle in enumerate(handles):
+            state.confined[row, size, k, choice] = handle
+        state.confined[row, size, -1, choice] = whole
