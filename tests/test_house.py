@@ -1,0 +1,153 @@
+"""The house stays in order: imports point one way, functions stay small, and every module has one name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import house
+import pytest
+
+PARAMETERS, LINES = 8, 50
+
+# Modules that import each other. A group goes from here once it is dissolved.
+KNOWN_CIRCLES: Mapping[frozenset[str], str] = {
+    frozenset(f"paellapy.{name}" for name in names): why
+    for why, *names in (
+        ("compiles and shortens a tape that it is part of", "instrument.ttir.products", "instrument.ttir.replay",
+         "instrument.ttir.shorten", "instrument.ttir.tape"),
+        ("a device and its launches", "instrument.device.virtual", "instrument.device.virtual_launch"),
+        ("a device and its launches", "instrument.device.cuda", "instrument.device.cuda_launch",
+         "instrument.device.cuda_memory"),
+        ("tuning launches the kernel that is tuned", "instrument.autotune", "instrument.kernel"),
+        ("a trace summarises itself", "instrument.summary", "instrument.trace"),
+        ("a connection and its states", "serving.fast_path.buffers", "serving.fast_path.connection",
+         "serving.fast_path.head", "serving.fast_path.inference"),
+        ("load from several processes", "serving.bench.load", "serving.bench.processes"),
+    )
+}  # fmt: skip
+KNOWN_ROOM_CIRCLES = {
+    frozenset({"instrument/device", "instrument/occupancy.py"}),
+    frozenset({"instrument/summary.py", "instrument/trace.py"}),
+    frozenset({"instrument/autotune.py", "instrument/kernel.py"}),
+}
+
+# Functions of more than eight parameters, and why they have them.
+MANY_PARAMETERS = {
+    "paellapy/demo/kernels.py:linear": "a kernel: its arguments are what the GPU is given",
+    "paellapy/demo/kernels.py:classify": "a kernel: its arguments are what the GPU is given",
+    "paellapy/demo/kernels.py:conv3x3": "a kernel: its arguments are what the GPU is given",
+    "paellapy/demo/kernels.py:patch_embed": "a kernel: its arguments are what the GPU is given",
+    "paellapy/demo/kernels.py:layer_norm": "a kernel: its arguments are what the GPU is given",
+    "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
+    "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
+    "paellapy/viz/figures.py:build": "to be given an options dataclass",
+    "paellapy/viz/static.py:save_figure": "to be given an options dataclass",
+    "paellapy/viz/static.py:save_comparison": "to be given an options dataclass",
+    "paellapy/viz/still.py:picture": "to be given an options dataclass",
+    "paellapy/viz/still.py:compare_picture": "to be given an options dataclass",
+    "scheduler/backends/virtual_loop.py:serve": "to be given one record",
+    "scheduler/core/admission.py:lets_in": "to be given one record",
+    "scheduler/core/requests.py:fill_job": "to be given one record",
+    "scheduler/core/rings.py:post": "to be given one record",
+    "scheduler/engine/front_calls.py:publish": "to be given one record",
+    "scheduler/engine/front_calls.py:post": "to be given one record",
+    "scheduler/engine/front_calls.py:post_written": "to be given one record",
+    "scheduler/engine/front_end.py:FrontEnd._post": "to be given one record",
+    "scheduler/engine/trace.py:fill_engine_trace": "to be given an options dataclass",
+    "scheduler/models/model.py:Model.__init__": "public: the keywords of a model are its options",
+    "scheduler/sim/simulate.py:simulate": "to be given an options dataclass",
+    "instrument/device/sm_core.py:submit_again": "to be given one record",
+    "instrument/device/sm_model.py:SmModel.launch": "to be given an options dataclass",
+}
+# Functions of more than fifty lines without their docstrings, and why.
+MANY_LINES = {
+    "paellapy/cli_bench.py:bench": "a command: most lines are the options of the command line",
+    "paellapy/viz/live_widget.py:_widget_class": "to be split",
+    "scheduler/backends/virtual_loop.py:serve": "to be split",
+    "scheduler/core/state.py:_layout": "a table of tables: one line each",
+    "scheduler/engine/engine.py:Engine.__init__": "to be split",
+    "scheduler/sim/simulate.py:simulate": "to be split",
+    "instrument/device/cuda_launch.py:CudaLauncher.__call__": "to be split",
+    "instrument/device/sm_state.py:new_state": "a table of tables: one line each",
+    "instrument/device/sm_streams.py:advance_queue": "to be split",
+}
+
+
+def test_no_rooms_import_each_other() -> None:
+    assert set(house.circles(house.rooms())) <= KNOWN_ROOM_CIRCLES
+
+
+def test_rooms_of_the_scheduler_import_those_before_them() -> None:
+    for name, others in house.rooms().items():
+        folder, _, own = name.partition("/")
+        if folder == "scheduler" and own in house.ROOMS:
+            inside = {other.partition("/")[2] for other in others if other.startswith("scheduler/")}
+            assert inside & set(house.ROOMS) <= set(house.ROOMS[: house.ROOMS.index(own)]), name
+
+
+def test_no_modules_import_each_other() -> None:
+    assert set(house.circles(house.imports())) <= set(KNOWN_CIRCLES)
+
+
+def test_layers_import_downwards() -> None:
+    for name, others in house.imports().items():
+        below = house.LAYERS[house.LAYERS.index(house.layer(name)) :]
+        for other in others - {"paellapy"} if house.layer(name) == "paellapy" else others:
+            assert house.layer(other) in below, f"{name} imports {other}"
+
+
+@pytest.mark.parametrize(("what", "limit", "known"), [("parameters", PARAMETERS, MANY_PARAMETERS), ("lines", LINES, MANY_LINES)])
+def test_functions_stay_small(what: str, limit: int, known: Mapping[str, str]) -> None:
+    large = {each.where: getattr(each, what) for each in house.functions() if getattr(each, what) > limit}
+    assert {where: n for where, n in large.items() if where not in known} == {}
+
+
+BARE = re.compile(
+    r"""(?:^|["'`(>\[])[ \t]*(?:>>>[ \t]*)?(?:from[ \t]+|import[ \t]+)(?:instrument|scheduler|serving)(?:[.\s,]|\\n|$)"""
+    r"|-m[ \t]+(?:instrument|scheduler|serving)\b",
+    re.M,
+)
+
+
+def texts() -> list[Path]:
+    """Every text of ours that may hold an import."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=house.ROOT, capture_output=True, text=True)
+    names = listed.stdout.splitlines() if listed.returncode == 0 else [str(p) for p in house.ROOT.rglob("*") if p.is_file()]
+    paths = [house.ROOT / name for name in names if name.endswith((".py", ".md", ".toml", ".ipynb"))]
+    return [path for path in paths if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("line", "bare"),
+    [
+        ("from scheduler.core import state", True),
+        ("    import serving", True),
+        ('    "from instrument import trace\\n",', True),
+        (">>> from scheduler.sim import mix", True),
+        ("python -m serving.app", True),
+        ("from paellapy.scheduler.core import state", False),
+        ("import paellapy.serving", False),
+        ("import instrument_torch", False),
+        ("apart from scheduler/core, nothing", False),
+    ],
+)
+def test_bare_imports_are_recognised(line: str, bare: bool) -> None:
+    assert bool(BARE.search(line)) is bare
+
+
+def test_nothing_imports_the_folders_by_their_bare_names() -> None:
+    found = [f"{path.relative_to(house.ROOT)}: {hit[0].strip()}" for path in texts() if path.name != Path(__file__).name
+             for hit in BARE.finditer(path.read_text())]  # fmt: skip
+    assert found == []
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"a"}}
+    assert house.circles(graph) == [frozenset({"b", "c"})]
+
+
+def test_no_module_is_loaded_under_two_names() -> None:
+    assert house.loaded_twice() == []
