@@ -27,9 +27,12 @@ from paellapy.instrument.device.parts import part
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity
+from paellapy.scheduler.core.capacity import Capacity, set_capacity
+from paellapy.scheduler.core.install import install, open_model
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.rings import post, take_done
-from paellapy.scheduler.core.step import attach_policy, step
+from paellapy.scheduler.core.step import step
+from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import find_policy
 from paellapy.scheduler.sim.mix import MIX, mix_profiles
 from paellapy.scheduler.sim.simulate import simulate
@@ -120,7 +123,7 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
     s = st.new_state(
         st.Limits(models=models, lanes=models, lanes_per_model=1, sizes=1, batch=1, segments=4, requests=requests)
     )
-    set_capacity(s, part("h200"))
+    set_capacity(s, Capacity.of((h200 := part("h200")).sms, h200.sm))
     attach_policy(s, find_policy(policy))
     random = np.random.default_rng(0)
     first, _ = install(s, ModelProfile("m0", {1: [SegmentProfile(50e3)] * 4}, lanes=1, target_ms=20))

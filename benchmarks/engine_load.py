@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes, rings, tables
-from paellapy.scheduler.core.admission import leaves, lets_in, new_windows
+from paellapy.scheduler.core.admission import leaves, lets_in, new_allowances
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.loop import wakes
@@ -35,7 +35,7 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 
 @compiled
 def drive(
-    s: Any, ask: Any, window: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
+    s: Any, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
     source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, think_ns: int,
     owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any,
     bell: int, pauses: Any, scratch: Any,
@@ -43,7 +43,7 @@ def drive(
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
     Beside them each entry of `loops` is a client of that model that asks again as soon as it is answered, until
-    `until_ns` and until the others are done. Their requests are numbered from n on. With a `window` for every model
+    `until_ns` and until the others are done. Their requests are numbered from n on. With a `allowance` for every model
     requests that would be late are refused when they come; `ask` is the state with a scratch row of its own. After an
     answer nothing is sent for `think_ns`. `pauses`: the longest time the generator, and the core, stood still.
     """
@@ -84,8 +84,8 @@ def drive(
             m = model[i]
             due = codes.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
-            if window.shape[0] > 0 and limit > 0 and not lets_in(
-                ask, window, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
+            if allowance.shape[0] > 0 and limit > 0 and not lets_in(
+                ask, allowance, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
             ):
                 status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
                 done += 1
@@ -117,8 +117,8 @@ def drive(
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.release(s.lane_hold, entry.lane, entry.slot)
-            if window.shape[0] > 0 and deadline_ns[model[i]] > 0:
-                leaves(window, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
+            if allowance.shape[0] > 0 and deadline_ns[model[i]] > 0:
+                leaves(allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
             n_free += 1
             thinks_until = now + think_ns
@@ -262,11 +262,11 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        window = new_windows(each.model.max_batch for each in self.loaded if admission)
+        allowance = new_allowances(each.model.max_batch for each in self.loaded if admission)
         pauses = np.zeros(2, np.int64)
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
-            state, state._replace(job=np.zeros_like(state.job)), window, n, at_ns, models, whichs,
+            state, state._replace(job=np.zeros_like(state.job)), allowance, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),

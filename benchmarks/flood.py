@@ -17,7 +17,7 @@ from common import RESULTS, save
 from rich.console import Console
 from rich.table import Table
 
-from paellapy.scheduler.core.models import load_profiles
+from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson
 

@@ -22,7 +22,7 @@ from paper_models import FIG11
 from rich.console import Console
 from rich.table import Table
 
-from paellapy.scheduler.core.models import load_profiles
+from paellapy.scheduler.core.profiles import load_profiles
 
 KERNELS = 200  # of one graph
 STREAMS = (1, 2, 4, 8, 16, 32, 64)

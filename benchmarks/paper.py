@@ -34,7 +34,7 @@ import paellapy as pp
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.queues import VARIABLE as QUEUES
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.models import save_profiles
+from paellapy.scheduler.core.profiles import save_profiles
 from paellapy.scheduler.policies.paella import with_threshold
 from paellapy.scheduler.policies.policy import Policy, find_policy
 

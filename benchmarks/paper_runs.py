@@ -15,7 +15,7 @@ from paper_models import VARIANTS, Kind
 
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.crowd import CROWDED
-from paellapy.scheduler.core.models import ModelProfile
+from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import WINDOWS_QUANTUM_US, Engine
 from paellapy.scheduler.models.profile import model_profile

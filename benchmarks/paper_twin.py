@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paellapy.scheduler.core.codes import OK, QUEUE_FULL
-from paellapy.scheduler.core.models import load_profiles
+from paellapy.scheduler.core.profiles import load_profiles
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import TraceWorkload
 

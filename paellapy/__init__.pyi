@@ -54,13 +54,13 @@ from .instrument.live import counts as counts
 from .instrument.torch_hook import instrument_torch as instrument_torch
 from .instrument.trace import Trace as Trace
 from .instrument.tracing import trace as trace
-from .scheduler.core.models import (
+from .scheduler.core.profiles import (
     ModelProfile as ModelProfile,
 )
-from .scheduler.core.models import (
+from .scheduler.core.profiles import (
     load_profiles as load_profiles,
 )
-from .scheduler.core.models import (
+from .scheduler.core.profiles import (
     save_profiles as save_profiles,
 )
 from .scheduler.engine.engine import Engine as Engine

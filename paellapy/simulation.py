@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.models import ModelProfile, load_profiles
+from paellapy.scheduler.core.profiles import ModelProfile, load_profiles
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy
 from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.options import simulated_part
 from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
-from paellapy.scheduler.sim.simulate import simulated_part
 from paellapy.scheduler.sim.trace import OwnKernels
 from paellapy.scheduler.sim.workload import Lognormal, Poisson, TraceWorkload, Workload
 
@@ -32,7 +32,7 @@ def simulate(
     """Runs the workload on the scheduler's own core with a virtual clock; nothing is computed, only timed.
 
     Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
-    gives the result a `trace`, as `engine.trace()` would. `options`, as in `paellapy.scheduler.sim.simulate`:
+    gives the result a `trace`, as `engine.trace()` would. `options`, all in `scheduler/sim/options.py`:
     `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`.
 
     >>> from paellapy import Poisson, simulate

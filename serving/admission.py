@@ -27,8 +27,8 @@ _reach_ns: Any = admission.reach_ns.py_func  # type: ignore[attr-defined]
 _note_latency: Any = admission.note_latency.py_func  # type: ignore[attr-defined]
 
 
-class Window:
-    """How many requests of a model may be in flight, and what predictions are worth: a row of WINDOW, as an object."""
+class Allowance:
+    """How many requests of a model may be in flight, and what predictions are worth: a row of ALLOWANCE."""
 
     __slots__ = (
         "floor", "generation", "in_flight", "lowered_ns", "margin", "margin_ns", "shortest_ns", "since_ns", "size"
@@ -52,16 +52,16 @@ class Window:
 class Ticket:
     """A request that was let in."""
 
-    window: Window
+    allowance: Allowance
     entered_ns: int
     limit_ns: float
     number: int  # it was one of so many in flight
 
     def leave(self, answered: bool) -> None:
         """`answered`: it ran, or was too late; not if its client left."""
-        self.window.in_flight -= 1
+        self.allowance.in_flight -= 1
         if answered:
-            self.window.done(self.entered_ns, time.monotonic_ns(), self.limit_ns, self.number)
+            self.allowance.done(self.entered_ns, time.monotonic_ns(), self.limit_ns, self.number)
 
 
 class Admission:
@@ -69,16 +69,16 @@ class Admission:
 
     def __init__(self, engine: Engine | RemoteEngine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
-        self.windows: dict[str, Window] = {}
+        self.allowances: dict[str, Allowance] = {}
 
     def check_room(self, model: Model) -> None:
         """Before a request's body is read, where every request has a limit: under overload most are refused, and what
         that costs the accepted ones have not.
         """
         if self.mode == "targets" and model.target_ms is not None:
-            window = self.windows.get(model.name)
-            if window is not None and window.in_flight >= window.size:
-                raise _overloaded(model, window, "target", model.target_ms)
+            allowance = self.allowances.get(model.name)
+            if allowance is not None and allowance.in_flight >= allowance.size:
+                raise _overloaded(model, allowance, "target", model.target_ms)
 
     def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
         """A ticket to be given back with `leave`; None where there is no limit to keep; or RefusedError."""
@@ -89,15 +89,15 @@ class Admission:
         now_ns = time.monotonic_ns()
         state = self._engine.state
         generation = int(state.model["generation"][row])
-        window = self.windows.get(model.name)
-        if window is None or window.generation != generation:  # another model of that name knows nothing of this one's
-            window = self.windows[model.name] = Window(2.0 * model.max_batch, generation)
-        if window.in_flight >= window.size:
-            raise _overloaded(model, window, kind, limit_ms)
+        allowance = self.allowances.get(model.name)
+        if allowance is None or allowance.generation != generation:  # of another model of that name
+            allowance = self.allowances[model.name] = Allowance(2.0 * model.max_batch, generation)
+        if allowance.in_flight >= allowance.size:
+            raise _overloaded(model, allowance, kind, limit_ms)
         deadline_ns = codes.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
         predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
         alone_ms = float(state.size["total_ns"][row, 0]) * 1e-6  # an idle GPU serves
-        may_take_ns = window.reach_ns(limit_ms * 1e6, alone_ms * 1e6, int(state.core["live"][0]), now_ns)
+        may_take_ns = allowance.reach_ns(limit_ms * 1e6, alone_ms * 1e6, int(state.core["live"][0]), now_ns)
         reach_ms = max(may_take_ns * 1e-6, min(alone_ms, limit_ms))
         if predicted_ms > reach_ms:
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
@@ -107,13 +107,13 @@ class Admission:
                 f"predicted_{kind}",
                 retry_after_s=(predicted_ms - reach_ms) * 1e-3,
             )
-        window.in_flight += 1
-        return Ticket(window, now_ns, limit_ms * 1e6, window.in_flight)
+        allowance.in_flight += 1
+        return Ticket(allowance, now_ns, limit_ms * 1e6, allowance.in_flight)
 
 
-def _overloaded(model: Model, window: Window, kind: str, limit_ms: float) -> RefusedError:
+def _overloaded(model: Model, allowance: Allowance, kind: str, limit_ms: float) -> RefusedError:
     return RefusedError(
-        f"model {model.name!r} has {window.in_flight} requests in flight; one more would miss its {kind} of "
+        f"model {model.name!r} has {allowance.in_flight} requests in flight; one more would miss its {kind} of "
         f"{limit_ms:.3g} ms",
         "overloaded",
         retry_after_s=limit_ms * 1e-3,

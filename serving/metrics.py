@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.occupancy import RESOURCES
+from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.serving.counters import Histogram, ModelCounters
 from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
 from paellapy.serving.middleware import SERVICE
@@ -148,13 +148,13 @@ class ServiceCollector(Collector):
         yield loaded
         yield pending
         if not isinstance(service.engine, Engine):
-            return  # every worker has windows of its own, and any of them may be asked
-        windows = GaugeMetricFamily(
+            return  # every worker has allowances of its own, and any of them may be asked
+        sizes = GaugeMetricFamily(
             "paellapy_admission_window", "Requests of the model that may be in flight", labels=_LABELS
         )
-        for name, window in list(service.admission.windows.items()):
-            windows.add_metric((name, VERSION), window.size)
-        yield windows
+        for name, allowance in list(service.admission.allowances.items()):
+            sizes.add_metric((name, VERSION), allowance.size)
+        yield sizes
 
 
 def add_metrics(app: web.Application) -> None:

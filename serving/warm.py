@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install
+from paellapy.scheduler.core.install import install
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.state import Limits, new_state
-from paellapy.scheduler.core.step import attach_policy, predict_finish
+from paellapy.scheduler.core.step import predict_finish
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.engine import front_calls
+from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy
 from paellapy.serving.counters import counter_table, note_items
 

@@ -12,8 +12,11 @@ import numpy as np
 from paellapy.instrument.device.parts import part
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.check import check_integrity
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, install, open_model, set_capacity, tell
+from paellapy.scheduler.core.install import install, open_model, tell
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 LIMITS = st.Limits(
@@ -51,8 +54,8 @@ class Bench:
         self.state = st.new_state(self.limits)
         self.free = list(range(self.limits.requests))
         self._policy = find_policy(self.policy)
-        step.attach_policy(self.state, self._policy)
-        set_capacity(self.state, part("h200"))
+        attach_policy(self.state, self._policy)
+        set_capacity(self.state, Capacity.of((h200 := part("h200")).sms, h200.sm))
         self.state.core["hold"][0] = self.hold
         self.state.core["demand_limit"][0] = self.demand
         self.started = np.zeros((self.limits.lanes, self.limits.segments), np.uint64)

@@ -2,11 +2,12 @@
 
 The arithmetic of admission, once: for a server (`paellapy.serving.admission`), for simulated time and for the
 benchmarks' load generator. How many of a model's may be in flight follows their latencies: additive increase,
-multiplicative decrease, as TCP finds its window; it aims at half of the time there is. And both this and predictions
-may use up only part of that time: a margin that shrinks with every request that was let in and is late after all, and
-grows with those in time, so that about one in two hundred is late: then 99 % are in time also where it varies. It
-begins low and grows fast until the first one is late: predictions know nothing of those who follow, and a flood begins
-on an idle GPU. Late ones before any was in time do not count as the first: a model may be slow when it is cold.
+multiplicative decrease, as TCP finds its congestion window; it aims at half of the time there is. And both this and
+predictions may use up only part of that time: a margin that shrinks with every request that was let in and is late
+after all, and grows with those in time, so that about one in two hundred is late: then 99 % are in time also where it
+varies. It begins low and grows fast until the first one is late: predictions know nothing of those who follow, and a
+flood begins on an idle GPU. Late ones before any was in time do not count as the first: a model may be slow when it is
+cold.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MARGIN_BACK_NS = 60e9  # from nothing to all of it,
 QUIET_NS = 1e9  # while nothing was let in for so long
 ROOM = 1.25  # times the shortest latency: who asks for less says nothing of predictions
 
-WINDOW = np.dtype(  # [model]
+ALLOWANCE = np.dtype(  # [model]
     [
         ("size", "f8"),  # so many may be in flight
         ("in_flight", "i8"),
@@ -52,9 +53,9 @@ WINDOW = np.dtype(  # [model]
 )
 
 
-def new_windows(slots: Iterable[int]) -> Table:
+def new_allowances(slots: Iterable[int]) -> Table:
     """For models with batches of up to so many requests."""
-    found = np.zeros(len(sizes := list(slots)), WINDOW)
+    found = np.zeros(len(sizes := list(slots)), ALLOWANCE)
     found["size"] = 2.0 * np.array(sizes)
     found["shortest_ns"], found["margin"] = np.inf, FIRST_MARGIN
     return found
@@ -64,9 +65,9 @@ def new_windows(slots: Iterable[int]) -> Table:
 
 
 @inlined
-def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: int) -> float:
+def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int) -> float:
     """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
-    w = window[m]
+    w = allowance[m]
     shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
     if w.margin_ns == 0:  # from now on it grows, also where nothing is let in
         w.margin_ns = max(now, 1)
@@ -77,9 +78,9 @@ def reach_ns(window: Any, m: int, limit: float, alone: float, live: int, now: in
 
 
 @inlined
-def note_latency(window: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
-    """A request, one of so many in flight, is done, or its deadline has passed: the window follows."""
-    w = window[m]
+def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
+    """A request, one of so many in flight, is done, or its deadline has passed: the allowance follows."""
+    w = allowance[m]
     took = float(now - entered)
     if took <= limit:
         w.shortest_ns = min(w.shortest_ns, took)
@@ -100,31 +101,31 @@ def note_latency(window: Any, m: int, entered: int, now: int, limit: float, numb
     if took > shortest + LATE * margin * (limit - shortest):
         if entered >= w.since_ns:  # here too
             w.size, w.since_ns = max(1.0, w.size * DECREASE), now
-    elif number * 2 >= w.size:  # only a window that is used tells whether it could be larger
+    elif number * 2 >= w.size:  # only an allowance that is used tells whether it could be larger
         w.size = min(LARGEST, w.size + 1.0 / w.size)
 
 
 @inlined
 def lets_in(
-    s: State, window: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
+    s: State, allowance: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
 ) -> bool:
-    """Whether a request of the model in this row has room in its window, and would be in time by the prediction."""
-    if window[m].in_flight >= window[m].size:
+    """Whether a request of the model in this row has room in its allowance, and would be in time by the prediction."""
+    if allowance[m].in_flight >= allowance[m].size:
         return False
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
-    most = max(least, reach_ns(window, m, limit, s.size[row, 0].total_ns, s.core[0].live, now))
+    most = max(least, reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now))
     if predict(s, row, priority, deadline, now) - entered > most:
         return False
-    window[m].in_flight += 1
+    allowance[m].in_flight += 1
     return True
 
 
 @inlined
-def leaves(window: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
+def leaves(allowance: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
     """A request that was let in is over. What was cancelled or failed says nothing of the time it would have taken."""
     if status == OK:
-        note_latency(window, m, entered, finish, limit, window[m].in_flight)
+        note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight)
     elif status == EXPIRED:  # at its deadline, and so too late
         after = max(finish, entered + int(limit) + 1)
-        note_latency(window, m, entered, after, limit, window[m].in_flight)
-    window[m].in_flight -= 1
+        note_latency(allowance, m, entered, after, limit, allowance[m].in_flight)
+    allowance[m].in_flight -= 1

@@ -243,7 +243,7 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 
 
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
-    """Empty tables; `models.install` adds models, `step.attach_policy` the policy. `memory` is zero.
+    """Empty tables; `install.install` adds models, `policies.attach` the policy. `memory` is zero.
 
     >>> new_state(Limits(models=2, lanes=4)).lane.shape
     (4,)

@@ -27,13 +27,12 @@ from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
 from paellapy.scheduler.core.tables import Words
-from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy
 
-__all__ = ["attach_libc", "attach_policy", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
+__all__ = ["attach_libc", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-WINDOW_NS = 1e6  # how long the gain of sharing is watched before it counts
+GAIN_AFTER_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
 @inlined
@@ -70,7 +69,7 @@ def watch_gain(s: State, now: int) -> None:
         s.core[0].busy_ns = s.core[0].served_ns = 0.0
     else:
         s.core[0].busy_ns += now - s.core[0].last_ns
-        if s.core[0].busy_ns > WINDOW_NS:
+        if s.core[0].busy_ns > GAIN_AFTER_NS:
             s.core[0].gain += 0.25 * (min(max(s.core[0].served_ns / s.core[0].busy_ns, 0.25), 64.0) - s.core[0].gain)
             s.core[0].busy_ns = s.core[0].served_ns = 0.0
     s.core[0].last_ns = now
@@ -137,17 +136,6 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def attach_policy(state: State, policy: Policy) -> None:
-    """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
-    state.call["rank"][0], state.call["admit"][0], state.call["order"][0] = policy.addresses
-    state.core["max_active"][0] = min(policy.active or DEFAULT_ACTIVE, len(state.lane))
-    state.core["demand_limit"][0] = np.inf
-    state.core["look_ahead"][0] = policy.look_ahead
-    state.core["whole_always"][0] = policy.whole
-    state.core["timeless"][0] = policy.timeless
-    state.core["changed"][0] = 1
 
 
 def attach_libc(state: State) -> None:

@@ -26,14 +26,16 @@ from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
+from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
+from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.loop import Bell
-from paellapy.scheduler.core.models import ModelProfile, remove
+from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
-from paellapy.scheduler.engine.install import capacity, install, install_windows
+from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
@@ -42,10 +44,15 @@ from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy, find_policy
 
 QUANTUM_US = 100.0
 WINDOWS_QUANTUM_US = 150.0  # to begin a segment costs the GPU more where it moves to another window of SMs
+_TRACED = (
+    "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are loaded: write "
+    "`with engine.trace() as t:` around the requests"
+)
 
 
 class Engine(Requester):
@@ -77,14 +84,7 @@ class Engine(Requester):
         """
         if quantum_us is None:
             quantum_us = WINDOWS_QUANTUM_US if sm_windows else QUANTUM_US
-        if not 1 <= quantum_us < math.inf:
-            raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
-        if max_active is not None and max_active < 1:
-            raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
-        if memory_bytes is not None and memory_bytes < 1:
-            raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
-        if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
-            raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
+        _check_settings(quantum_us, max_active, memory_bytes, sm_windows)
         policy = find_policy(policy)  # what is wrong is said before anything is made
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.limits = limits or Limits()
@@ -94,15 +94,11 @@ class Engine(Requester):
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
-            warnings.warn(
-                "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are "
-                "loaded: write `with engine.trace() as t:` around the requests",
-                stacklevel=2,
-            )
+            warnings.warn(_TRACED, stacklevel=2)
         self._backend.shared_slots = self.limits.fronts > 1
         self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
-        capacity(self.state, self.device)
+        set_capacity(self.state, Capacity.of(self.device.sm_count, self.device.limits))
         install_windows(self.state, self._backend.open_windows(sm_windows))
         self.state.core["hold"][0] = 1
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -207,7 +203,7 @@ class Engine(Requester):
 
     def _attach(self, policy: str | Policy) -> Policy:
         found = find_policy(policy)
-        step.attach_policy(self.state, found)
+        attach_policy(self.state, found)
         if found.active is None:
             most = len(self.state.lane)
             self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
@@ -377,6 +373,19 @@ def _forget_all() -> None:
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _check_settings(
+    quantum_us: float, max_active: int | None, memory_bytes: int | None, sm_windows: int
+) -> None:
+    if not 1 <= quantum_us < math.inf:
+        raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
+    if max_active is not None and max_active < 1:
+        raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
+    if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
+        raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
 
 
 def _backend(device: Device) -> Backend:

@@ -1,32 +1,20 @@
-"""Writing a loaded model into the core's tables, and the GPU's capacity beside it."""
+"""Writing a loaded model and the windows of SMs into the core's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paellapy.instrument.device.base import Device
-from paellapy.instrument.device.timing import Timing
 from paellapy.scheduler.backends.launches import LoadedModel, write_handles
-from paellapy.scheduler.core import models
+from paellapy.scheduler.core import install as core_install
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.profile import model_profile
-
-
-def capacity(state: State, device: Device) -> None:
-    """What the GPU can hold, for the occupancy account."""
-    sm, gpu = device.limits, state.gpu[0]
-    gpu["capacity_blocks"] = device.sm_count * sm.blocks
-    gpu["capacity_warps"] = device.sm_count * sm.warps
-    gpu["capacity_registers"] = device.sm_count * sm.registers
-    gpu["capacity_shared_bytes"] = device.sm_count * sm.shared_bytes
-    gpu["capacity_issue"] = 1e9 / Timing().grid_issue_ns
 
 
 def install(state: State, loaded: LoadedModel, pool: int) -> None:
     """Fills the model's rows: from here on it only waits to be opened. It launches on the streams of this pool."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
-    loaded.row, rows = models.install(state, profile)
+    loaded.row, rows = core_install.install(state, profile)
     loaded.generation = int(state.model["generation"][loaded.row])
     loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
     state.model["n_inputs"][loaded.row] = len(model.inputs)

@@ -22,16 +22,16 @@ import numpy as np
 from paellapy.instrument.live import counts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
+from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.scheduler.engine.monitor_slow import SlowRequests
 from paellapy.scheduler.engine.monitor_sms import SmSampler
-from paellapy.scheduler.engine.occupancy import RESOURCES
 from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
 
 if TYPE_CHECKING:
     from paellapy.scheduler.backends.launches import LoadedModel
     from paellapy.scheduler.engine.engine import Engine
 
-WINDOW_S = 10.0  # of latencies and batches
+RECENT_S = 10.0  # of latencies and batches
 RATE_S = 2.0  # of throughput
 _RING = 1 << 14  # completions kept
 _SLACK = 256  # of them, those that may be written while they are read
@@ -174,7 +174,7 @@ class Monitor:
         lost = seen - _RING + _SLACK > self._first
         first = self._first = max(self._first, seen - _RING + _SLACK)
         rows = self._ring[np.arange(first, seen) % _RING]
-        window_s = min(WINDOW_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
+        window_s = min(RECENT_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
         if lost and len(rows):  # more than it holds: the window is as long as what is there
             window_s = min(window_s, max(1e-3, (now_ns - int(rows["finish_ns"].min())) * 1e-9))
         finish = rows["finish_ns"]

@@ -28,7 +28,7 @@ from paellapy.scheduler.core.errors import (
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
 from paellapy.scheduler.engine.front_end import Entry, FrontEnd, Loaded, Pending, Waiter, thread_waiter
-from paellapy.scheduler.engine.occupancy import Occupancy, occupancy
+from paellapy.scheduler.engine.gpu_use import GpuUse, occupancy
 from paellapy.scheduler.models.model import Model
 
 Inputs = Mapping[str, Any]
@@ -218,7 +218,7 @@ class Requester(ABC):
         front.post_written(pending, claimed[0], claimed[1], number, rank, arrival_ns, deadline_ns)
         return pending
 
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> GpuUse:
         """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
         return occupancy(self.state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -186,10 +187,8 @@ class trace_engine:
         models = {row: each.model for row, each in loaded.items()}
         lanes = {lane: row for row, each in loaded.items() for lane in each.lane_rows}
         whole = bool(self._engine.state.core["whole_always"][0])
-        fill_engine_trace(
-            self.result, recorded, self._entries, models, lanes, to_trace_ns, self._engine.policy, whole=whole,
-            runs=list(self._runs.values()),
-        )  # fmt: skip
+        engine = TracedEngine(models, lanes, to_trace_ns, self._engine.policy, whole)
+        fill_engine_trace(self.result, recorded, self._entries, engine, list(self._runs.values()))
 
     def _note(self, entry: Any) -> None:
         if entry["request"] < 0:
@@ -202,21 +201,27 @@ class trace_engine:
                 self._runs[lane, started] = HostRun(lane, int(entry["size"]), whole, times)
 
 
+@dataclass(frozen=True, slots=True)
+class TracedEngine:
+    """Whose trace it is: an engine's, or a simulation's."""
+
+    models: Mapping[int, Any]  # by the core's rows, with `name`, `batch` and `target_ms`
+    lanes: Mapping[int, int]  # the model's row of each lane
+    to_trace_ns: Callable[[int], int]  # a time of the core's on the clock of the blocks
+    policy: str
+    whole: bool  # the policy launches programs in one piece always
+    simulated: bool = False
+
+
 def fill_engine_trace(
     trace: EngineTrace,
     recorded: TracedBlocks,
     entries: Iterable[Any],
-    models: Mapping[int, Any],
-    lanes: Mapping[int, int],
-    to_trace_ns: Callable[[int], int],
-    policy: str,
-    *,
-    whole: bool,
-    simulated: bool = False,
+    engine: TracedEngine,
     runs: Sequence[HostRun] = (),
 ) -> None:
-    """From what a backend recorded and the core's completions. `models` (with `name`, `batch`, `target_ms`) and
-    `lanes` are by the core's rows; `whole`: the policy launches programs in one piece always."""
+    """From what a backend recorded and the core's completions."""
+    models, lanes, to_trace_ns = engine.models, engine.lanes, engine.to_trace_ns
     trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
                recorded.unfinished)  # fmt: skip
     number = {row: k for k, row in enumerate(models)}
@@ -224,7 +229,7 @@ def fill_engine_trace(
     pieces = [p for p in recorded.pieces if p.lane in lanes]
     segments = [
         (number[lanes[p.lane]], p.lane, models[lanes[p.lane]].batch[p.size], p.segment, n, start, end)
-        for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, whole))
+        for p, n, start, end in _segments(trace.blocks, jobs, _launched(pieces, engine.whole))
     ]
     segments += [
         (number[lanes[run.lane]], run.lane, models[lanes[run.lane]].batch[run.size], k, 0, *map(to_trace_ns, times))
@@ -236,7 +241,7 @@ def fill_engine_trace(
     owned = {i: (number[lanes[p.lane]], p.lane) for p in pieces for i in p.launches if i in listed}
     owners = np.array([(launch, *who) for launch, who in owned.items()], OWNER)
     names = [model.name for model in models.values()]
-    trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, policy, simulated)
+    trace.know(jobs, np.array(segments, SEGMENT_RECORD), owners, names, engine.policy, engine.simulated)
 
 
 def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
@@ -283,7 +288,7 @@ def _segments(
     """When each piece ran. Replays share launch ids: they are told apart by the requests that ran in the lane."""
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]
-    runs = {int(lane): _windows(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
+    runs = {int(lane): _run_spans(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
     found = []
     for piece in pieces:
         parts = [order[slice(*np.searchsorted(ids, (i, i + 1)))] for i in piece.launches]
@@ -298,7 +303,7 @@ def _segments(
     return sorted(found, key=lambda row: row[2])
 
 
-def _windows(jobs: Records) -> list[tuple[int, int]]:
+def _run_spans(jobs: Records) -> list[tuple[int, int]]:
     """When a lane ran what, from the requests in it. The host's clock and the GPU's are some microseconds apart, so
     each window reaches half way to the next."""
     launched = jobs[jobs["start_ns"] >= 0]

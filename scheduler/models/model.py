@@ -85,6 +85,8 @@ class Model:
     ) -> Self:
         """The same model with other settings; what is None stays as it is."""
         made = copy.copy(self)
+        if getattr(self.fn, "__self__", None) is self:  # a method of the model: the new one's from now on
+            made.fn = getattr(made, self.fn.__name__)
         made._settle(
             self.name if name is None else name,
             self.batch if batch is None else batch,

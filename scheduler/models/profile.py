@@ -10,7 +10,7 @@ from paellapy.instrument import cache
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.occupancy import footprint
 from paellapy.instrument.versions import versions
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Node
 

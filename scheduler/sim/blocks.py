@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import compiled
 from paellapy.instrument.device.parts import WARP, Part
 from paellapy.instrument.device.sm_costs import BlockCost
@@ -18,11 +17,11 @@ from paellapy.instrument.records import WARP_SHIFT
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
-from paellapy.scheduler.core.rings import post, take_done
+from paellapy.scheduler.core.capacity import Capacity
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim import fluid_state as fluid
-from paellapy.scheduler.sim.fluid import occupy
+from paellapy.scheduler.sim.load import load_until, next_news, note_warps, record_batch
 
 
 @compiled
@@ -50,8 +49,9 @@ class BlocksGpu:
     """The SM model as the GPU of a simulation. The load, the records and the request rows are those of `Fluid`."""
 
     def __init__(
-        self, part: Part, timing: Timing, models: Sequence[ModelProfile], f: fluid.Fluid, state: st.State, seed: int
+        self, part: Part, models: Sequence[ModelProfile], f: fluid.Fluid, state: st.State, seed: int
     ) -> None:
+        timing = Timing.for_part(part)
         self.f = f
         self.s = state
         # Where the core hands out streams, every job has a queue of its own; where the hardware decides, they share.
@@ -68,7 +68,7 @@ class BlocksGpu:
                     self.segments[m, k, i] = self.sim.program(each)
                 self.segments[m, k, codes.WHOLE] = self.sim.program([kernel for each in kernels for kernel in each])
         self.words: dict[int, int] = {}  # handle of a launch → its completion word
-        self.capacity = part.sms * part.sm.warps
+        self.capacity = Capacity.of(part.sms, part.sm, timing)
         self.resident = 0.0
 
     def run(self) -> fluid.Fluid:
@@ -79,7 +79,7 @@ class BlocksGpu:
             step(self.s, int(now))
             self._launch()
             self._collect()
-            following = self._next_arrival()
+            following = next_news(self.f, self.s)
             if not self.words and following == np.inf:
                 return self.f
             self.sim.run(None if following == np.inf else max(following, now), stop_on_completion=True)
@@ -90,60 +90,9 @@ class BlocksGpu:
                     self.f.sim["events"][0] += 1
                     _store(word, 1)
 
-    def _next_arrival(self) -> float:
-        """When the load or a deadline comes next, or the core has something to do."""
-        f = self.f
-        at = min(f.timer[0] if f.sim["timers"][0] else np.inf, self.s.core["room_at_ns"][0])
-        if self.s.core["due"][0]:
-            at = min(at, self.s.request["deadline_ns"][self.s.due[0]])
-        if f.sim["next_arrival"][0] < len(f.arrivals):
-            at = min(at, f.arrivals["time_ns"][f.sim["next_arrival"][0]])
-        return float(at)
-
     def _load(self, now: float) -> None:
-        f = self.f
-        while f.sim["next_arrival"][0] < len(f.arrivals):
-            a = f.arrivals[f.sim["next_arrival"][0]]
-            if a["time_ns"] > now:
-                break
-            f.sim["next_arrival"][0] += 1
-            who = (int(a["model"]), int(a["client"]), int(a["priority"]))
-            self._arrive(*who, int(a["deadline_ns"]), int(a["time_ns"]), codes.NONE)
-        while f.sim["timers"][0] and f.timer[0] <= now:
-            at, who_id = int(f.timer[0]), int(f.timer_id[0])
-            heap_pop.py_func(f.timer, f.timer_id, 0, f.sim["timers"][0])  # type: ignore[attr-defined]
-            f.sim["timers"][0] -= 1
-            c = f.clients[who_id]
-            self._arrive(int(c["model"]), int(c["client"]), int(c["priority"]), codes.NEVER, at, who_id)
-
-    def _arrive(self, model: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
-        if self.f.sim["records"][0] == len(self.f.records):
-            self.f = self.f._replace(records=np.concatenate([self.f.records, np.zeros_like(self.f.records)]))
-        f, s = self.f, self.s
-        n = int(f.sim["records"][0])
-        record = f.records[n]
-        record["model"], record["client"], record["priority"], record["source"] = model, client, priority, source
-        record["status"], record["batch"] = codes.QUEUE_FULL, 0
-        record["arrival_ns"], record["deadline_ns"] = at, deadline
-        record["started_ns"], record["finish_ns"] = codes.NEVER, at
-        f.sim["records"][0] += 1
-        if f.sim["free"][0] == 0:
-            self._back(source, at)
-            return
-        f.sim["free"][0] -= 1
-        row = int(f.free[f.sim["free"][0]])
-        post(
-            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front,
-            codes.SUBMIT, row, n, n, model, client, priority, at, deadline, 0, False,
-        )  # fmt: skip
-
-    def _back(self, source: int, at: int) -> None:
-        f = self.f
-        if source >= 0:
-            again = at + max(int(f.clients["think_ns"][source]), 1)
-            if again < f.sim["horizon_ns"][0]:
-                heap_push.py_func(f.timer, f.timer_id, 0, f.sim["timers"][0], float(again), source)  # type: ignore[attr-defined]
-                f.sim["timers"][0] += 1
+        while not load_until(self.f, self.s, now):
+            self.f = fluid.more_records(self.f)
 
     def _launch(self) -> None:
         s = self.s
@@ -161,23 +110,16 @@ class BlocksGpu:
         return self._streams[int(self.s.lane["stream_at"][lane])]
 
     def _collect(self) -> None:
-        f, s = self.f, self.s
-        while n := take_done(s.ring[0], s.done[0], f.taken):
-            for entry in f.taken[:n]:
+        while n := record_batch(self.f, self.s):
+            for entry in self.f.taken[:n]:
                 self._ended(entry)
-                record = f.records[int(entry["tag"])]
-                for name in ("batch", "status", "started_ns", "finish_ns"):
-                    record[name] = entry[name]
-                f.free[f.sim["free"][0]] = entry["request"]
-                f.sim["free"][0] += 1
-                self._back(int(record["source"]), int(entry["finish_ns"]))
 
     def _ended(self, entry: Any) -> None:
         """For those who want to know: the completion of a request."""
 
     def _note(self, since: float) -> None:
         """Add the time since then to the occupancy, with the warps that were resident when it began."""
-        part = self.resident / self.capacity
-        occupy.py_func(self.f, since, self.sim.now_ns - since, part, 0.0, 0.0, len(self.words))  # type: ignore[attr-defined]
+        share = self.resident / self.capacity.warps
+        note_warps(self.f, since, self.sim.now_ns - since, share, len(self.words))
         lines = self.sim.lines
         self.resident = float(((lines["started"] - lines["ended"]) >> np.uint64(WARP_SHIFT)).sum())

@@ -11,17 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from paellapy.instrument.device import heaps
-from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import compiled, inlined
-from paellapy.scheduler.core.admission import leaves, lets_in
 from paellapy.scheduler.core.atomics import store_at
-from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT, WHOLE
+from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.loop import notice_edits
-from paellapy.scheduler.core.rings import RING_FULL, post, take_done
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
 from paellapy.scheduler.sim.fluid_state import Fluid
+from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again
@@ -34,30 +32,6 @@ def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
     k = f.work.shape[2] - 1 if segment == WHOLE else segment
     f.left[lane] = f.work[m, size, k]
     f.delay[lane] = delay
-
-
-@inlined
-def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
-    """Add an interval to the bins. Where it goes beyond the last, two become one: they cover the whole run."""
-    n = f.bins.shape[0]
-    end = since + ns
-    bin_ns = f.sim["bin_ns"]  # Python runs this too
-    while end > n * bin_ns[0]:
-        for b in range(n):
-            for c in range(4):
-                f.bins[b, c] = f.bins[2 * b, c] + f.bins[2 * b + 1, c] if 2 * b + 1 < n else 0.0
-        bin_ns[0] *= 2.0
-    at = since
-    b = min(int(at / bin_ns[0]), n - 1)
-    while at < end:
-        until = end if b == n - 1 else min(end, (b + 1) * bin_ns[0])
-        part = max(until - at, 0.0)
-        f.bins[b, 0] += slots * part
-        f.bins[b, 1] += memory * part
-        f.bins[b, 2] += issue * part
-        f.bins[b, 3] += jobs * part
-        at = until
-        b += 1
 
 
 @inlined
@@ -85,12 +59,7 @@ def next_event(f: Fluid) -> float:
             at = min(at, f.delay[lane])
         elif f.rate[lane] > 0.0:
             at = min(at, f.left[lane] / f.rate[lane])
-    at += f.sim[0].now_ns
-    if f.sim[0].next_arrival < f.arrivals.shape[0]:
-        at = min(at, np.float64(f.arrivals[f.sim[0].next_arrival].time_ns))
-    if f.sim[0].timers > 0:
-        at = min(at, f.timer[0])
-    return float(at)
+    return float(min(at + f.sim[0].now_ns, next_load(f)))
 
 
 @inlined
@@ -128,76 +97,6 @@ def progress(f: Fluid, s: State, until: float) -> None:
             f.idle[lane] = 1
             f.sim[0].running -= 1
             f.run[k] = f.run[f.sim[0].running]
-
-
-@inlined
-def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
-    """How long a request may take: until its deadline, or as long as its model aims at."""
-    return float(deadline - arrival if deadline < NEVER else s.model[m].target_ns)
-
-
-@inlined
-def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
-    """One request, recorded and submitted; refused where the tables are full."""
-    n = f.sim[0].records
-    record = f.records[n]
-    record.model, record.client, record.priority, record.source = m, client, priority, source
-    record.arrival_ns, record.deadline_ns, record.started_ns, record.finish_ns = at, deadline, NEVER, at
-    record.batch = 0
-    record.status = QUEUE_FULL
-    f.sim[0].records += 1
-    if f.sim[0].free == 0:
-        back(f, source, at)
-        return
-    limit = limit_ns(s, m, at, deadline)
-    asks = f.window.shape[0] > 0 and limit < NEVER
-    if asks and not lets_in(s, f.window, m, m, priority, deadline, at, limit, at):
-        back(f, source, at)
-        return
-    row = f.free[f.sim[0].free - 1]
-    answer = post(
-        s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
-        deadline, 0, False,
-    )  # fmt: skip
-    if answer == RING_FULL:
-        if asks:
-            f.window[m].in_flight -= 1
-        back(f, source, at)
-    else:
-        f.sim[0].free -= 1
-        f.sim[0].news = 1
-
-
-@inlined
-def back(f: Fluid, source: int, at: int) -> None:
-    """A closed-loop client thinks, then asks again."""
-    if source >= 0:
-        again = at + max(f.clients[source].think_ns, 1)
-        if again < f.sim[0].horizon_ns:
-            heap_push(f.timer, f.timer_id, 0, f.sim[0].timers, np.float64(again), source)
-            f.sim[0].timers += 1
-
-
-@inlined
-def load(f: Fluid, s: State) -> bool:
-    """Submit all that is due; False when the records are full."""
-    now = f.sim[0].now_ns
-    while f.sim[0].next_arrival < f.arrivals.shape[0] and f.arrivals[f.sim[0].next_arrival].time_ns <= now:
-        if f.sim[0].records == f.records.shape[0]:
-            return False
-        a = f.arrivals[f.sim[0].next_arrival]
-        f.sim[0].next_arrival += 1
-        arrive(f, s, a.model, a.client, a.priority, a.deadline_ns, a.time_ns, NONE)
-    while f.sim[0].timers > 0 and f.timer[0] <= now:
-        if f.sim[0].records == f.records.shape[0]:
-            return False
-        who = f.timer_id[0]
-        at = int(f.timer[0])
-        heap_pop(f.timer, f.timer_id, 0, f.sim[0].timers)
-        f.sim[0].timers -= 1
-        c = f.clients[who]
-        arrive(f, s, c.model, c.client, c.priority, NEVER, at, who)
-    return True
 
 
 @inlined
@@ -250,26 +149,6 @@ def launch(f: Fluid, s: State) -> None:
     s.core[0].out = 0
 
 
-@inlined
-def collect(f: Fluid, s: State) -> None:
-    """Completions into the records; rows become free, closed-loop clients come back."""
-    while True:
-        n = take_done(s.ring[0], s.done[0], f.taken)
-        for k in range(n):
-            entry = f.taken[k]
-            record = f.records[np.int64(entry.tag)]
-            record.batch, record.status = entry.batch, entry.status
-            record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
-            limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
-            if f.window.shape[0] > 0 and limit < NEVER:
-                leaves(f.window, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
-            f.free[f.sim[0].free] = entry.request
-            f.sim[0].free += 1
-            back(f, record.source, entry.finish_ns)
-        if n < f.taken.shape[0]:
-            break
-
-
 @compiled
 def run_fluid(f: Fluid, s: State) -> int:
     """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
@@ -279,7 +158,8 @@ def run_fluid(f: Fluid, s: State) -> int:
         if f.sim[0].news and f.sim[0].core_free_ns <= f.sim[0].now_ns:
             f.sim[0].news = 0
             step(s, int(f.sim[0].now_ns))
-            collect(f, s)
+            while record_some(f, s) == f.taken.shape[0]:
+                pass
             if s.core[0].out > 0:
                 launch(f, s)
             for m in range(f.copy.shape[0]):
@@ -290,9 +170,7 @@ def run_fluid(f: Fluid, s: State) -> int:
         if f.sim[0].news:
             at = min(at, f.sim[0].core_free_ns)
         else:
-            soonest = s.core[0].room_at_ns
-            if s.core[0].due > 0:
-                soonest = min(soonest, np.float64(s.request[s.due[0]].deadline_ns))
+            soonest = next_for_core(s)
             if soonest <= at:
                 at = soonest
                 f.sim[0].news = 1
@@ -302,5 +180,5 @@ def run_fluid(f: Fluid, s: State) -> int:
 
 
 _HERE = Path(__file__).parent
-_PARTS = [_HERE / "fluid_state.py", _HERE / "fluid_rates.py", Path(heaps.__file__)]
+_PARTS = [*(_HERE / f"{name}.py" for name in ("fluid_state", "fluid_rates", "load")), Path(heaps.__file__)]
 notice_edits(run_fluid, also=_PARTS)

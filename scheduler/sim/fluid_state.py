@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paellapy.instrument.device.heaps import Floats, Ints
-from paellapy.scheduler.core.admission import WINDOW
+from paellapy.scheduler.core.admission import ALLOWANCE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, Table
 
@@ -94,7 +94,7 @@ class Fluid(NamedTuple):
     free: Ints  # request rows
     records: Table  # RECORD
     taken: Table  # COMPLETION, scratch
-    window: Table  # WINDOW[M]; without rows everything is let in
+    allowance: Table  # ALLOWANCE[M]; without rows everything is let in
     bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
 
 
@@ -129,6 +129,11 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         free=np.arange(rows, dtype=ints),
         records=np.zeros(max(1024, len(arrivals)), RECORD),
         taken=np.zeros(BATCH, COMPLETION),
-        window=np.zeros(0, WINDOW),
+        allowance=np.zeros(0, ALLOWANCE),
         bins=np.zeros((bins, 4)),
     )
+
+
+def more_records(f: Fluid) -> Fluid:
+    """Room for twice as many."""
+    return f._replace(records=np.concatenate([f.records, np.zeros_like(f.records)]))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from paellapy.instrument.device.parts import part
-from paellapy.scheduler.core.models import ModelProfile, ProfileError, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
 
 # Shares of Paella's figure 11.
 MIX = MappingProxyType(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
-from paellapy.scheduler.core.models import ModelProfile
+from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.engine.trace import EngineTrace
 

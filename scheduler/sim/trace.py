@@ -10,7 +10,6 @@ import numpy as np
 
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_program import Program
-from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.records import BLOCK, LAUNCH
 from paellapy.instrument.trace import DeviceFacts
@@ -19,9 +18,9 @@ from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.models import ModelProfile
+from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.scheduler.engine.trace import EngineTrace, fill_engine_trace
+from paellapy.scheduler.engine.trace import EngineTrace, TracedEngine, fill_engine_trace
 from paellapy.scheduler.sim import fluid_state as fluid
 from paellapy.scheduler.sim.blocks import BlocksGpu
 
@@ -60,14 +59,13 @@ class TracedGpu(BlocksGpu):
     def __init__(
         self,
         part: Part,
-        timing: Timing,
         models: Sequence[ModelProfile],
         f: fluid.Fluid,
         state: st.State,
         seed: int,
         own: OwnKernels,
     ) -> None:
-        super().__init__(part, timing, (), f, state, seed)
+        super().__init__(part, (), f, state, seed)
         self._own, self._models = own, models
         self._tracer = PieceTracer(own.device)
         self._entries: list[Any] = []
@@ -91,5 +89,6 @@ class TracedGpu(BlocksGpu):
         models = dict(enumerate(self._models))
         lanes = {lane: int(row) for lane, row in enumerate(self.s.lane["model"]) if row != codes.NONE}
         whole = bool(self.s.core["whole_always"][0])
-        fill_engine_trace(found, recorded, self._entries, models, lanes, int, policy, whole=whole, simulated=True)
+        simulation = TracedEngine(models, lanes, int, policy, whole, simulated=True)
+        fill_engine_trace(found, recorded, self._entries, simulation)
         return found

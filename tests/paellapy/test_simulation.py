@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import paellapy as pp
 from paellapy import cli, demo, serve_demo
 from paellapy.output_path import OutputError
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile, save_profiles
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile, save_profiles
 from paellapy.simulation import named_models, profiles_of
 
 

@@ -17,11 +17,11 @@ from paellapy.scheduler.core.admission import (
     LEAST_MARGIN,
     MARGIN_BACK_NS,
     STALL,
-    new_windows,
+    new_allowances,
     note_latency,
 )
 from paellapy.scheduler.engine.engine import Engine
-from paellapy.serving.admission import Admission, Window
+from paellapy.serving.admission import Admission, Allowance
 from paellapy.serving.errors import RefusedError, retry_after_s
 
 X = {"x": np.ones(64, np.float32)}
@@ -51,9 +51,9 @@ def test_a_deadline_shorter_than_the_model_is_refused(engine):
     assert caught.value.reason == "predicted_deadline"
     assert retry_after_s(caught.value) == 1
     ticket = admission.enter(model, row, None, 1000.0)
-    assert admission.windows["fast"].in_flight == 1
+    assert admission.allowances["fast"].in_flight == 1
     ticket.leave(answered=True)
-    assert admission.windows["fast"].in_flight == 0
+    assert admission.allowances["fast"].in_flight == 0
 
 
 @pytest.mark.parametrize(("mode", "refused"), [("targets", True), ("deadlines", False), ("off", False)])
@@ -71,7 +71,7 @@ def test_off_is_off(engine):
     assert Admission(engine, "off").enter(engine.models["fast"], rows(engine)["fast"], None, 1e-6) is None
 
 
-def test_a_full_window_refuses_until_somebody_leaves(engine):
+def test_a_full_allowance_refuses_until_somebody_leaves(engine):
     admission = Admission(engine)
     model, row = engine.models["fast"], rows(engine)["fast"]
     tickets = [admission.enter(model, row, None, 1000.0) for _ in range(16)]
@@ -85,123 +85,124 @@ def test_a_full_window_refuses_until_somebody_leaves(engine):
 SECOND, MS = 1_000_000_000, 1_000_000
 
 
-def test_a_window_finds_what_can_be_done_in_time():
+def test_an_allowance_finds_what_can_be_done_in_time():
     """A server that takes 10 ms an item, one after the other, and a limit of 100 ms: five or six, half of the way."""
-    window, clock, waiting, sizes = Window(64.0), 0, [], []
+    allowance, clock, waiting, sizes = Allowance(64.0), 0, [], []
     for _ in range(5000):
-        while len(waiting) < window.size:
+        while len(waiting) < allowance.size:
             waiting.append((clock, len(waiting) + 1))
         clock += 10 * MS
         entered, number = waiting.pop(0)
-        window.done(entered, clock, 100 * MS, number)
-        sizes.append(window.size)
+        allowance.done(entered, clock, 100 * MS, number)
+        sizes.append(allowance.size)
     assert 3 < np.mean(sizes[1000:]) < 7
 
 
-def test_a_window_never_closes_and_grows_only_when_it_is_used():
-    window = Window(2.0)
+def test_an_allowance_never_closes_and_grows_only_when_it_is_used():
+    allowance = Allowance(2.0)
     for k in range(100):
-        window.done(k * SECOND, (k + 1) * SECOND, 100 * MS, 1)
-    assert window.size == 1.0
+        allowance.done(k * SECOND, (k + 1) * SECOND, 100 * MS, 1)
+    assert allowance.size == 1.0
     for k in range(100, 200):
-        window.done(k * SECOND, k * SECOND + MS, 100 * MS, 2)
-    grown = window.size
+        allowance.done(k * SECOND, k * SECOND + MS, 100 * MS, 2)
+    grown = allowance.size
     assert grown > 4
-    window.done(300 * SECOND, 300 * SECOND + MS, 100 * MS, 1)
-    assert window.size == grown
+    allowance.done(300 * SECOND, 300 * SECOND + MS, 100 * MS, 1)
+    assert allowance.size == grown
 
 
 def test_predictions_that_were_too_good_are_trusted_less():
     rng = np.random.default_rng(0)
-    window, clock, late = Window(64.0), 0, []
+    allowance, clock, late = Allowance(64.0), 0, []
     for _ in range(20_000):
         clock += 10 * MS
         predicted = rng.uniform(20, 100) * MS  # limit 100; it takes up to twice as long
-        if predicted <= window.reach_ns(100 * MS, 20 * MS, 32, clock):
+        if predicted <= allowance.reach_ns(100 * MS, 20 * MS, 32, clock):
             took = int(predicted * rng.uniform(0.5, 2.0))
-            window.done(clock - took, clock, 100 * MS, 1)
+            allowance.done(clock - took, clock, 100 * MS, 1)
             late.append(took > 100 * MS)
     assert 0.0025 < np.mean(late[2000:]) < 0.01  # 0.30 of all
 
 
-def margin(window, now, live=32):
+def margin(allowance, now, live=32):
     """The part of the time beyond the shortest latency that may be used."""
-    return (window.reach_ns(100 * MS, 10 * MS, live, now) - window.shortest_ns) / (100 * MS - window.shortest_ns)
+    shortest = allowance.shortest_ns
+    return (allowance.reach_ns(100 * MS, 10 * MS, live, now) - shortest) / (100 * MS - shortest)
 
 
 @pytest.mark.parametrize("up_s", [0, 12, 3600])
 def test_the_first_margin_holds_however_long_the_machine_has_been_up(up_s):
     now = up_s * SECOND + 10 * MS
-    window, table = Window(64.0), new_windows([32])
-    window.in_flight = 32
-    window.done(now - 10 * MS, now, 100 * MS, 1)
+    allowance, table = Allowance(64.0), new_allowances([32])
+    allowance.in_flight = 32
+    allowance.done(now - 10 * MS, now, 100 * MS, 1)
     note_latency.py_func(table.view(np.recarray), 0, now - 10 * MS, now, 100 * MS, 1)
-    assert margin(window, now) == pytest.approx(FIRST_MARGIN, rel=0.01)
-    assert margin(window, now, live=2) == pytest.approx(FEW_MARGIN)
-    assert table["margin"][0] == window.margin
+    assert margin(allowance, now) == pytest.approx(FIRST_MARGIN, rel=0.01)
+    assert margin(allowance, now, live=2) == pytest.approx(FEW_MARGIN)
+    assert table["margin"][0] == allowance.margin
 
 
 def test_a_margin_grows_also_while_nothing_is_let_in(engine):
     admission, model, row = Admission(engine), engine.models["fast"], rows(engine)["fast"]
     with pytest.raises(RefusedError):
         admission.enter(model, row, None, 1e-6)
-    window = admission.windows["fast"]
-    window.in_flight, now = 1, window.margin_ns
-    assert window.reach_ns(100 * MS, 0.0, 32, now) == pytest.approx(FIRST_MARGIN * 100 * MS)
-    assert window.reach_ns(100 * MS, 0.0, 32, now + int(MARGIN_BACK_NS)) == 100 * MS
+    allowance = admission.allowances["fast"]
+    allowance.in_flight, now = 1, allowance.margin_ns
+    assert allowance.reach_ns(100 * MS, 0.0, 32, now) == pytest.approx(FIRST_MARGIN * 100 * MS)
+    assert allowance.reach_ns(100 * MS, 0.0, 32, now + int(MARGIN_BACK_NS)) == 100 * MS
 
 
 def test_a_model_of_which_none_is_in_flight_is_tried():
-    window = Window(64.0)
-    window.done(0, 10 * MS, 100 * MS, 1)
-    assert margin(window, 20 * MS) == pytest.approx(FEW_MARGIN)
-    window.in_flight = 1
-    assert margin(window, 20 * MS) == pytest.approx(FIRST_MARGIN, rel=0.01)
+    allowance = Allowance(64.0)
+    allowance.done(0, 10 * MS, 100 * MS, 1)
+    assert margin(allowance, 20 * MS) == pytest.approx(FEW_MARGIN)
+    allowance.in_flight = 1
+    assert margin(allowance, 20 * MS) == pytest.approx(FIRST_MARGIN, rel=0.01)
 
 
 def test_a_first_request_that_is_late_leaves_a_margin_that_grows_fast():
     """A model may be slow when it is cold."""
-    cold, warm = Window(64.0), Window(64.0)
+    cold, warm = Allowance(64.0), Allowance(64.0)
     cold.done(0, 500 * MS, 100 * MS, 1)
-    for window in (cold, warm):
-        window.in_flight = 32
+    for allowance in (cold, warm):
+        allowance.in_flight = 32
         for k in range(250):
-            window.done(SECOND + k * MS, SECOND + (k + 10) * MS, 100 * MS, 1)
+            allowance.done(SECOND + k * MS, SECOND + (k + 10) * MS, 100 * MS, 1)
     assert margin(cold, SECOND + 260 * MS) > 0.8 * margin(warm, SECOND + 260 * MS) > 0.7
 
 
 def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():
-    window = Window(64.0)
-    window.done(0, 10 * MS, 100 * MS, 1)
+    allowance = Allowance(64.0)
+    allowance.done(0, 10 * MS, 100 * MS, 1)
     for _ in range(60):
-        window.done(SECOND, SECOND + 500 * MS, 100 * MS, 60)
-    assert margin(window, SECOND + 500 * MS) == pytest.approx(STALL * FIRST_MARGIN, rel=0.04)
+        allowance.done(SECOND, SECOND + 500 * MS, 100 * MS, 60)
+    assert margin(allowance, SECOND + 500 * MS) == pytest.approx(STALL * FIRST_MARGIN, rel=0.04)
     for k in range(10, 110):
-        window.done(k * 200 * MS, (k + 1) * 200 * MS, 100 * MS, 1)
-    assert margin(window, 22 * SECOND) == pytest.approx(LEAST_MARGIN, rel=0.1)
-    assert margin(window, 22 * SECOND + int(MARGIN_BACK_NS)) == 1.0  # nobody need be let in for that
+        allowance.done(k * 200 * MS, (k + 1) * 200 * MS, 100 * MS, 1)
+    assert margin(allowance, 22 * SECOND) == pytest.approx(LEAST_MARGIN, rel=0.1)
+    assert margin(allowance, 22 * SECOND + int(MARGIN_BACK_NS)) == 1.0  # nobody need be let in for that
     for k in range(4000):
-        window.done(22 * SECOND + k * MS, 22 * SECOND + (k + 10) * MS, 100 * MS, 1)
-    assert margin(window, 26 * SECOND + 10 * MS) > 0.9  # or many are, and are in time
+        allowance.done(22 * SECOND + k * MS, 22 * SECOND + (k + 10) * MS, 100 * MS, 1)
+    assert margin(allowance, 26 * SECOND + 10 * MS) > 0.9  # or many are, and are in time
 
 
 def test_who_asks_for_less_than_is_possible_does_not_make_it_harder_for_others():
-    window = Window(64.0)
-    window.done(0, 20 * MS, 100 * MS, 1)
+    allowance = Allowance(64.0)
+    allowance.done(0, 20 * MS, 100 * MS, 1)
     for k in range(1, 100):
-        window.done(k * SECOND, k * SECOND + 20 * MS, 10 * MS, 1)
-    assert margin(window, 101 * SECOND) == 1.0
+        allowance.done(k * SECOND, k * SECOND + 20 * MS, 10 * MS, 1)
+    assert margin(allowance, 101 * SECOND) == 1.0
 
 
-def test_a_window_is_smaller_where_some_requests_take_far_longer():
+def test_an_allowance_is_smaller_where_some_requests_take_far_longer():
     def late_and_size(slow):
         rng = np.random.default_rng(0)
-        window, late, sizes = Window(64.0), [], []
+        allowance, late, sizes = Allowance(64.0), [], []
         for k in range(20_000):
-            took = int(2 * MS * window.size * (slow if rng.random() < 0.1 else 1.0))
-            window.done(100 * MS * k, 100 * MS * k + took, 100 * MS, int(window.size))
+            took = int(2 * MS * allowance.size * (slow if rng.random() < 0.1 else 1.0))
+            allowance.done(100 * MS * k, 100 * MS * k + took, 100 * MS, int(allowance.size))
             late.append(took > 100 * MS)
-            sizes.append(window.size)
+            sizes.append(allowance.size)
         return np.mean(late[5000:]), np.mean(sizes[5000:])
 
     calm, rough = late_and_size(1.0), late_and_size(4.0)
@@ -209,21 +210,21 @@ def test_a_window_is_smaller_where_some_requests_take_far_longer():
     assert rough[0] < 0.02
 
 
-def test_a_model_loaded_anew_has_a_window_of_its_own(engine):
+def test_a_model_loaded_anew_has_an_allowance_of_its_own(engine):
     admission, model, row = Admission(engine), engine.models["fast"], rows(engine)["fast"]
     admission.enter(model, row, None, 1000.0)
-    before = admission.windows["fast"]
+    before = admission.allowances["fast"]
     admission.enter(model, row, None, 1000.0)
-    assert admission.windows["fast"] is before
+    assert admission.allowances["fast"] is before
     engine.unload("fast")
     engine.load(model)
     admission.enter(model, rows(engine)["fast"], None, 1000.0)
-    assert admission.windows["fast"] is not before
-    assert admission.windows["fast"].in_flight == 1
+    assert admission.allowances["fast"] is not before
+    assert admission.allowances["fast"].in_flight == 1
 
 
 def test_under_overload_the_surplus_is_refused_and_it_recovers():
-    """150 at once are more than a window takes."""
+    """150 at once are more than a allowance takes."""
     model = scale_model("slow", steps=200, batch=(1,), lanes=1, target_ms=10.0)
     body = infer_body("x", np.ones((1, 64), np.float32))
 
@@ -254,7 +255,7 @@ def test_under_overload_the_surplus_is_refused_and_it_recovers():
 
 def test_a_full_server_refuses_before_it_reads_the_body():
     with running([scale_model("m", batch=(1,), target_ms=1000.0)]) as server:
-        server.service.admission.windows["m"] = Window(0.0)
+        server.service.admission.allowances["m"] = Allowance(0.0)
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
             assert connection.recv(1000).startswith(b"HTTP/1.1 503")

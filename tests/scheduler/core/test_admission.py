@@ -10,37 +10,38 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paellapy.scheduler.core import step
-from paellapy.scheduler.core.admission import LEAST_MARGIN, WINDOW, new_windows, note_latency, reach_ns
+from paellapy.scheduler.core.admission import ALLOWANCE, LEAST_MARGIN, new_allowances, note_latency, reach_ns
 from paellapy.scheduler.core.codes import OK, QUEUE_FULL
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.policies.policy import policy_names
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
-from paellapy.serving.admission import Window
+from paellapy.serving.admission import Allowance
 
 MS = 1_000_000
 
 
 @numba.njit(error_model="numpy")  # not kept on disk, where edits of what it calls would not be seen
-def note(window, entered, now, limit, number):
-    note_latency(window, 0, entered, now, limit, number)
-    return reach_ns(window, 0, limit, limit / 4, 32, now)
+def note(allowance, entered, now, limit, number):
+    note_latency(allowance, 0, entered, now, limit, number)
+    return reach_ns(allowance, 0, limit, limit / 4, 32, now)
 
 
 @given(
     some.lists(some.tuples(some.integers(1, 300), some.integers(0, 100), some.integers(1, 40)), max_size=60),
     some.integers(1, 16),
 )
-def test_a_servers_window_is_a_row_of_the_table(events, slots):
-    table, window = new_windows([slots]), Window(2.0 * slots)
+def test_a_servers_allowance_is_a_row_of_the_table(events, slots):
+    table, allowance = new_allowances([slots]), Allowance(2.0 * slots)
     now = 0
     for took, pause, number in events:
         now += pause * MS
-        window.done(now - took * MS, now, 100.0 * MS, number)
-        assert note(table, now - took * MS, now, 100.0 * MS, number) == window.reach_ns(100.0 * MS, 25.0 * MS, 32, now)
-        for name in WINDOW.names:
+        allowance.done(now - took * MS, now, 100.0 * MS, number)
+        reach = allowance.reach_ns(100.0 * MS, 25.0 * MS, 32, now)
+        assert note(table, now - took * MS, now, 100.0 * MS, number) == reach
+        for name in ALLOWANCE.names:
             if name != "in_flight":
-                assert table[name][0] == getattr(window, name), name
+                assert table[name][0] == getattr(allowance, name), name
 
 
 NET = ModelProfile("net", {1: [SegmentProfile(50e3)] * 10}, target_ms=2.0, lanes=16, demand={1: 0.3}, together={1: 8})
@@ -79,24 +80,24 @@ def test_what_admission_cannot_be_simulated_with_is_refused(other):
 
 
 def test_a_request_that_asks_for_the_impossible_leaves_the_window_as_it_is():
-    window = Window(16.0)
+    allowance = Allowance(16.0)
     for k in range(300):
-        window.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
-    size = window.size
+        allowance.done(100 * MS * k, 100 * MS * k + 50 * MS, 120.0 * MS, 32)
+    size = allowance.size
     for k in range(300, 400):
-        window.done(100 * MS * k, 100 * MS * k + 2 * MS, 1.0 * MS, 32)  # it expired
-    assert window.size == size
-    assert window.shortest_ns == 50 * MS
-    assert window.reach_ns(120.0 * MS, 50.0 * MS, 32, 100 * MS * 400) == 120.0 * MS
+        allowance.done(100 * MS * k, 100 * MS * k + 2 * MS, 1.0 * MS, 32)  # it expired
+    assert allowance.size == size
+    assert allowance.shortest_ns == 50 * MS
+    assert allowance.reach_ns(120.0 * MS, 50.0 * MS, 32, 100 * MS * 400) == 120.0 * MS
 
 
 def test_a_window_shrinks_where_nothing_has_ever_been_in_time():
-    window = Window(16.0)
+    allowance = Allowance(16.0)
     for k in range(50):
-        window.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
-    assert window.size == 1.0
-    window.in_flight = 1
-    assert window.reach_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + LEAST_MARGIN * 5) * MS)
+        allowance.done(100 * MS * k, 100 * MS * k + 30 * MS, 20.0 * MS, 16)
+    assert allowance.size == 1.0
+    allowance.in_flight = 1
+    assert allowance.reach_ns(20.0 * MS, 15.0 * MS, 32, 0) == pytest.approx((15 + LEAST_MARGIN * 5) * MS)
 
 
 def test_a_full_lane_that_waits_is_work_ahead():
@@ -177,4 +178,4 @@ def test_a_model_of_which_little_is_asked_is_not_refused_for_ever_beside_one_tha
 
 
 def test_tables_begin_with_room_for_two_batches():
-    assert np.array_equal(new_windows([1, 8])["size"], [2.0, 16.0])
+    assert np.array_equal(new_allowances([1, 8])["size"], [2.0, 16.0])

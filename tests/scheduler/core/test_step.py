@@ -19,18 +19,10 @@ from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.ahead import JUST_AHEAD_NS, MOST_STRETCH
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
 from paellapy.scheduler.core.crowd import MOST_CONFINED, MOST_DEMANDED
-from paellapy.scheduler.core.models import (
-    ModelProfile,
-    ProfileError,
-    SegmentProfile,
-    estimate,
-    install,
-    load_profiles,
-    remove,
-    save_profiles,
-)
+from paellapy.scheduler.core.install import estimate, install, remove
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.engine.gpu_use import occupancy
 from paellapy.scheduler.engine.install import install_windows
-from paellapy.scheduler.engine.occupancy import occupancy
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 
 # --- one request ----------------------------------------------------------------------------------------------------

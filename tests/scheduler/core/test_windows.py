@@ -19,7 +19,7 @@ from paellapy.scheduler.backends.base import WINDOW_SHARE
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
 from paellapy.scheduler.core.errors import ModelError
-from paellapy.scheduler.core.models import install, remove
+from paellapy.scheduler.core.install import install, remove
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import ROOMY, STAYING, fill_window
 from paellapy.scheduler.engine.engine import Engine

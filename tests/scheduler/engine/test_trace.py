@@ -26,6 +26,7 @@ from paellapy.scheduler.engine.trace import (
     OWNER,
     SEGMENT_RECORD,
     EngineTrace,
+    TracedEngine,
     fill_engine_trace,
 )
 from paellapy.scheduler.models.model import Model, TensorSpec
@@ -161,7 +162,8 @@ def filled(pieces: list[TracedPiece], entries: list[Any], whole: bool) -> Engine
     trace = EngineTrace(plain.blocks[:0], plain.launches[:0], (), TOY)
     recorded = TracedBlocks(plain.blocks, plain.launches, plain.kernels, pieces)
     models = {7: model("bert", target_ms=0.002), 9: model("resnet")}
-    fill_engine_trace(trace, recorded, entries, models, {4: 7, 5: 9}, lambda ns: ns + EPOCH, "srpt", whole=whole)
+    engine = TracedEngine(models, {4: 7, 5: 9}, lambda ns: ns + EPOCH, "srpt", whole)
+    fill_engine_trace(trace, recorded, entries, engine)
     return trace
 
 

@@ -13,7 +13,7 @@ from paellapy import cli
 from paellapy.instrument import cache
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.virtual import VirtualBackend
-from paellapy.scheduler.core.models import SegmentProfile
+from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.models import profile as profiles

@@ -14,10 +14,12 @@ from hypothesis import strategies as st_
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
-from paellapy.scheduler.core.models import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.sim.fluid import HAND_OVER_NS, run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
-from paellapy.scheduler.sim.simulate import COPY_GBPS, Fidelity, simulate
+from paellapy.scheduler.sim.options import Fidelity
+from paellapy.scheduler.sim.resources import COPY_GBPS
+from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, TraceWorkload, Workload, WorkloadError
 from paellapy.viz.palette import OKABE_ITO
 

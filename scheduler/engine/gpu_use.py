@@ -23,7 +23,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupancy:
+class GpuUse:
     """Resources, and where the jobs are. `fullest` names the resource that binds."""
 
     blocks: Use
@@ -47,13 +47,13 @@ class Occupancy:
         return max(RESOURCES, key=lambda name: float(getattr(self, name).share))
 
 
-def occupancy(state: State) -> Occupancy:
+def occupancy(state: State) -> GpuUse:
     """The account as it stands."""
     gpu = state.gpu[0]
     uses = {
         what: Use(*(float(gpu[f"{kind}_{what}"]) for kind in ("capacity", "resident", "pending"))) for what in RESOURCES
     }
-    return Occupancy(
+    return GpuUse(
         **uses,
         jobs_on_gpu=int(state.core["flight"][0]),
         jobs_active=int(state.core["active"][0]),

@@ -1,0 +1,91 @@
+"""Models in the core's tables: rows filled from a profile, opened, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paellapy.scheduler.core.codes import ABSENT, NEVER, NONE, OPEN_MODEL
+from paellapy.scheduler.core.demand import TOGETHER, usual_demand
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
+from paellapy.scheduler.core.rings import RING_FULL, post
+from paellapy.scheduler.core.state import State
+
+
+def estimate(state: State, program: Sequence[SegmentProfile]) -> float:
+    """Part of the GPU that one run keeps busy: its fullest resource, segment by segment."""
+    gpu = state.gpu[0]
+    capacity = [gpu[f"capacity_{each}"] or np.inf for each in ("warps", "registers", "shared_bytes", "issue")]
+    total = used = 0.0
+    for each in program:
+        needs = (each.warps, each.registers, each.shared_bytes, each.kernels / each.time_ns * 1e9)
+        total += each.time_ns
+        used += each.time_ns * max(need / most for need, most in zip(needs, capacity, strict=True))
+    return min(max(used / total, 0.01), 1.0)
+
+
+def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
+    """Fill a free model row and free lanes from a profile; their numbers. `open_model` lets requests in.
+
+    Completion words are the state's own. A backend that writes others sets `launch` and `whole` of the lanes, inputs
+    and `n_inputs` before it opens the model.
+    """
+    _, sizes, segments = state.segment.shape
+    if len(profile.sizes) > sizes or max(profile.batch) > state.slot.shape[1]:
+        raise ProfileError(f"{profile.name}: batch sizes {profile.batch} exceed the state's limits")
+    longest = max(len(each) for each in profile.sizes.values())
+    if longest > segments or profile.lanes > state.model_lane.shape[1]:
+        raise ProfileError(f"{profile.name}: {longest} segments or {profile.lanes} lanes exceed the state's limits")
+    rows = np.flatnonzero((state.model["state"] == ABSENT) & (state.model["n_lanes"] == 0))
+    lanes = np.flatnonzero(state.lane["model"] == NONE)[: profile.lanes]
+    if not len(rows) or len(lanes) < profile.lanes:
+        raise ProfileError(f"{profile.name} needs a model row and {profile.lanes} lanes: the state has no more of them")
+    m = int(rows[0])
+    row = state.model[m]
+    row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
+    row["queue_limit"], row["n_sizes"], row["n_lanes"] = profile.queue_limit, len(profile.sizes), len(lanes)
+    row["n_inputs"] = 0
+    row["generation"] += 1
+    state.outcome[m] = 0
+    for k, (batch, program) in enumerate(profile.sizes.items()):
+        times = np.array([each.time_ns for each in program])
+        seen = profile.demand.get(batch)
+        demand = usual_demand(seen, profile.together.get(batch, TOGETHER)) if seen else estimate(state, program)
+        size, segment = state.size[m, k], state.segment[m, k, : len(program)]
+        size["batch"], size["segments"], size["total_ns"], size["demand"] = batch, len(program), times.sum(), demand
+        segment["tail_ns"] = times[::-1].cumsum()[::-1]
+        for name in ("time_ns", "blocks", "warps", "registers", "shared_bytes", "kernels"):
+            segment[name] = [getattr(each, name) for each in program]
+    state.model_lane[m, : len(lanes)] = lanes
+    state.lane["model"][lanes] = m
+    words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])
+    state.launch["word"][lanes] = words[:, None, :-1]
+    state.whole["word"][lanes] = words[:, -1:]
+    state.lane_window[lanes] = NONE
+    if state.core["windows"][0]:
+        state.confined[lanes] = 0
+    state.word[lanes] = 0
+    return m, [int(lane) for lane in lanes]
+
+
+def remove(state: State, model: int) -> None:
+    """Give the rows of a model back. Only after its MODEL_CLOSED, or before it was opened."""
+    if state.model["state"][model] != ABSENT:
+        raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
+    state.lane["model"][state.model_lane[model, : state.model["n_lanes"][model]]] = NONE
+    state.model["n_lanes"][model] = 0
+
+
+def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
+    """Post what is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL (its error code as `tag`)."""
+    answer = post(
+        state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front,
+        kind, request, serial, tag, model, 0, 0, 0, NEVER, 0, False,
+    )  # fmt: skip
+    if answer == RING_FULL:
+        raise ProfileError("the submission ring is full: step the core, then try again")
+
+
+def open_model(state: State, model: int) -> None:
+    tell(state, OPEN_MODEL, model)

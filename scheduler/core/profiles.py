@@ -1,0 +1,107 @@
+"""Models as scheduling knows them: what each batch size and segment takes. Kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.codes import NEVER
+
+
+class ProfileError(PaellaError, ValueError):
+    """A model's profile is incomplete or contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProfile:
+    """One segment alone on the GPU. Footprints are what is resident at once: the largest kernel's."""
+
+    time_ns: float
+    blocks: int = 1
+    warps: int = 8
+    registers: int = 8192
+    shared_bytes: int = 0
+    kernels: int = 1
+    bytes: float = 0.0  # traffic to memory, all kernels together
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.time_ns) and self.time_ns > 0):
+            raise ProfileError(f"a segment takes {self.time_ns} ns: give its time alone, above zero")
+        if min(self.blocks, self.warps, self.kernels) < 1 or min(self.registers, self.shared_bytes, self.bytes) < 0:
+            raise ProfileError("a segment has at least one kernel, one block and one warp, and no negative resources")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What scheduling needs to know of a model: per batch size, the segments of its program.
+
+    >>> m = ModelProfile("net", {1: [SegmentProfile(5e4)] * 4, 8: [SegmentProfile(8e4)] * 4}, target_ms=1.0)
+    >>> m.alone_ns(3)
+    320000.0
+    """
+
+    name: str
+    sizes: Mapping[int, Sequence[SegmentProfile]]
+    target_ms: float | None = None
+    priority: int = 0
+    share: float = 1.0
+    lanes: int = 4
+    queue_limit: int = 1 << 20
+    # Part of the GPU that a batch of each size keeps busy, where it was measured; else estimated from the segments.
+    demand: Mapping[int, float] = field(default_factory=dict)
+    together: Mapping[int, int] = field(default_factory=dict)  # how many ran at once to measure that
+    about: str = field(default="", compare=False)
+    input_bytes: int = 0  # of one request; 0: not known, and nothing to copy
+
+    def __post_init__(self) -> None:
+        if not self.sizes or any(batch < 1 or not segments for batch, segments in self.sizes.items()):
+            raise ProfileError(f"{self.name}: give at least one batch size, each with at least one segment")
+        if not (self.share > 0 and math.isfinite(self.share)) or self.lanes < 1 or self.queue_limit < 0:
+            raise ProfileError(f"{self.name}: share and lanes must be above zero, and queue_limit not below")
+        if self.input_bytes < 0:
+            raise ProfileError(f"{self.name}: input_bytes={self.input_bytes}: give the bytes of one request, or 0")
+        if self.target_ms is not None and not self.target_ms > 0:
+            raise ProfileError(f"{self.name}: a target of {self.target_ms} ms cannot be met: leave it out or raise it")
+        object.__setattr__(self, "sizes", {batch: tuple(self.sizes[batch]) for batch in sorted(self.sizes)})
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def target_ns(self) -> int:
+        return NEVER if self.target_ms is None else int(self.target_ms * 1e6)
+
+    def alone_ns(self, batch: int = 1) -> float:
+        """Time of a batch with the GPU to itself, at the smallest size that holds it."""
+        fitting = [size for size in self.sizes if size >= batch]
+        if not fitting:
+            raise ProfileError(f"{self.name} has no batch size for {batch} requests: the largest is {max(self.sizes)}")
+        return math.fsum(segment.time_ns for segment in self.sizes[fitting[0]])
+
+
+def save_profiles(path: str | Path, profiles: Iterable[ModelProfile]) -> None:
+    """Keeps profiles as JSON, for `load_profiles` and `paellapy simulate path`."""
+    Path(path).write_text(json.dumps({"models": [asdict(each) for each in profiles]}, indent=1) + "\n")
+
+
+def load_profiles(path: str | Path) -> list[ModelProfile]:
+    """What `save_profiles` wrote; errors name the file."""
+    try:
+        return [
+            ModelProfile(
+                **{
+                    **model,
+                    "sizes": {int(b): [SegmentProfile(**each) for each in s] for b, s in model["sizes"].items()},
+                    "demand": {int(b): float(part) for b, part in model.get("demand", {}).items()},
+                    "together": {int(b): int(n) for b, n in model.get("together", {}).items()},
+                }
+            )
+            for model in json.loads(Path(path).read_text())["models"]
+        ]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
+        raise ProfileError(f"{path} is not a file of model profiles: {e}") from e

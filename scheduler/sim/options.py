@@ -1,0 +1,76 @@
+"""How a simulation runs: its grain, its seed, and what it changes of the policy, the host and the GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from paellapy.instrument.device.parts import Part, part
+from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.policies.policy import Policy, Rank, find_policy
+
+Fidelity = Literal["segments", "blocks"]
+FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
+HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """Options of `simulate`.
+
+    `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
+    every kernel on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's; `demand`
+    lets in jobs until together they would keep that many GPUs busy, however many they are. Where neither they nor the
+    policy say how many, it is as in an engine, if the models' demand was measured.
+
+    `queues`: of the hardware (CUDA has 8, paellapy sets 32), to which launches are dealt one after the other, and wait
+    there behind long graphs; left out, nobody does. With fidelity "blocks" it is streams that are dealt to them, and
+    only under the policy `streams`. `admission`: as in a server, requests that would miss their deadline, or their
+    model's target, are refused when they come ("queue full"); for open loads, and segments. `sm_windows`: jobs keep to
+    windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep of eight windows on an H200;
+    for segments of models whose demand was measured (without windows).
+    """
+
+    fidelity: Fidelity = "segments"
+    seed: int = 0
+    active: int | None = None
+    look_ahead: int | None = None
+    demand: float | None = None
+    queues: int | None = None
+    admission: bool = False
+    sm_windows: int = 0
+    host_launch_ns: float = HOST_LAUNCH_NS
+
+    def __post_init__(self) -> None:
+        if self.fidelity not in FIDELITIES:
+            raise ArgumentError(f"fidelity is {' or '.join(FIDELITIES)}, not {self.fidelity!r}")
+        if not isinstance(self.seed, int | np.integer) or self.seed < 0:
+            raise ArgumentError(f"the seed is {self.seed!r}: give a whole number of zero or more")
+        if self.queues is not None and not (isinstance(self.queues, int | np.integer) and self.queues >= 1):
+            raise ArgumentError(f"queues is {self.queues!r}: give a whole number from 1 up, or leave it out")
+        if self.demand is not None and not (self.demand > 0 and math.isfinite(self.demand)):
+            raise ArgumentError(f"demand is {self.demand!r}: give GPUs to keep busy, more than 0, or leave it out")
+        if not (self.host_launch_ns >= 0 and math.isfinite(self.host_launch_ns)):
+            raise ArgumentError(f"host_launch_ns is {self.host_launch_ns!r}: give nanoseconds, 0 or more")
+        least, most = codes.LEAST_WINDOWS, codes.WINDOWS
+        if self.sm_windows != 0 and not least <= self.sm_windows <= most:
+            raise ArgumentError(f"sm_windows={self.sm_windows}: 0, for none, or {least} to {most}")
+
+    def policy(self, given: str | Policy | Rank) -> Policy:
+        """The policy with what overrides it."""
+        found = find_policy(given)
+        if self.active is not None:
+            found = replace(found, active=self.active)
+        return found if self.look_ahead is None else replace(found, look_ahead=self.look_ahead)
+
+
+def simulated_part(device: str) -> Part:
+    """The GPU that a device's name stands for."""
+    kind, _, name = device.partition(":")
+    if kind != "virtual":
+        raise NoDeviceError(f"simulate runs on a virtual GPU, not on {device!r}: name one as in 'virtual:h200'")
+    return part(name or "h200")
