@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paellapy.instrument import passes
+from paellapy.instrument import cache, passes
 from paellapy.instrument.assemble import Assembled, assemble
 from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.passes import PassConfig
@@ -43,9 +43,20 @@ class Source:
                 f"kernel {self.name!r} cannot be preempted: a cooperative launch promises that all its blocks run at "
                 "once. Launch it as a whole."
             )
-        ptx = passes.apply(self.ptx, config, self.name)
+        ptx = _passed(self.ptx, config, self.name)
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
         return Compiled(self, config, ptx, code)
+
+
+def _passed(ptx: str, config: PassConfig, name: str) -> str:
+    """What the passes make of a module; kept on disk, since reading and printing PTX takes as long as compiling it."""
+    where = cache.digest("passes", config.key(), name, ptx)
+    stored = cache.read(where)
+    if stored is not None:
+        return stored.decode()
+    found = passes.apply(ptx, config, name)
+    cache.write(where, found.encode())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from paellapy.instrument.device.base import Device, Event, Stream
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import part
 from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.virtual_launch import VirtualLauncher
+from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualLauncher
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
@@ -60,6 +60,7 @@ class VirtualDevice(Device):
         self._host_ns = 0.0
         self._ring_size = 0
         self._lines_before = self.model.lines.copy()
+        self.noted: list[NotedLaunch] | None = None  # launches with their costs, while somebody wants them
 
     # -- memory and order
 

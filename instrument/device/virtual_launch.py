@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ class Gpu(Protocol):
     model: SmModel
     capture: Capture | None
     session: Any
+    noted: list[NotedLaunch] | None
 
     def submit(self) -> float: ...
     def current_stream(self) -> int: ...
@@ -47,6 +49,17 @@ class VirtualNotification:
 
     def __bool__(self) -> bool:
         return self.time_ns > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NotedLaunch:
+    """A launch that ran, and what its blocks cost."""
+
+    launcher: VirtualLauncher
+    grid: tuple[int, int, int]
+    first: int
+    count: int
+    cost: BlockCost | None
 
 
 class VirtualLauncher(Launcher):
@@ -116,6 +129,8 @@ class VirtualLauncher(Launcher):
             cluster=cluster,
             first=first * cluster,
         )
+        if device.noted is not None:
+            device.noted.append(NotedLaunch(self, grid, first, count, kernel.cost))
         traced = session is not None
         return device.model.launch(stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit)
 

@@ -142,7 +142,7 @@ class Backend(ABC):
             self.device.synchronize()
         except PaellaError as e:
             raise CaptureError(f"model {model.name!r} failed on the GPU in its first run at batch {batch}: {e}") from e
-        counting = Counting(model, self.device)
+        counting = Counting(model, self.device, computes=self.foreign_kernels)
         with capturing(self.device, counting), self.counting(counting):
             call_model(model, weights, inputs, outputs, batch, "in its second run")
         self.device.synchronize()

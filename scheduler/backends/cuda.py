@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,13 @@ from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
 from paellapy.scheduler.backends.cuda_graphs import (
     Gate,
+    SegmentGraph,
     instantiate,
     launch_once,
-    launch_times_ns,
     node_times_ns,
     segment_graph,
+    segment_graphs,
+    settled_times_ns,
 )
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
@@ -220,14 +222,13 @@ class CudaBackend(Backend):
         windows = lane.windows if confine and self._windows is not None else ()
         made: list[list[int]] = []  # of each segment, then of the whole: on all SMs, and in each window
         try:
-            for k, (first, end) in enumerate([*bounds, (0, len(program.nodes))]):
-                word = words + 8 * (k if k < len(bounds) else lane.plan.n_words - 1)
-                with segment_graph(program.body, first, end, word) as graph:
+            with contextlib.closing(self._graphs(program, bounds, words, lane.plan.n_words)) as graphs:
+                for graph in graphs:
                     made.append([instantiate(graph.handle)])
                     if windows:
                         assert self._windows is not None
                         # Where more of the program follows; nothing does where this is all of it.
-                        inside = end - first < len(program.nodes)
+                        inside = len(graph.nodes) < len(program.nodes)
                         made[-1] += self._windows.confined(graph, windows, end_inside=inside)
         except BaseException:
             _destroy(handle for each in made for handle in each)
@@ -243,6 +244,13 @@ class CudaBackend(Backend):
         ]
         return Launches(program, bounds, handles, whole, [lane], frozenset(program.marks.values()), confined)
 
+    @staticmethod
+    def _graphs(program: Program, bounds: Bounds, words: int, n_words: int) -> Generator[SegmentGraph, None, None]:
+        """Graphs of the segments, and of the whole program, each with the address of its completion word."""
+        yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
+        with segment_graph(program.body, 0, len(program.nodes), words + 8 * (n_words - 1)) as whole:
+            yield whole
+
     def launch_first(self, launches: Launches, wholes: bool) -> None:
         stream = self._capture_stream(launches.program.model.priority).handle
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
@@ -254,13 +262,13 @@ class CudaBackend(Backend):
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
         stream = self._capture_stream(launches.program.model.priority).handle
         gate = self._gate if len(launches.program.nodes) <= _GATED_NODES else None
-        cut = launch_times_ns([launches.handles] * (repeats + 1), stream, gate)
+        cut = settled_times_ns(launches.handles, repeats, stream, gate)
         wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
-        whole = [launch_times_ns([[each]] * (repeats + 1), stream, gate) for each in wholes]
+        whole = [settled_times_ns([each], repeats, stream, gate) for each in wholes]
         # Beside other work a time can only come out too long: the shortest is the nearest to alone.
         pick = np.median if alone else np.min
-        times: NDArray[np.float64] = np.asarray(pick(cut[1:], axis=0))
-        wide, *narrow = (float(pick([run[0] for run in each[1:]])) for each in whole)
+        times: NDArray[np.float64] = np.asarray(pick(cut, axis=0))
+        wide, *narrow = (float(pick(each[:, 0])) for each in whole)
         return [float(t) for t in times], wide, narrow[0] if narrow else 0.0
 
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:

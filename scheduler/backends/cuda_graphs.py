@@ -6,7 +6,7 @@ pinned memory after everything else: the write comes with a system-wide fence, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,8 @@ from paellapy.scheduler.models.program import Node, NodeKind
 from paellapy.scheduler.models.segments import topological
 
 _TIMED_RUNS = 7
+_RUNS = 5  # of segments, before it is seen whether they agree
+_SPREAD = 0.02  # of the median, between the shortest and the longest that do
 _LEAST_NS = 100.0  # no node takes less; clocks of events are coarser than that
 _STRAY = 4.0  # times the median: so much of a copy counts, where it may have been late
 
@@ -146,23 +148,66 @@ class SegmentGraph:
 @contextmanager
 def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
     """The graph of a segment: for as long as it takes to instantiate it."""
+    with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
+        _keep(nodes, first, end)
+        yield _ended(clone, nodes, graph.edges, word)
+
+
+def segment_graphs(
+    graph: CapturedGraph, bounds: Sequence[tuple[int, int]], words: Sequence[int]
+) -> Iterator[SegmentGraph]:
+    """The graphs of all segments of a program in order, each until the next is asked for.
+
+    A clone is halved until one segment is left of it. So every node is found and removed once per halving, and not once
+    per segment: for 20 segments a quarter of the calls.
+    """
+    with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
+        yield from _halved(clone, nodes, graph.edges, list(zip(bounds, words, strict=True)))
+
+
+def _halved(
+    handle: Any,
+    nodes: dict[int, Any],
+    edges: Sequence[tuple[int, int]],
+    segments: Sequence[tuple[tuple[int, int], int]],
+) -> Iterator[SegmentGraph]:
+    """Segments, as bounds and words, of a graph that may be used up; `nodes` are its own by their places."""
+    _keep(nodes, segments[0][0][0], segments[-1][0][1])
+    if len(segments) == 1:
+        yield _ended(handle, nodes, edges, segments[0][1])
+        return
+    middle = len(segments) // 2
+    with _cloned(handle, nodes) as (other, others):
+        yield from _halved(other, others, edges, segments[:middle])
+    yield from _halved(handle, nodes, edges, segments[middle:])
+
+
+@contextmanager
+def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
+    """A copy of a graph, and the copies of its nodes."""
     cu = driver()
-    clone = check(cu.cuGraphClone(graph.handle), "cloning a graph")
+    clone = check(cu.cuGraphClone(handle), "cloning a graph")
     try:
-        kept: dict[int, Any] = {}
-        for i, node in enumerate(graph.nodes):
-            copy = check(cu.cuGraphNodeFindInClone(node, clone), "finding a node")
-            if first <= i < end:
-                kept[i] = copy
-            else:
-                check(cu.cuGraphDestroyNode(copy), "removing a node")
-        followed = {a for a, b in graph.edges if a in kept and b in kept}
-        last = [node for i, node in kept.items() if i not in followed]
-        params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
-        added = check(cu.cuGraphAddBatchMemOpNode(clone, last, len(last), params), "adding a completion word")
-        yield SegmentGraph(clone, list(kept.values()), added, word)
+        yield clone, {i: check(cu.cuGraphNodeFindInClone(n, clone), "finding a node") for i, n in nodes.items()}
     finally:
         check(cu.cuGraphDestroy(clone), "freeing a graph")
+
+
+def _keep(nodes: dict[int, Any], first: int, end: int) -> None:
+    """Removes all nodes of a graph but those from `first` to before `end`."""
+    cu = driver()
+    for i in [i for i in nodes if not first <= i < end]:
+        check(cu.cuGraphDestroyNode(nodes.pop(i)), "removing a node")
+
+
+def _ended(handle: Any, nodes: Mapping[int, Any], edges: Sequence[tuple[int, int]], word: int) -> SegmentGraph:
+    """The graph with a node behind all others that writes the word."""
+    cu = driver()
+    followed = {a for a, b in edges if a in nodes and b in nodes}
+    last = [node for i, node in nodes.items() if i not in followed]
+    params = _write_word(cu, word, check(cu.cuCtxGetCurrent(), "reading the context"))
+    added = check(cu.cuGraphAddBatchMemOpNode(handle, last, len(last), params), "adding a completion word")
+    return SegmentGraph(handle, list(nodes.values()), added, word)
 
 
 def _write_word(cu: Any, address: int, context: Any) -> Any:
@@ -288,6 +333,23 @@ def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | Non
         for event in events:
             cu.cuEventDestroy(event)
     return found
+
+
+def settled_times_ns(run: Sequence[int], most: int, stream: int, gate: Gate | None) -> NDArray[np.float64]:
+    """GPU times of the graphs of a run [runs, graphs]: until runs take alike, and no more than `most` of them."""
+    found = launch_times_ns([run] * (_RUNS + 1), stream, gate)[1:]  # the first warms up
+    while len(found) < most and not settled([sum(each) for each in found]):
+        found += launch_times_ns([run] * _RUNS, stream, gate)
+    return np.array(found)
+
+
+def settled(times_ns: Sequence[float]) -> bool:
+    """Whether times are so near to each other that more of them would not move the median.
+
+    >>> settled([100.0, 101.0, 100.5]), settled([100.0, 101.0, 130.0])
+    (True, False)
+    """
+    return max(times_ns) - min(times_ns) <= _SPREAD * float(np.median(times_ns))
 
 
 class Gate:

@@ -43,6 +43,7 @@ class LoadedModel:
     row: int = -1
     generation: int = 0  # of the row
     lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
+    load_s: dict[str, float] = field(default_factory=dict)  # what loading it took, by phase
 
     @property
     def lane_rows(self) -> list[int]:

@@ -27,6 +27,7 @@ from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands, Kernel
 from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
+from paellapy.instrument.device.virtual_launch import NotedLaunch
 from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
@@ -57,6 +58,7 @@ class VirtualBackend(Backend):
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs: dict[str, list[BlockCost | None]] = {}
+        self._rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is loaded, by batch size
         self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
         self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
         self._windows: list[int] = []  # their numbers in the SM model
@@ -118,15 +120,35 @@ class VirtualBackend(Backend):
         nodes = [item.node for item in recording.items]
         return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
 
+    def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        self._rehearsed.clear()
+        return super().rehearse_all(model, weights)
+
+    def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
+        self.device.noted = []
+        try:
+            return super().rehearse(model, weights, batch)
+        finally:
+            self._rehearsed[batch], self.device.noted = self.device.noted, None
+
     def _block_costs(self, program: Program) -> list[BlockCost | None]:
-        """What each node's blocks cost: seen by running the program once."""
+        """What each node's blocks cost: seen in the rehearsal, or by running the program once."""
         key = program.content()
         if key not in self._costs:
-            found: list[BlockCost | None] = []
-            for item in program.body:
-                found.append(item.block_cost())
-            self._costs[key] = found
+            seen = self._costs_seen(program)
+            self._costs[key] = [item.block_cost() for item in program.body] if seen is None else seen
         return self._costs[key]
+
+    def _costs_seen(self, program: Program) -> list[BlockCost | None] | None:
+        """From the rehearsal, where it launched the same; not where kernels were tuned in it, or are sliced now."""
+        seen = self._rehearsed.get(program.batch, [])
+        ours = [item for item in program.body if item.launcher is not None]
+        if [(e.launcher, e.grid, e.first, e.count) for e in seen] != [
+            (item.launcher, item.grid, item.first, item.node.blocks // item.node.cluster) for item in ours
+        ]:
+            return None
+        costs = iter(seen)
+        return [item.cost if item.launcher is None else next(costs).cost for item in program.body]
 
     def node_times_ns(self, program: Program) -> list[float]:
         model = SmModel(self.device.part, timing=self.sm.timing)

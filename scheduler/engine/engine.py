@@ -36,6 +36,7 @@ from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
 from paellapy.scheduler.engine.install import install, install_windows
+from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
@@ -139,8 +140,12 @@ class Engine(Requester):
                     f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
                 )
             alone = self._front.waiting == 0 and not self.state.core["live"][0]  # the latter are of other processes too
-            loaded = self._loader.load(model, wanted, alone)
-            install(self.state, loaded, self._backend.pool(self.state, model.priority))
+            times = LoadTimes(model.name)
+            with shown(times):
+                loaded = self._loader.load(model, wanted, alone, times)
+                with times.phase("install"):
+                    install(self.state, loaded, self._backend.pool(self.state, model.priority))
+            loaded.load_s = times.seconds
             self._by_row[loaded.row] = loaded
             self._front.command(codes.OPEN_MODEL, loaded.row)
             self._models[model.name] = loaded

@@ -11,11 +11,12 @@ from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.demand import TOGETHER
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.load_times import LoadTimes
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
-from paellapy.scheduler.models.program import Program, last_kernels
+from paellapy.scheduler.models.program import Cuts, Marks, Program, last_kernels
 from paellapy.scheduler.models.segments import cut, plan_slices
 
 _REPEATS = 15
@@ -29,13 +30,13 @@ class Loader:
         self.backend, self.memory, self.limits, self.quantum_ns = backend, memory, limits, quantum_ns
         self._loads = 0
 
-    def load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
-        """`alone`: nothing else runs on the GPU, so times are undisturbed."""
+    def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
+        """`alone`: nothing else runs on the GPU, so times are undisturbed. `times` gets what each phase took."""
         self._check(model)
         with device_lock(self.backend.device):
-            return self._load(model, lanes_wanted, alone)
+            return self._load(model, lanes_wanted, alone, times or LoadTimes(model.name))
 
-    def _load(self, model: Model, lanes_wanted: int, alone: bool) -> LoadedModel:
+    def _load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
         backend = self.backend
         weights_bytes = model.weights_bytes
         # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
@@ -43,21 +44,25 @@ class Loader:
         lanes: list[Lane] = []
         made: list[list[Launches]] = []
         try:
-            weights = backend.upload(model)
-            scratch, foreign = backend.rehearse_all(model, weights)
+            with times.phase("upload"):
+                weights = backend.upload(model)
+            with times.phase("rehearse"):
+                scratch, foreign = backend.rehearse_all(model, weights)
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
             least = model.lanes or 1
             reservation = self.memory.reserve(
                 model.name, weights_bytes, plan.device_bytes + foreign, model.lanes or lanes_wanted, least
             )
-            for k in range(reservation.lanes):
-                lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
+            with times.phase("memory"):
+                for k in range(reservation.lanes):
+                    lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
             self._loads += 1
             made += ([] for _ in lanes)
             loaded = LoadedModel(model, weights, reservation, lanes, [], made)
             for batch in model.batch:
-                self._program(loaded, batch, alone)
+                with contextlib.ExitStack() as captured:
+                    _Program(self, loaded, batch, times, captured).make(alone)
         except BaseException:
             self.memory.release(model.name)
             self._free(lanes, made)
@@ -81,72 +86,6 @@ class Loader:
         choices = min(n, CHOICES)
         return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
 
-    # -- programs
-
-    def _program(self, loaded: LoadedModel, batch: int, alone: bool) -> None:
-        """Captures, cuts and measures one batch size on all lanes."""
-        with contextlib.ExitStack() as captured:
-            self._make(loaded, batch, alone, captured)
-
-    def _make(self, loaded: LoadedModel, batch: int, alone: bool, captured: contextlib.ExitStack) -> None:
-        """`captured` discards what was, however this ends."""
-        backend = self.backend
-        first = backend.capture(loaded.lanes[0], loaded.weights, batch, {})
-        captured.callback(backend.discard, first)
-        where = profiles.key(first.content(), backend.fingerprint(), self.quantum_ns)
-        known = profiles.load(where)
-        if known is None or known.batch != batch:
-            known = self._plan(loaded, first, alone, captured)
-            if alone:  # what was measured beside other work serves this time, and is not kept
-                profiles.store(where, known)
-        sliced = backend.capture(loaded.lanes[0], loaded.weights, batch, known.cuts) if known.cuts else first
-        captured.callback(backend.discard, sliced)
-        marks = last_kernels(sliced.nodes, known.bounds)
-        for k, lane in enumerate(loaded.lanes):
-            again = k > 0 or marks
-            program = backend.capture(lane, loaded.weights, batch, known.cuts, marks) if again else sliced
-            captured.callback(backend.discard, program)
-            loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
-            backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
-            if k:
-                backend.discard(program)
-        crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
-        if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
-            demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
-            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
-            profiles.store(where, known)
-        loaded.profiles.append(known)
-
-    def _plan(
-        self, loaded: LoadedModel, first: Program, alone: bool, captured: contextlib.ExitStack
-    ) -> ProgramProfile:
-        """Decides where to cut, from the times of the nodes, and measures the result."""
-        backend = self.backend
-        quantum_ns = self.quantum_ns
-        program, times = first, backend.node_times_ns(first)
-        cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), quantum_ns)
-        if cuts:
-            program = backend.capture(loaded.lanes[0], loaded.weights, first.batch, cuts)
-            captured.callback(backend.discard, program)
-            times = backend.node_times_ns(program)
-        bounds = cut(times, quantum_ns)
-        while len(bounds) > self.limits.segments:
-            quantum_ns *= 1.25 * len(bounds) / self.limits.segments
-            bounds = cut(times, quantum_ns)
-        launches = backend.cut(program, bounds, loaded.lanes[0], confine=backend.windows > 0)
-        try:
-            segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
-        finally:
-            backend.release(launches)
-        waves, limits = backend.wave_blocks(program), backend.device.limits
-        segments = tuple(
-            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
-            for (a, b), t in zip(bounds, segment_ns, strict=True)
-        )
-        return ProgramProfile(
-            first.batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns
-        )
-
     def unload(self, loaded: LoadedModel) -> None:
         """Gives everything back; nothing of the model may be in flight."""
         self._free(loaded.lanes, loaded.launches)
@@ -160,3 +99,85 @@ class Loader:
                 self.backend.release(launches)
         for lane in lanes:
             lane.memory.free()
+
+
+class _Program:
+    """One batch size of a model on its way to all lanes. `captured` discards what was captured, however it ends."""
+
+    def __init__(
+        self, loader: Loader, loaded: LoadedModel, batch: int, times: LoadTimes, captured: contextlib.ExitStack
+    ) -> None:
+        self._backend, self._loader, self._loaded = loader.backend, loader, loaded
+        self._batch, self._times, self._captured = batch, times, captured
+
+    def make(self, alone: bool) -> None:
+        """Captures, cuts and measures it; what is known from before is not measured again."""
+        backend, loaded = self._backend, self._loaded
+        first = self._capture(loaded.lanes[0], {})
+        where = profiles.key(first.content(), backend.fingerprint(), self._loader.quantum_ns)
+        known = profiles.load(where)
+        if known is None or known.batch != self._batch:
+            known = self._plan(first, alone)
+            if alone:  # what was measured beside other work serves this time, and is not kept
+                profiles.store(where, known)
+        sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
+        marks = last_kernels(sliced.nodes, known.bounds)
+        for k, lane in enumerate(loaded.lanes):
+            program = self._capture(lane, known.cuts, marks) if k > 0 or marks else sliced
+            with self._times.phase("cut"):
+                loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
+            with self._times.phase("first launches"):
+                backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
+            if k:
+                backend.discard(program)
+        crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
+        if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
+            with self._times.phase("measure"):
+                demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
+            known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
+            profiles.store(where, known)
+        loaded.profiles.append(known)
+
+    def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None) -> Program:
+        with self._times.phase("capture"):
+            program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks)
+        self._captured.callback(self._backend.discard, program)
+        return program
+
+    def _plan(self, first: Program, alone: bool) -> ProgramProfile:
+        """Decides where to cut, from the times of the nodes, and measures the result."""
+        backend = self._backend
+        program, times = first, self._node_times_ns(first)
+        cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), self._loader.quantum_ns)
+        if cuts:
+            program = self._capture(self._loaded.lanes[0], cuts)
+            times = self._node_times_ns(program)
+        bounds = self._bounds(times)
+        with self._times.phase("cut"):
+            launches = backend.cut(program, bounds, self._loaded.lanes[0], confine=backend.windows > 0)
+        try:
+            with self._times.phase("measure"):
+                segment_ns, whole_ns, window_ns = backend.segment_times_ns(launches, _REPEATS, alone)
+        finally:
+            backend.release(launches)
+        waves, limits = backend.wave_blocks(program), backend.device.limits
+        segments = tuple(
+            profiles.segment_profile(program.nodes[a:b], waves[a:b], t, limits)
+            for (a, b), t in zip(bounds, segment_ns, strict=True)
+        )
+        return ProgramProfile(
+            self._batch, tuple(bounds), segments, whole_ns, cuts, program.chain, window_ns=window_ns
+        )
+
+    def _node_times_ns(self, program: Program) -> list[float]:
+        with self._times.phase("measure"):
+            return self._backend.node_times_ns(program)
+
+    def _bounds(self, times_ns: list[float]) -> list[tuple[int, int]]:
+        """Segments of about one quantum, or of a longer one where that would be more than the core's tables hold."""
+        quantum_ns, most = self._loader.quantum_ns, self._loader.limits.segments
+        bounds = cut(times_ns, quantum_ns)
+        while len(bounds) > most:
+            quantum_ns *= 1.25 * len(bounds) / most
+            bounds = cut(times_ns, quantum_ns)
+        return bounds

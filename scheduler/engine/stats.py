@@ -61,4 +61,5 @@ def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
         **live_stats(state, loaded.row),
         "lanes": len(loaded.lanes),
         "memory_bytes": loaded.reservation.total_bytes,
+        "load_s": dict(loaded.load_s),
     }

@@ -51,10 +51,13 @@ class Program:
     body: Any
     keep: list[Any] = field(default_factory=list)
     marks: Marks = field(default_factory=dict)  # kernels that say when all their blocks are on the SMs
+    _content: str = field(default="", init=False, repr=False)
 
     def content(self) -> str:
         """A digest of what the program does, the same for every lane."""
-        return content_digest(self.nodes)
+        if not self._content:
+            self._content = content_digest(self.nodes)
+        return self._content
 
 
 def content_digest(nodes: Iterable[Node]) -> str:

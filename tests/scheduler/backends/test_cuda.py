@@ -77,6 +77,47 @@ def test_requests_are_answered_right_and_nothing_is_left_behind(run):
     """)
 
 
+def test_a_graph_halved_again_and_again_gives_the_segments_cut_one_by_one(run):
+    run("""
+        import random
+        from fake_cuda import Graph, Node
+        from paellapy.scheduler.backends.cuda_graphs import instantiate, read_graph, segment_graph, segment_graphs
+
+        def program(draw, n):
+            graph = Graph()
+            nodes = [Node("kernel", number=k) for k in range(n)]
+            for k, node in enumerate(nodes):
+                node.after = [nodes[i].id for i in {draw.randrange(k) for _ in range(draw.randrange(3))}] if k else []
+                graph.nodes[node.id] = node
+            fake.graphs[graph.id] = graph
+            return read_graph(graph.id)
+
+        def ran(graph):
+            return [(node.kind, node.facts) for node in fake.executables[instantiate(graph.handle)]]
+
+        for seed in range(60):
+            draw = random.Random(seed)
+            n = draw.randrange(1, 40)
+            captured = program(draw, n)
+            ends = sorted({n, *(draw.randrange(1, n + 1) for _ in range(draw.randrange(12)))})
+            bounds = list(zip([0, *ends], ends))
+            words = [8 * k for k in range(len(bounds))]
+            halved = [ran(graph) for graph in segment_graphs(captured, bounds, words)]
+            single = []
+            for bound, word in zip(bounds, words):
+                with segment_graph(captured, *bound, word) as graph:
+                    single.append(ran(graph))
+            assert halved == single
+            assert list(fake.graphs) == [captured.handle]  # clones are gone, and the program is as it was
+            assert len(fake.graphs[captured.handle].nodes) == n
+            captured.destroy()
+        stopped = segment_graphs(program(draw, 9), [(0, 3), (3, 6), (6, 9)], [0, 8, 16])
+        next(stopped)
+        stopped.close()
+        assert len(fake.graphs) == 1
+    """)
+
+
 def test_a_long_kernel_is_captured_in_slices(run):
     run("""
         from paellapy.scheduler.backends.cuda import CudaBackend

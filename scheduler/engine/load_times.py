@@ -1,0 +1,94 @@
+"""Where the time of loading a model goes: seconds by phase, a line while it takes long, and one in the log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "install")
+PATIENCE_S = 2.0  # loading that takes longer says what it does
+
+_log = logging.getLogger("paellapy.load")
+
+
+class LoadTimes:
+    """Seconds of one load by phase. A phase inside another counts as itself only."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.seconds: dict[str, float] = {}
+        self._current: list[str] = []
+        self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert name in PHASES, name
+        self._turn()
+        self._current.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._current.pop()
+
+    def _turn(self) -> None:
+        """Another phase begins: the time since the last turn belongs to the one that ran."""
+        now = time.perf_counter()
+        if self._current:
+            name = self._current[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+    @property
+    def doing(self) -> str:
+        """The phase that runs; "" between two."""
+        return self._current[-1] if self._current else ""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """The phases that took some time, the longest first.
+
+        >>> times = LoadTimes("net")
+        >>> times.seconds = {"capture": 0.31, "upload": 0.0004, "measure": 1.2}
+        >>> str(times)
+        'net: 1.51 s (measure 1.20, capture 0.31)'
+        """
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest if seconds >= 0.005)
+        return f"{self.model}: {self.total_s:.2f} s" + (f" ({parts})" if parts else "")
+
+
+@contextlib.contextmanager
+def shown(times: LoadTimes) -> Iterator[None]:
+    """While a load takes long, a line on the terminal says what it does; at its end there is one in the log."""
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(times, ended), name="paellapy-load-line", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    _log.info("loaded %s", times)
+
+
+def _watch(times: LoadTimes, ended: threading.Event) -> None:
+    if ended.wait(PATIENCE_S):
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_jupyter:  # a line that moves would need widgets
+        console.print(f"loading {times.model}: {times.doing} …", highlight=False)
+    if not console.is_terminal:
+        return
+    began = time.perf_counter() - PATIENCE_S
+    with console.status("") as line:
+        while not ended.wait(0.1):
+            line.update(f"loading {times.model}: {times.doing}, {time.perf_counter() - began:.0f} s")

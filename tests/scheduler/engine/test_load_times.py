@@ -1,0 +1,52 @@
+"""Where loading spends its time: phases add up, and are kept with the model."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from engine_models import mlp_model
+from hypothesis import given
+from hypothesis import strategies as some
+
+import paellapy as pp
+from paellapy.scheduler.engine import load_times
+from paellapy.scheduler.engine.load_times import PHASES, LoadTimes
+
+
+@given(some.recursive(some.sampled_from(PHASES).map(lambda name: (name, [])), lambda inner: some.tuples(
+    some.sampled_from(PHASES), some.lists(inner, max_size=3)), max_leaves=8))  # fmt: skip
+def test_phases_inside_others_count_once(tree):
+    now = [0.0]
+    times = LoadTimes("net")
+    expected: dict[str, float] = {}
+
+    def spend(name: str, s: float) -> None:
+        now[0] += s
+        expected[name] = expected.get(name, 0.0) + s
+
+    def walk(node) -> None:
+        name, inner = node
+        with times.phase(name):
+            assert times.doing == name
+            spend(name, 1.0)
+            for each in inner:
+                walk(each)
+                spend(name, 0.25)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_times.time, "perf_counter", lambda: now[0])
+        walk(tree)
+    assert times.seconds == expected
+    assert times.total_s == now[0]
+    assert times.doing == ""
+
+
+def test_a_loaded_model_says_what_its_loading_took(caplog):
+    with pp.Engine("virtual:h200") as engine, caplog.at_level(logging.INFO, "paellapy.load"):
+        engine.load(mlp_model(batch=(1, 2), lanes=2))
+        took = engine.stats()["models"]["mlp"]["load_s"]
+    assert {"upload", "rehearse", "memory", "capture", "cut", "install"} <= set(took) <= set(PHASES)
+    assert all(seconds >= 0 for seconds in took.values())
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "paellapy.load")
+    assert line.startswith("loaded mlp: ")
