@@ -1,0 +1,207 @@
+"""Where the time of loading models goes, phase by phase, this tree against another checkout, in one run.
+
+    git worktree add ../before COMMIT
+    python benchmarks/model_loading.py --base ../before
+    python benchmarks/model_loading.py --device cuda --base ../before --models mlp,resnet18,vit_b_16
+
+Every tree loads the models in a process of its own: first with empty caches (Triton's and paellapy's), then with those
+that the first run has filled. The core is compiled before, and one small model has been loaded and asked: what remains
+is the models' own. The phases are those of the engine's backend, timed from outside, so that both trees are measured
+alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are of the thread that loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HERE = Path(__file__).parents[1]
+PHASES = {
+    "upload": "upload",
+    "rehearse_all": "rehearse",
+    "lane_memory": "memory",
+    "capture": "capture",
+    "node_times_ns": "measure",
+    "segment_times_ns": "measure",
+    "saturated_ns": "measure",
+    "cut": "cut",
+    "launch_first": "first launches",
+}
+TORCH = "torch cnn"
+
+
+def made(name: str) -> Any:
+    """A demo model, a small CNN of PyTorch's, or one of torchvision's by its name."""
+    import paellapy as pp
+    from paellapy import demo
+
+    if name in demo.names():
+        return demo.load(name)
+    import torch
+
+    if name == TORCH:
+        layers: list[Any] = []
+        for k in range(6):
+            layers += [torch.nn.Conv2d(3 if k == 0 else 16, 16, 3, padding=1), torch.nn.ReLU()]
+        net = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10))
+        return pp.Model.from_torch(net, torch.zeros(1, 3, 32, 32), name=name)
+    import torchvision
+
+    net = torchvision.models.get_model(name, weights=None)
+    return pp.Model.from_torch(net, torch.zeros(1, 3, 224, 224), name=name, dtype=torch.float16)
+
+
+class Phases:
+    """Seconds of a backend's methods, each without those it calls."""
+
+    def __init__(self, backend: Any) -> None:
+        self.seconds: dict[str, list[float]] = {}  # phase → seconds, CPU-seconds of this thread
+        self._inside = [0.0, 0.0]
+        for method, phase in PHASES.items():
+            setattr(backend, method, self._timed(getattr(backend, method), phase))
+
+    def _timed(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            outside, self._inside = self._inside, [0.0, 0.0]
+            began = (time.perf_counter(), time.thread_time())
+            try:
+                return method(*given, **named)
+            finally:
+                took = [time.perf_counter() - began[0], time.thread_time() - began[1]]
+                total = self.seconds.setdefault(phase, [0.0, 0.0])
+                for k in range(2):
+                    total[k] += took[k] - self._inside[k]
+                    outside[k] += took[k]
+                self._inside = outside
+
+        return call
+
+
+def load(device: str, names: list[str]) -> None:
+    """In a process of its own: prints a line of JSON for every model."""
+    import paellapy as pp
+    from paellapy import demo
+
+    with pp.Engine(device) as engine:
+        engine.load(demo.load("mlp", batch=(1,)).changed(name="first"))
+        engine.infer_sync("first", {"image": demo.held_out()[0][0]})  # the loop is compiled
+        phases = Phases(engine._backend)
+        for name in names:
+            model = made(name)
+            phases.seconds = {}
+            began = (time.perf_counter(), time.thread_time())
+            engine.load(model)
+            took = (time.perf_counter() - began[0], time.thread_time() - began[1])
+            rest = [took[k] - sum(each[k] for each in phases.seconds.values()) for k in range(2)]
+            found = {"model": name, "s": took[0], "cpu_s": took[1], "phases": {**phases.seconds, "rest": rest}}
+            print(json.dumps(found), flush=True)
+            engine.unload(model.name)
+
+
+def measure(tree: Path, device: str, names: list[str], caches: Path, numba: Path) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "NUMBA_CACHE_DIR": str(numba),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "PAELLAPY_CACHE_DIR": str(caches / "paellapy"),
+        "XDG_CACHE_HOME": str(caches / "cache"),
+    }
+    command = [sys.executable, __file__, "--child", "--device", device, "--models", ",".join(names)]
+    done = subprocess.run(command, env=environment, cwd=caches, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"loading failed in {tree}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def runs(trees: dict[str, Path], device: str, names: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as compiled:
+        for name, tree in trees.items():
+            with tempfile.TemporaryDirectory() as folder:
+                measure(tree, device, [], Path(folder), Path(compiled) / name)  # the core, and Python's byte code
+        for repeat in range(repeats):
+            for name, tree in trees.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    for caches in ("empty", "filled"):
+                        for each in measure(tree, device, names, Path(folder), Path(compiled) / name):
+                            yield {"tree": name, "caches": caches, "repeat": repeat, **each}
+
+
+def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per model, caches and tree: seconds, CPU-seconds, and seconds by phase."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for each in found:
+        groups.setdefault((each["model"], each["caches"], each["tree"]), []).append(each)
+    rows = []
+    for (model, caches, tree), group in groups.items():
+        names = dict.fromkeys(name for each in group for name in each["phases"])
+        rows.append(
+            {
+                "model": model,
+                "caches": caches,
+                "tree": tree,
+                "s": round(statistics.median(each["s"] for each in group), 4),
+                "cpu_s": round(statistics.median(each["cpu_s"] for each in group), 4),
+                "phases_cpu_s": {
+                    name: round(statistics.median(each["phases"].get(name, [0.0, 0.0])[1] for each in group), 4)
+                    for name in names
+                },
+                "phases_s": {
+                    name: round(statistics.median(each["phases"].get(name, [0.0, 0.0])[0] for each in group), 4)
+                    for name in names
+                },
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    parser.add_argument("--device", default="virtual:h200")
+    parser.add_argument("--models", help="demo models, 'torch cnn', or torchvision's on a GPU; by commas")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    on_gpu = arguments.device.startswith("cuda")
+    usual = ["mlp", "cnn", "transformer", *(["resnet18", "densenet121", "vit_b_16"] if on_gpu else [TORCH])]
+    names = usual if arguments.models is None else [name for name in arguments.models.split(",") if name]
+    if arguments.child:
+        load(arguments.device, names)
+        return
+    from cold_start import commit_of
+    from common import save
+
+    trees = {"this": HERE} | ({"base": arguments.base.resolve()} if arguments.base else {})
+    console = Console()
+    total = arguments.repeats * len(trees) * 2 * len(names)
+    measured = runs(trees, arguments.device, names, arguments.repeats)
+    found = list(track(measured, "loading", total=total, console=console))
+    rows = medians(found)
+    table = Table("model", "caches", "tree", "s", "CPU s", "CPU s by phase")
+    for row in sorted(rows, key=lambda row: (names.index(row["model"]), row["caches"], row["tree"])):
+        phases = ", ".join(f"{k} {v:.2f}" for k, v in row["phases_cpu_s"].items() if v >= 0.005)
+        table.add_row(row["model"], row["caches"], row["tree"], f"{row['s']:.2f}", f"{row['cpu_s']:.2f}", phases)
+    console.print(table)
+    commits = {name: commit_of(tree) for name, tree in trees.items()}
+    name = "model_loading" if on_gpu else "model_loading_virtual"
+    results = {"device": arguments.device, "commits": commits, "medians": rows, "runs": found}
+    console.print(save(name, results, folder=arguments.write))
+
+
+if __name__ == "__main__":
+    main()
