@@ -272,7 +272,7 @@ WAITS = {
 
 @pytest.mark.parametrize("kind", WAITS)
 def test_what_would_wait_for_a_gpu_is_refused_with_the_line_without_one(engine, kind):
-    with pytest.raises(CaptureError, match=rf"model '{kind}' waits for the GPU at .*model\.py:\d+ ") as caught:
+    with pytest.raises(CaptureError, match=rf"model '{kind}' waits for the GPU at .*module\.py:\d+ ") as caught:
         engine.load(pp.Model.from_torch(WAITS[kind], torch.ones(1, 4), name=kind, batch=(1,)))
     line = int(re.search(r"test_torch_module\.py:(\d+) ", str(caught.value))[1])
     assert f'"{kind}": lambda' in Path(__file__).read_text().splitlines()[line - 1]
