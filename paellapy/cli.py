@@ -40,14 +40,18 @@ def paellapy(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    verbose: Annotated[bool, typer.Option(help="also the scheduler's tuned numbers, each with its source")] = False,
+) -> None:
     """What GPU, driver, Triton, CuPy and ptxas were found, which features work here, what to install for the rest."""
     from paellapy import doctor as examination
 
     console = Console()
-    with console.status("trying every feature…"):
-        findings = examination.examine()
+    with console.status("looking around…") as status:
+        findings = examination.examine(lambda what: status.update(f"trying to {what}…"))
     console.print(examination.report(findings))
+    if verbose:
+        console.print(examination.tuning_report(examination.tuning_here()))
     console.print(examination.available())
     needed = ("instrument Triton kernels", "run and trace on the virtual GPU")
     if any(f.works is False and f.name in needed for f in findings):

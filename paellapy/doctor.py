@@ -17,6 +17,7 @@ from paellapy.instrument.device import Device, devices
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
+from paellapy.scheduler.core.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,15 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
-    """Looks at everything paellapy can use; features are tried, not guessed."""
+def examine(say: Callable[[str], None] = lambda what: None) -> list[Finding]:
+    """Looks at everything paellapy can use; features are tried, not guessed. `say` hears what is tried next."""
     found = [Finding(name, None, version) for name, version in versions().items()]
     for release, (major, minor) in sorted({(tool.release, tool.newest_ptx) for tool in find_ptxas()}):
         found.append(Finding("ptxas", None, f"CUDA {release[0]}.{release[1]}, PTX up to {major}.{minor}"))
     found += [_gpu(), _driver()]
-    found += [_try(name, feature, remedy) for name, feature, remedy in _FEATURES]
+    for name, feature, remedy in _FEATURES:
+        say(name)
+        found.append(_try(name, feature, remedy))
     return found
 
 
@@ -48,6 +51,21 @@ def report(findings: list[Finding]) -> Table:
         remedy = "" if f.works else f.remedy
         table.add_row(marks[f.works], *(Text(t) for t in (f.name, f.detail, remedy)))  # Text: "[cuda13]" is no markup
     return table
+
+
+def tuning_report(tuning: Tuning) -> Table:
+    """The scheduler's numbers on this machine's GPU, with what each does and where it comes from."""
+    table = Table(title=f"tuning: {tuning.note}")
+    for column in ("number", "value", "what it does", "source"):
+        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+    for each in tuning.numbers():
+        table.add_row(*(Text(t) for t in (each.name, f"{each.value:g}", each.meaning, each.source)))
+    return table
+
+
+def tuning_here() -> Tuning:
+    """Of the GPU if there is one, else of the virtual one that stands in for it."""
+    return Tuning.for_device(Device.open("auto"))
 
 
 def _gpu() -> Finding:

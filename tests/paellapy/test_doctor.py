@@ -66,6 +66,14 @@ def test_command_line_runs_the_doctor() -> None:
     assert "virtual:h200" in result.output
 
 
+def test_the_doctor_shows_every_tuned_number_and_its_source_if_asked() -> None:
+    result = CliRunner().invoke(cli.app, ["doctor", "--verbose"], env={"COLUMNS": "400"})
+    assert result.exit_code == 0
+    for each in doctor.tuning_here().numbers():
+        assert each.name in result.output
+        assert each.source in result.output
+
+
 def test_errors_are_one_line_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
