@@ -118,7 +118,7 @@ def drive(
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
                 rings.release(s.lane_hold, entry.lane, entry.slot)
             if allowance.shape[0] > 0 and deadline_ns[model[i]] > 0:
-                leaves(allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
+                leaves(s, allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
             n_free += 1
             thinks_until = now + think_ns
@@ -262,7 +262,9 @@ class Generator:
         self._scratch[6:] = 0
         if admission and loops:
             raise ValueError("closed loops ask again when they are answered: admission is for the others")
-        allowance = new_allowances(each.model.max_batch for each in self.loaded if admission)
+        allowance = new_allowances(
+            (each.model.max_batch for each in self.loaded if admission), self.engine.tuning
+        )
         pauses = np.zeros(2, np.int64)
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(

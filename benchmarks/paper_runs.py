@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from paper_models import VARIANTS, Kind
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.state import Limits
-from paellapy.scheduler.engine.engine import WINDOWS_QUANTUM_US, Engine
+from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy
 
@@ -42,6 +42,7 @@ class Setup:
         return [LEAST_LANES + round(spare * each) for each in share.tolist()]
 
 
+TUNING = Tuning.for_part("h200")
 LEAST_LANES = 2
 PACE_MODELS, PACE_LAUNCHES = 5, 9  # 25 ms for those of figure 11
 # A stream per job with whole graphs; a dynamic batcher has one instance of each model, which takes what is queued.
@@ -50,8 +51,8 @@ DEFAULTS = Setup((1,), 12, queues=8)  # as CUDA has it when nobody says otherwis
 BATCHED = Setup((1, 2, 4, 8, 16, 32), 5, by_share=True)
 BATCHER = Setup((1, 2, 4, 8, 16, 32), 1)
 KERNELS = Setup((1,), 4, quantum_us=1.0, segments=1024)
-WINDOWS = replace(PLAIN, windows=8, quantum_us=WINDOWS_QUANTUM_US)
-BATCHED_WINDOWS = replace(BATCHED, windows=8, quantum_us=WINDOWS_QUANTUM_US)
+WINDOWS = replace(PLAIN, windows=8, quantum_us=TUNING.windows_quantum_us)
+BATCHED_WINDOWS = replace(BATCHED, windows=8, quantum_us=TUNING.windows_quantum_us)
 
 SETUPS = {
     "plain": PLAIN, "defaults": DEFAULTS, "batched": BATCHED, "batcher": BATCHER, "kernels": KERNELS,
@@ -74,21 +75,21 @@ SYSTEMS = {
     "streams, 32 queues": System(PLAIN, "streams"),
     "srpt, 8 active": System(PLAIN, "srpt", 8),
     "edf, 8 active": System(PLAIN, "edf", 8),
-    "srpt": System(PLAIN, "srpt", CROWDED),
-    "edf": System(PLAIN, "edf", CROWDED),
-    "slack": System(PLAIN, "slack", CROWDED),
-    "paella": System(PLAIN, "paella", CROWDED),
-    "hrrn": System(PLAIN, "hrrn", CROWDED),
+    "srpt": System(PLAIN, "srpt", TUNING.demand_limit),
+    "edf": System(PLAIN, "edf", TUNING.demand_limit),
+    "slack": System(PLAIN, "slack", TUNING.demand_limit),
+    "paella": System(PLAIN, "paella", TUNING.demand_limit),
+    "hrrn": System(PLAIN, "hrrn", TUNING.demand_limit),
     "dynamic batcher": System(BATCHER, "streams"),
-    "srpt, batches": System(BATCHED, "srpt", CROWDED),
-    "edf, batches": System(BATCHED, "edf", CROWDED),
-    "slack, batches": System(BATCHED, "slack", CROWDED),
-    "paella, batches": System(BATCHED, "paella", CROWDED),
-    "hrrn, batches": System(BATCHED, "hrrn", CROWDED),
-    "srpt, windows": System(WINDOWS, "srpt", CROWDED),
-    "slack, windows": System(WINDOWS, "slack", CROWDED),
-    "slack, batches, windows": System(BATCHED_WINDOWS, "slack", CROWDED),
-    "hrrn, batches, windows": System(BATCHED_WINDOWS, "hrrn", CROWDED),
+    "srpt, batches": System(BATCHED, "srpt", TUNING.demand_limit),
+    "edf, batches": System(BATCHED, "edf", TUNING.demand_limit),
+    "slack, batches": System(BATCHED, "slack", TUNING.demand_limit),
+    "paella, batches": System(BATCHED, "paella", TUNING.demand_limit),
+    "hrrn, batches": System(BATCHED, "hrrn", TUNING.demand_limit),
+    "srpt, windows": System(WINDOWS, "srpt", TUNING.demand_limit),
+    "slack, windows": System(WINDOWS, "slack", TUNING.demand_limit),
+    "slack, batches, windows": System(BATCHED_WINDOWS, "slack", TUNING.demand_limit),
+    "hrrn, batches, windows": System(BATCHED_WINDOWS, "hrrn", TUNING.demand_limit),
     "kernel by kernel, srpt": System(KERNELS, "srpt", 8),  # last: it takes longest
 }
 

@@ -33,9 +33,9 @@ from rich.table import Table
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.queues import VARIABLE as QUEUES
-from paellapy.scheduler.backends.base import WINDOW_SHARE
 from paellapy.scheduler.backends.cuda_graphs import instantiate, read_graph, segment_graph
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.core.tuning import Tuning
 
 WINDOWS = 4
 SETTLE_S = 0.002  # without a word: what can run has run by then
@@ -88,7 +88,7 @@ class Streams:
         self.wait_for, self.write_one = (
             check(cu.cuLibraryGetKernel(library, name), "finding a kernel") for name in (b"wait_for", b"write_one")
         )
-        self.windows = CudaWindows(device, WINDOWS, WINDOW_SHARE)
+        self.windows = CudaWindows(device, WINDOWS, Tuning.for_device(device).window_share)
         self.wide = [CudaStream(device, 0) for _ in range(count)]
         self.narrow = [self.windows.stream(k % WINDOWS, 0) for k in range(count)]
         self.upload = CudaStream(device, 0)

@@ -25,9 +25,9 @@ from torch_graphs import capture, half_net
 
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
-from paellapy.scheduler.backends.base import WINDOW_SHARE
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, instantiate, launch_once, segment_graph
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
+from paellapy.scheduler.core.tuning import Tuning
 
 WINDOWS = 8
 STREAMS = 32
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("windows of SMs are green contexts")
-    windows = CudaWindows(device, WINDOWS, WINDOW_SHARE)
+    windows = CudaWindows(device, WINDOWS, Tuning.for_device(device).window_share)
     pinned = device._allocate_pinned(64)
     word = int(pinned.ctypes.data)
     stream = CudaStream(device, 0)

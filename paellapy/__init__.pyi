@@ -63,6 +63,7 @@ from .scheduler.core.profiles import (
 from .scheduler.core.profiles import (
     save_profiles as save_profiles,
 )
+from .scheduler.core.tuning import Tuning as Tuning
 from .scheduler.engine.engine import Engine as Engine
 from .scheduler.models.model import Model as Model
 from .scheduler.models.model import TensorSpec as TensorSpec

@@ -11,7 +11,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, load_profiles
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
-from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy
+from paellapy.scheduler.policies.policy import Policy
 from paellapy.scheduler.sim.mix import MIX, mix_profiles
 from paellapy.scheduler.sim.options import simulated_part
 from paellapy.scheduler.sim.results import Results
@@ -33,7 +33,8 @@ def simulate(
 
     Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
     gives the result a `trace`, as `engine.trace()` would. `options`, all in `scheduler/sim/options.py`:
-    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`.
+    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`,
+    `tuning`.
 
     >>> from paellapy import Poisson, simulate
     >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles
@@ -79,7 +80,7 @@ def _traced(
 
 
 def _profile(engine: Engine, model: Model) -> ModelProfile:
-    lanes = model.lanes or engine.max_active or DEFAULT_ACTIVE
+    lanes = model.lanes or engine.max_active or engine.tuning.default_active
     return model_profile(model, engine.profile(model.name), lanes, engine.limits.requests)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from paellapy.scheduler.core import admission, codes
 from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
@@ -31,21 +32,23 @@ class Allowance:
     """How many requests of a model may be in flight, and what predictions are worth: a row of ALLOWANCE."""
 
     __slots__ = (
-        "floor", "generation", "in_flight", "lowered_ns", "margin", "margin_ns", "shortest_ns", "since_ns", "size"
+        "floor", "generation", "in_flight", "lowered_ns", "margin", "margin_ns", "shortest_ns", "since_ns", "size",
+        "tuning",
     )  # fmt: skip
 
-    def __init__(self, size: float, generation: int = 0) -> None:
+    def __init__(self, size: float, tuning: Tuning, generation: int = 0) -> None:
+        self.tuning = tuning
         self.size, self.generation, self.in_flight = size, generation, 0
         self.since_ns, self.shortest_ns = 0, math.inf
-        self.margin, self.margin_ns, self.lowered_ns, self.floor = admission.FIRST_MARGIN, 0, 0, 0.0
+        self.margin, self.margin_ns, self.lowered_ns, self.floor = tuning.first_margin, 0, 0, 0.0
 
     def reach_ns(self, limit_ns: float, alone_ns: float, live: int, now_ns: int) -> float:
         """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
-        return float(_reach_ns((self,), 0, limit_ns, alone_ns, live, now_ns))
+        return float(_reach_ns((self,), 0, limit_ns, alone_ns, live, now_ns, self.tuning))
 
     def done(self, entered_ns: int, now_ns: int, limit_ns: float, was_in_flight: int) -> None:
         """A request that entered as one of so many is done, or its deadline has passed."""
-        _note_latency((self,), 0, entered_ns, now_ns, limit_ns, was_in_flight)
+        _note_latency((self,), 0, entered_ns, now_ns, limit_ns, was_in_flight, self.tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class Admission:
         generation = int(state.model["generation"][row])
         allowance = self.allowances.get(model.name)
         if allowance is None or allowance.generation != generation:  # of another model of that name
-            allowance = self.allowances[model.name] = Allowance(2.0 * model.max_batch, generation)
+            tuning = Tuning.of_row(state.tuning[0])
+            allowance = self.allowances[model.name] = Allowance(2.0 * model.max_batch, tuning, generation)
         if allowance.in_flight >= allowance.size:
             raise _overloaded(model, allowance, kind, limit_ms)
         deadline_ns = codes.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)

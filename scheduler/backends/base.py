@@ -23,8 +23,6 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 
-WINDOW_SHARE = 0.36  # of the SMs: 48 of an H200's 132
-
 # One capture at a time on a device: other threads' launches go on, other loads wait.
 _locks: dict[int, threading.RLock] = {}
 
@@ -155,10 +153,14 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def open_windows(self, count: int) -> list[set[int]]:
-        """Makes so many windows of SMs, evenly spread, before any model is loaded; which SMs are in each."""
+    def open_windows(self, count: int, share: float) -> list[set[int]]:
+        """Makes this many windows, each with this share of the SMs, evenly spread; which SMs are in each.
+
+        Before any model is loaded.
+        """
 
     windows = 0  # of SMs; 0: none
+    window_share = 0.0  # of the SMs that each has
     foreign_kernels = False  # whether kernels other than ours can be captured
     sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
     shared_slots = False  # lanes' host memory is made for other processes to map

@@ -19,7 +19,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend, device_lock
+from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
 from paellapy.scheduler.backends.cuda_graphs import (
     Gate,
@@ -146,7 +146,7 @@ class CudaBackend(Backend):
 
     def fingerprint(self) -> str:
         version = check(driver().cuDriverGetVersion(), "reading the driver's version")
-        return f"{self.device.title} cuda {version} windows {self.windows} of {WINDOW_SHARE}"
+        return f"{self.device.title} cuda {version} windows {self.windows} of {self.window_share}"
 
     def lane_memory(self, plan: LanePlan) -> CudaMemory:
         return CudaMemory(self.device, plan, self.shared_slots)
@@ -202,13 +202,13 @@ class CudaBackend(Backend):
         device = self.device
         return [n.wave_blocks(device.limits, device.sm_count) if n.kind == "kernel" else 0 for n in program.nodes]
 
-    def open_windows(self, count: int) -> list[set[int]]:
-        self.windows = count
+    def open_windows(self, count: int, share: float) -> list[set[int]]:
+        self.windows, self.window_share = count, share
         if not count:
             return []
         self.device.activate()
         try:
-            self._windows = CudaWindows(self.device, count, WINDOW_SHARE)
+            self._windows = CudaWindows(self.device, count, share)
         except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
             raise LaunchError(
                 f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.5 "

@@ -29,7 +29,7 @@ from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.device.virtual_launch import NotedLaunch
 from paellapy.instrument.errors import TraceError
-from paellapy.scheduler.backends.base import WINDOW_SHARE, Backend
+from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.backends.virtual_loop import ORDER, serve
@@ -81,12 +81,12 @@ class VirtualBackend(Backend):
         return int(self.device.part.memory_bytes * 0.9)
 
     def fingerprint(self) -> str:
-        how = f"windows {self.windows} of {WINDOW_SHARE}"
+        how = f"windows {self.windows} of {self.window_share}"
         return f"{self.device.title} {self.device.part!r} {self.sm.timing!r} {self.device.costs.factors!r} {how}"
 
-    def open_windows(self, count: int) -> list[set[int]]:
-        self.windows, sms = count, self.device.sm_count
-        self._ranges = [(round(k * sms / count), math.ceil(WINDOW_SHARE * sms)) for k in range(count)]
+    def open_windows(self, count: int, share: float) -> list[set[int]]:
+        self.windows, self.window_share, sms = count, share, self.device.sm_count
+        self._ranges = [(round(k * sms / count), math.ceil(share * sms)) for k in range(count)]
         self._windows = self._add_windows(self.sm)
         return [{(first + k) % sms for k in range(n)} for first, n in self._ranges]
 

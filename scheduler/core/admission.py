@@ -22,21 +22,7 @@ from paellapy.scheduler.core.codes import EXPIRED, OK
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
-
-LATE = 0.5  # of the way from the shortest latency ever to the limit: one above says that too many are in flight
-DECREASE = 0.85
-LARGEST = 4096.0
-LESS_MARGIN = 0.1  # of the margin, with each one late;
-MORE_MARGIN = LESS_MARGIN / 199  # with each one in time
-FIRST_MARGIN = 0.4  # while no prediction was compared with what came of it;
-FIRST_MORE = 0.004  # with each one in time, until one is late;
-FEW_MARGIN = 0.8  # until then too, for a model of which none is in flight, or where the engine holds
-FEW = 4  # requests or fewer
-LEAST_MARGIN = 0.2
-STALL = 0.7  # what is left of the margin at least, however many were late that entered before it was lowered
-MARGIN_BACK_NS = 60e9  # from nothing to all of it,
-QUIET_NS = 1e9  # while nothing was let in for so long
-ROOM = 1.25  # times the shortest latency: who asks for less says nothing of predictions
+from paellapy.scheduler.core.tuning import Tuning
 
 ALLOWANCE = np.dtype(  # [model]
     [
@@ -53,32 +39,33 @@ ALLOWANCE = np.dtype(  # [model]
 )
 
 
-def new_allowances(slots: Iterable[int]) -> Table:
+def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
     """For models with batches of up to so many requests."""
     found = np.zeros(len(sizes := list(slots)), ALLOWANCE)
     found["size"] = 2.0 * np.array(sizes)
-    found["shortest_ns"], found["margin"] = np.inf, FIRST_MARGIN
+    found["shortest_ns"], found["margin"] = np.inf, tuning.first_margin
     return found
 
 
-# The next two call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own.
+# The next two call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own. `tuning`
+# is a row of TUNING, or a `Tuning`.
 
 
 @inlined
-def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int) -> float:
-    """How long a request may be predicted to take that takes so long on an idle GPU, beside so many others."""
+def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int, tuning: Any) -> float:
+    """Longest predicted latency still admitted, given the time on an idle GPU and the live requests."""
     w = allowance[m]
     shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
     if w.margin_ns == 0:  # from now on it grows, also where nothing is let in
         w.margin_ns = max(now, 1)
-    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - QUIET_NS) / MARGIN_BACK_NS)
-    if w.lowered_ns == 0 and (w.in_flight == 0 or live <= FEW):
-        margin = max(margin, FEW_MARGIN)
+    margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - tuning.quiet_ns) / tuning.margin_back_ns)
+    if w.lowered_ns == 0 and (w.in_flight == 0 or live <= tuning.few_requests):
+        margin = max(margin, tuning.few_margin)
     return float(shortest + margin * (limit - shortest))
 
 
 @inlined
-def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int) -> None:
+def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int, tuning: Any) -> None:
     """A request, one of so many in flight, is done, or its deadline has passed: the allowance follows."""
     w = allowance[m]
     took = float(now - entered)
@@ -88,21 +75,21 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
     if known and limit < w.shortest_ns:  # it asked for what nobody had yet, and says nothing
         return
     since = w.margin_ns if w.margin_ns > 0 else now
-    margin = min(1.0, w.margin + max(0.0, now - since - QUIET_NS) / MARGIN_BACK_NS)
-    if not known or limit >= ROOM * w.shortest_ns:
+    margin = min(1.0, w.margin + max(0.0, now - since - tuning.quiet_ns) / tuning.margin_back_ns)
+    if not known or limit >= tuning.room_factor * w.shortest_ns:
         if took <= limit:
-            margin = min(1.0, margin * (1.0 + (MORE_MARGIN if w.lowered_ns > 0 else FIRST_MORE)))
+            margin = min(1.0, margin * (1.0 + (tuning.more_margin if w.lowered_ns > 0 else tuning.first_more_margin)))
         else:
             if known and entered >= w.lowered_ns:  # one that entered before knows nothing of it
-                w.lowered_ns, w.floor = now, STALL * margin
-            margin = max(LEAST_MARGIN, w.floor, margin * (1.0 - LESS_MARGIN))
+                w.lowered_ns, w.floor = now, tuning.stall_share * margin
+            margin = max(tuning.least_margin, w.floor, margin * (1.0 - tuning.less_margin))
     w.margin, w.margin_ns = margin, now
     shortest = min(w.shortest_ns, limit)
-    if took > shortest + LATE * margin * (limit - shortest):
+    if took > shortest + tuning.late_share * margin * (limit - shortest):
         if entered >= w.since_ns:  # here too
-            w.size, w.since_ns = max(1.0, w.size * DECREASE), now
+            w.size, w.since_ns = max(1.0, w.size * tuning.window_decrease), now
     elif number * 2 >= w.size:  # only an allowance that is used tells whether it could be larger
-        w.size = min(LARGEST, w.size + 1.0 / w.size)
+        w.size = min(tuning.largest_window, w.size + 1.0 / w.size)
 
 
 @inlined
@@ -113,7 +100,7 @@ def lets_in(
     if allowance[m].in_flight >= allowance[m].size:
         return False
     least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
-    most = max(least, reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now))
+    most = max(least, reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0]))
     if predict(s, row, priority, deadline, now) - entered > most:
         return False
     allowance[m].in_flight += 1
@@ -121,11 +108,13 @@ def lets_in(
 
 
 @inlined
-def leaves(allowance: Table, m: int, entered: int, finish: int, limit: float, status: int) -> None:
+def leaves(
+    s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int
+) -> None:
     """A request that was let in is over. What was cancelled or failed says nothing of the time it would have taken."""
     if status == OK:
-        note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight)
+        note_latency(allowance, m, entered, finish, limit, allowance[m].in_flight, s.tuning[0])
     elif status == EXPIRED:  # at its deadline, and so too late
         after = max(finish, entered + int(limit) + 1)
-        note_latency(allowance, m, entered, after, limit, allowance[m].in_flight)
+        note_latency(allowance, m, entered, after, limit, allowance[m].in_flight, s.tuning[0])
     allowance[m].in_flight -= 1

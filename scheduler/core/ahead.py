@@ -11,11 +11,6 @@ from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.atomics import load_at
 from paellapy.scheduler.core.state import State
 
-# For the core to see that it is time, to launch a graph (5 to 8 µs on an H200), and for its first kernel to begin. So
-# much was chosen; what is best was not measured.
-JUST_AHEAD_NS = 20e3
-MOST_STRETCH = 4.0  # beside others; what took longer still stood still, and says nothing of the next
-
 
 @inlined
 def began_ns(s: State, lane: int, segment: int) -> int:
@@ -28,12 +23,13 @@ def began_ns(s: State, lane: int, segment: int) -> int:
 def ends_soon_at(s: State, lane: int) -> float:
     """When the oldest segment in flight is about to end. A whole number: simulated time comes to it exactly."""
     a = s.lane[lane]
+    tuning = s.tuning[0]
     k = a.done
     stretch = 1.0
     if k > 0:
         took = s.segment_ns[lane, k - 1, 1] - began_ns(s, lane, k - 1)
-        stretch = min(max(took / max(s.segment[a.model, a.size, k - 1].time_ns, 1.0), 1.0), MOST_STRETCH)
-    return began_ns(s, lane, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - JUST_AHEAD_NS))
+        stretch = min(max(took / max(s.segment[a.model, a.size, k - 1].time_ns, 1.0), 1.0), tuning.most_stretch)
+    return began_ns(s, lane, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - tuning.just_ahead_ns))
 
 
 @inlined

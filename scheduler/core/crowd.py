@@ -1,10 +1,10 @@
 """How many jobs share the GPU in the core, and who stands back where that would slow a short one.
 
-Jobs share the GPU until together they would keep DEMAND_LIMIT GPUs busy: a burst is over soonest for most where few of
-them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job gets
-on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6, 12 and
-24 small ones at once did 0.72, 0.94 and 1.01 of what 48 do. So the limit grows while a queue stays, for jobs that are
-as large as they can get: a batch that is not full gains more by waiting.
+Jobs share the GPU until together they would keep `demand_limit` GPUs busy: a burst is over soonest for most where few
+of them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job
+gets on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6,
+12 and 24 small ones at once did 0.72, 0.94 and 1.01 of what 48 do. So the limit grows while a queue stays, for jobs
+that are as large as they can get: a batch that is not full gains more by waiting.
 
 In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long, and come
 after it by the policy's rank, stand back for it between their segments, the last by rank first, down to the limit
@@ -17,26 +17,13 @@ from __future__ import annotations
 from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.windows import ROOMY, can_be_confined
-
-CROWDED = 2.6  # the limit where the engine decides
-QUEUE_NS = 5e7  # how far back is looked
-LONG_QUEUE = 16.0  # jobs waiting for that long: twice as much may be demanded
-MOST_GROWTH = 2.5  # lets about 24 jobs of engine_h200.py in, which did as much as 48
-MOST_DEMANDED = 7.6  # more jobs than hardware queues wait for each other in those;
-MOST_CONFINED = 5.3  # in windows: some 24 of the eight CNNs' jobs at once, which did more than on all SMs
-MORE_IN_WINDOWS = 1.25  # times the limit, for jobs as large as they get: there they disturb each other less
-STEADY_QUEUE = 16.0  # jobs waiting for that long: short ones are launched in one piece,
-SHORT_JOB = 16  # which are those of so many segments
-CROWD = 1.5  # times the limit is a crowd
-MUCH_LONGER = 3.0  # so many times as long as another, a job stands back for it,
-OFTEN = 0.6  # unless there is one to stand back for so much of the time
+from paellapy.scheduler.core.windows import can_be_confined
 
 
 @inlined
 def watch_queue(s: State, now: int) -> None:
-    """How many jobs have been waiting, and how often some had to stand back, on average over about QUEUE_NS."""
-    part = min(1.0, (now - s.core[0].last_ns) / QUEUE_NS)
+    """How many jobs have been waiting, and how often some had to stand back, over about `queue_memory_ns`."""
+    part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
     s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
     s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
 
@@ -45,21 +32,22 @@ def watch_queue(s: State, now: int) -> None:
 def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
+    tuning = s.tuning[0]
     demand = s.size[m, s.lane[lane].size].demand
-    limit, most, growth = s.core[0].demand_limit, MOST_DEMANDED, 0.0
+    limit, most, growth = s.core[0].demand_limit, tuning.most_demand, 0.0
     full = s.lane[lane].taken == s.size[m, s.model[m].n_sizes - 1].batch
     if can_be_confined(s, lane):
-        most = MOST_CONFINED
+        most = tuning.most_confined_demand
         if full:
-            limit *= MORE_IN_WINDOWS
+            limit *= tuning.confined_factor
     if full:
-        growth = min(s.core[0].waiting_jobs / LONG_QUEUE, MOST_GROWTH) * max(0.0, 1.0 - demand)
+        growth = min(s.core[0].waiting_jobs / tuning.long_queue_jobs, tuning.most_growth) * max(0.0, 1.0 - demand)
     return bool(s.core[0].demand + demand <= min(max(most, limit), limit * (1.0 + growth)))
 
 
 @inlined
 def is_crowded(s: State) -> bool:
-    return bool(s.core[0].demand > CROWD * s.core[0].demand_limit)
+    return bool(s.core[0].demand > s.tuning[0].crowd_factor * s.core[0].demand_limit)
 
 
 @inlined
@@ -71,7 +59,9 @@ def is_quiet(s: State, lane: int) -> bool:
         return False
     if s.core[0].active == 1 and s.core[0].flight == 0:
         return True
-    return bool(s.core[0].active <= ROOMY and s.lane[lane].segments <= SHORT_JOB and can_be_confined(s, lane))
+    few = s.core[0].active <= s.tuning[0].roomy_jobs
+    short = s.lane[lane].segments <= s.tuning[0].short_job_segments
+    return bool(few and short and can_be_confined(s, lane))
 
 
 @inlined
@@ -79,9 +69,9 @@ def in_one_piece(s: State, lane: int) -> bool:
     """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
     """
-    if s.core[0].waiting_jobs < STEADY_QUEUE or s.lane[lane].segments > SHORT_JOB:
+    if s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs or s.lane[lane].segments > s.tuning[0].short_job_segments:
         return False
-    return bool(s.core[0].short_often >= OFTEN or not is_crowded(s))
+    return bool(s.core[0].short_often >= s.tuning[0].often_share or not is_crowded(s))
 
 
 @inlined
@@ -89,7 +79,7 @@ def look_ahead(s: State) -> int:
     """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
     already cannot stand back; where nobody does, the host would only come late with the next.
     """
-    return 1 if is_crowded(s) and s.core[0].short_often < OFTEN else int(s.core[0].look_ahead)
+    return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].look_ahead)
 
 
 @inlined
@@ -111,7 +101,7 @@ def find_shortest(s: State) -> int:
 @inlined
 def gives_way(s: State, lane: int, shortest: int) -> bool:
     """Whether a lane may have to stand back for the shortest."""
-    if shortest < 0 or length_ns(s, lane) < MUCH_LONGER * length_ns(s, shortest):
+    if shortest < 0 or length_ns(s, lane) < s.tuning[0].much_longer * length_ns(s, shortest):
         return False
     return bool(s.lane[lane].rank > s.lane[shortest].rank)
 
@@ -147,4 +137,4 @@ def choose_who_stands_back(s: State) -> None:
 
 @inlined
 def stands_back(s: State, lane: int) -> bool:
-    return bool(s.lane[lane].back > 0 and s.core[0].short_often < OFTEN)
+    return bool(s.lane[lane].back > 0 and s.core[0].short_often < s.tuning[0].often_share)

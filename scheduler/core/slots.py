@@ -15,7 +15,6 @@ from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
 from paellapy.scheduler.core.state import State
 
 _ZERO = np.uint64(0)
-LONG_COPY = 16_384  # bytes; what is shorter takes less time than to have it done
 
 
 @inlined
@@ -126,7 +125,7 @@ def move_in(s: State, lane: int, row: int) -> bool:
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
         n += s.input_bytes[m, k]
-    if source != _ZERO and s.core[0].copier_fd >= 0 and n >= LONG_COPY:
+    if source != _ZERO and s.core[0].copier_fd >= 0 and n >= s.tuning[0].long_copy_bytes:
         hand_to_copier(s, source, lane, slot, m)
     else:
         if source != _ZERO:

@@ -67,6 +67,7 @@ from paellapy.scheduler.core.tables import (
     Table,
     Words,
 )
+from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class State(NamedTuple):
     core: Table  # CORE[1]
     call: Table  # CALLS[1]
     gpu: Table  # GPU[1]
+    tuning: Table  # TUNING[1], written before the core runs
     model: Table  # MODEL[M]
     size: Table  # SIZE[M, B]
     segment: Table  # SEGMENT[M, B, S]
@@ -169,6 +171,7 @@ def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
         "core": ((1,), CORE),
         "call": ((1,), CALLS),
         "gpu": ((1,), GPU),
+        "tuning": ((1,), TUNING),
         "model": ((n.models,), MODEL),
         "size": ((n.models, n.sizes), SIZE),
         "segment": ((n.models, n.sizes, n.segments), SEGMENT),
@@ -271,6 +274,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
         state.model[column] = NONE
     state.model["filling"] = NONE
     state.client["share"] = 1.0
+    state.tuning[:] = Tuning.for_part(MEASURED_ON).row()
     core = state.core[0]
     core["max_active"], core["look_ahead"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
     core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf

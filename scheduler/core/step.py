@@ -32,7 +32,6 @@ __all__ = ["attach_libc", "predict_finish", "reclaim", "run", "step", "step_and_
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-GAIN_AFTER_NS = 1e6  # how long the gain of sharing is watched before it counts
 
 
 @inlined
@@ -69,7 +68,7 @@ def watch_gain(s: State, now: int) -> None:
         s.core[0].busy_ns = s.core[0].served_ns = 0.0
     else:
         s.core[0].busy_ns += now - s.core[0].last_ns
-        if s.core[0].busy_ns > GAIN_AFTER_NS:
+        if s.core[0].busy_ns > s.tuning[0].gain_window_ns:
             s.core[0].gain += 0.25 * (min(max(s.core[0].served_ns / s.core[0].busy_ns, 0.25), 64.0) - s.core[0].gain)
             s.core[0].busy_ns = s.core[0].served_ns = 0.0
     s.core[0].last_ns = now

@@ -121,7 +121,8 @@ class Tuning:
             return changes
         name = part.removeprefix("virtual:").lower()
         measured_on = name if _path(name).is_file() else MEASURED_ON
-        found = Tuning(part=name, measured_on=measured_on, **{n.name: n.value for n in _read(measured_on).values()})
+        numbers: dict[str, Any] = {each.name: each.value for each in _read(measured_on).values()}
+        found = Tuning(part=name, measured_on=measured_on, **numbers)
         return found.with_changes(changes or {})
 
     @staticmethod
@@ -135,7 +136,8 @@ class Tuning:
         for name in changes:
             if name not in known:
                 raise TuningError(f"tuning has no {name!r}; it has {', '.join(known)}")
-        return replace(self, **changes, changed=tuple(sorted({*self.changed, *changes})))
+        given: dict[str, Any] = dict(changes)
+        return replace(self, **given, changed=tuple(sorted({*self.changed, *changes})))
 
     def numbers(self) -> list[Number]:
         """Every number with its meaning and source, as it stands here."""
@@ -146,6 +148,16 @@ class Tuning:
             else read[each.name]
             for each in _fields()
         ]
+
+    def segment_us(self, windows: int) -> float:
+        """How long a segment takes in an engine with this many windows of SMs."""
+        return self.windows_quantum_us if windows else self.quantum_us
+
+    @staticmethod
+    def of_row(row: Any) -> Tuning:
+        """The numbers that an engine works with, from its table; another process may have written it."""
+        numbers: dict[str, Any] = {each.name: row[each.name].item() for each in _fields()}
+        return Tuning(part=MEASURED_ON, measured_on=MEASURED_ON, **numbers)
 
     @property
     def note(self) -> str:

@@ -19,9 +19,6 @@ from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.codes import CHOICES, NONE, OF_WINDOWS, QUEUES
 from paellapy.scheduler.core.state import State
 
-ROOMY = 4  # so many jobs in flight have all SMs
-STAYING = 0.5  # jobs fewer in another window do not make up for a launch that begins later
-
 _ZERO = np.uint64(0)
 
 
@@ -54,7 +51,7 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     leave_window(s, lane)
     a = s.lane[lane]
     at = s.confined.shape[2] - 1 if a.whole else segment
-    if s.core[0].whole_always or s.core[0].flight <= ROOMY or s.lane_window[lane, 0] < 0:
+    if s.core[0].whole_always or s.core[0].flight <= s.tuning[0].roomy_jobs or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
     least = np.inf
@@ -63,7 +60,7 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
         if window >= 0:
             load = float(s.window_load[window])
             if a.stream_at >= OF_WINDOWS and (a.stream_at - OF_WINDOWS) // QUEUES == window:
-                load -= STAYING * s.overlap[window, window]
+                load -= s.tuning[0].staying_jobs * s.overlap[window, window]
             if load < least:
                 best, least = k, load
     handle = s.confined[lane, a.size, at, best]

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -27,13 +27,13 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
-from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
 from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
@@ -46,10 +46,8 @@ from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import DEFAULT_ACTIVE, Policy, find_policy
+from paellapy.scheduler.policies.policy import Policy, find_policy
 
-QUANTUM_US = 100.0
-WINDOWS_QUANTUM_US = 150.0  # to begin a segment costs the GPU more where it moves to another window of SMs
 _TRACED = (
     "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are loaded: write "
     "`with engine.trace() as t:` around the requests"
@@ -69,6 +67,7 @@ class Engine(Requester):
         *,
         sm_windows: int = 0,
         limits: Limits | None = None,
+        tuning: Tuning | Mapping[str, float] | None = None,
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
 
@@ -81,13 +80,14 @@ class Engine(Requester):
         unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
         loaded by paellapy itself run on all SMs of a real GPU.
 
-        A launch costs the loop 7 to 9 µs, so eight active jobs in pieces of 50 µs would take more than one core.
+        `tuning`: numbers of the scheduler for experiments, by name (`paellapy doctor --verbose` lists them); the others
+        are those of the GPU.
         """
-        if quantum_us is None:
-            quantum_us = WINDOWS_QUANTUM_US if sm_windows else QUANTUM_US
-        _check_settings(quantum_us, max_active, memory_bytes, sm_windows)
         policy = find_policy(policy)  # what is wrong is said before anything is made
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
+        self.tuning = Tuning.for_device(self.device, tuning)
+        quantum_us = self.tuning.segment_us(sm_windows) if quantum_us is None else quantum_us
+        _check_settings(quantum_us, max_active, memory_bytes, sm_windows)
         self.limits = limits or Limits()
         self.max_active = max_active
         self._failure: BaseException | None = None
@@ -99,8 +99,9 @@ class Engine(Requester):
         self._backend.shared_slots = self.limits.fronts > 1
         self.shared_state = SharedBlock(state_bytes(self.limits)) if self.limits.fronts > 1 else None
         self.state = new_state(self.limits, None if self.shared_state is None else self.shared_state.array)
+        self.state.tuning[:] = self.tuning.row()
         set_capacity(self.state, Capacity.of(self.device.sm_count, self.device.limits))
-        install_windows(self.state, self._backend.open_windows(sm_windows))
+        install_windows(self.state, self._backend.open_windows(sm_windows, self.tuning.window_share))
         self.state.core["hold"][0] = 1
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
@@ -109,7 +110,7 @@ class Engine(Requester):
         self._policy = self._attach(policy)
         budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
         self.memory = MemoryPlan(budget)
-        self._loader = Loader(self._backend, self.memory, self.limits, quantum_us * 1e3)
+        self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
         self._models: dict[str, LoadedModel] = {}
         self._by_row: dict[int, LoadedModel] = {}
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
@@ -133,7 +134,7 @@ class Engine(Requester):
             if model.name in self._models:
                 raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.lane["model"] == codes.NONE))
-            wanted = min(self.max_active or DEFAULT_ACTIVE, self.limits.lanes_per_model, free)
+            wanted = min(self.max_active or self.tuning.default_active, self.limits.lanes_per_model, free)
             if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
                 raise ModelError(
                     f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
@@ -212,7 +213,7 @@ class Engine(Requester):
         if found.active is None:
             most = len(self.state.lane)
             self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
-            self.state.core["demand_limit"][0] = CROWDED if self.max_active is None else math.inf
+            self.state.core["demand_limit"][0] = self.tuning.demand_limit if self.max_active is None else math.inf
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -220,6 +221,7 @@ class Engine(Requester):
         return {
             "device": self.device.title,
             "policy": self.policy,
+            "tuning": self.tuning.note,
             "uptime_s": self.uptime_s,
             **core_stats(self.state),
             "memory": {"budget_bytes": self.memory.budget_bytes, "held_bytes": self.memory.held_bytes},

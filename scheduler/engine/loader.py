@@ -11,6 +11,7 @@ from paellapy.scheduler.core.codes import CHOICES
 from paellapy.scheduler.core.demand import TOGETHER
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.load_times import LoadTimes
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
@@ -26,8 +27,9 @@ _ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is f
 class Loader:
     """Loads models onto one backend."""
 
-    def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, quantum_ns: float) -> None:
-        self.backend, self.memory, self.limits, self.quantum_ns = backend, memory, limits, quantum_ns
+    def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float) -> None:
+        self.backend, self.memory, self.limits = backend, memory, limits
+        self.tuning, self.quantum_ns = tuning, quantum_ns
         self._loads = 0
 
     def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
@@ -122,10 +124,11 @@ class _Program:
                 profiles.store(where, known)
         sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
         marks = last_kernels(sliced.nodes, known.bounds)
+        confined = known.stretch_in_window <= self._loader.tuning.most_window_stretch
         for k, lane in enumerate(loaded.lanes):
             program = self._capture(lane, known.cuts, marks) if k > 0 or marks else sliced
             with self._times.phase("cut"):
-                loaded.launches[k].append(backend.cut(program, known.bounds, lane, known.confined))
+                loaded.launches[k].append(backend.cut(program, known.bounds, lane, confined))
             with self._times.phase("first launches"):
                 backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
             if k:
@@ -148,7 +151,8 @@ class _Program:
         """Decides where to cut, from the times of the nodes, and measures the result."""
         backend = self._backend
         program, times = first, self._node_times_ns(first)
-        cuts = plan_slices(first.nodes, times, backend.wave_blocks(first), self._loader.quantum_ns)
+        waves, loader = backend.wave_blocks(first), self._loader
+        cuts = plan_slices(first.nodes, times, waves, loader.quantum_ns, loader.tuning.slice_quanta)
         if cuts:
             program = self._capture(self._loaded.lanes[0], cuts)
             times = self._node_times_ns(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,7 +16,6 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Node
 
 _FORMAT = "5"
-_MOST_STRETCH = 1.35  # what fills more SMs than a window has would rather have them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class ProgramProfile:
     window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
 
     @property
-    def confined(self) -> bool:
-        """Whether it keeps to a window where many share the GPU: if that hardly slows it."""
-        return 0.0 < self.window_ns <= _MOST_STRETCH * self.whole_ns
+    def stretch_in_window(self) -> float:
+        """How many times as long it takes inside a window of SMs; infinite where it cannot be confined."""
+        return self.window_ns / self.whole_ns if self.window_ns > 0.0 else math.inf
 
     @property
     def segmented_ns(self) -> float:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Cuts, Node, Part
 
-SLICE_FACTOR = 2.0  # a kernel is sliced once it takes this many quanta
-
 
 def cut(times_ns: Sequence[float], quantum_ns: float) -> list[tuple[int, int]]:
     """Runs of consecutive nodes, each as near to one quantum as its neighbours allow: (first, past the last).
@@ -57,26 +55,28 @@ def _without_crumbs(
     return segments
 
 
-def slices(blocks: int, wave: int, time_ns: float, quantum_ns: float) -> tuple[Part, ...]:
-    """How a kernel is launched in pieces of whole waves of about one quantum; one piece when it is short enough.
+def slices(blocks: int, wave: int, time_ns: float, quantum_ns: float, slice_quanta: float) -> tuple[Part, ...]:
+    """How a kernel is launched in pieces of whole waves of about one quantum; one piece up to `slice_quanta` quanta.
 
-    >>> slices(blocks=1024, wave=264, time_ns=200_000, quantum_ns=50_000)
+    >>> slices(blocks=1024, wave=264, time_ns=200_000, quantum_ns=50_000, slice_quanta=2)
     ((0, 264), (264, 264), (528, 264), (792, 232))
     """
     waves = -(-blocks // max(1, wave))
-    if time_ns <= SLICE_FACTOR * quantum_ns or waves < 2:
+    if time_ns <= slice_quanta * quantum_ns or waves < 2:
         return ((0, blocks),)
     pieces = min(waves, max(2, round(time_ns / quantum_ns)))
     per_piece = -(-waves // pieces) * wave
     return tuple((first, min(per_piece, blocks - first)) for first in range(0, blocks, per_piece))
 
 
-def plan_slices(nodes: Sequence[Node], times_ns: Sequence[float], waves: Sequence[int], quantum_ns: float) -> Cuts:
+def plan_slices(
+    nodes: Sequence[Node], times_ns: Sequence[float], waves: Sequence[int], quantum_ns: float, slice_quanta: float
+) -> Cuts:
     """The slices of every kernel of ours that is worth cutting."""
     cuts: Cuts = {}
     for node, time_ns, wave in zip(nodes, times_ns, waves, strict=True):
         if node.divisible and node.part is None:
-            parts = slices(node.blocks, wave, time_ns, quantum_ns)
+            parts = slices(node.blocks, wave, time_ns, quantum_ns, slice_quanta)
             if len(parts) > 1:
                 cuts[node.launch] = parts
     return cuts

@@ -26,7 +26,6 @@ __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_nam
 
 BUILT_IN = "paellapy.scheduler.policies"
 _TOOLS = {"policy", "attach", "checks", "code", "compiling", "words"}  # every other module of the folder is a policy
-DEFAULT_ACTIVE = 8  # jobs at once where neither a policy nor what the models demand says how many
 
 
 @dataclass(frozen=True, slots=True)

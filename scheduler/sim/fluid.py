@@ -22,7 +22,6 @@ from paellapy.scheduler.sim.fluid_state import Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
-HAND_OVER_NS = 50e3  # outputs are read, and the lane is opened again
 
 
 @inlined
@@ -120,7 +119,7 @@ def hand_over(f: Fluid, s: State, lane: int) -> float:
         row = s.slot[lane, k]
         if row >= 0 and s.request[row].arrival_ns < f.opened[lane]:
             ns += copy
-    return max(0.0, f.opened[lane] + HAND_OVER_NS + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
+    return max(0.0, f.opened[lane] + s.tuning[0].hand_over_ns + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
 
 
 @inlined

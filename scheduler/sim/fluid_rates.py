@@ -31,11 +31,7 @@ from paellapy.instrument.device.jit import inlined
 from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.demand import MOST_BUSY
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.windows import ROOMY
 from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, SLOTS, Fluid
-
-APART = 0.011  # with windows of SMs jobs are in each other's way so much less, for each that runs beyond ROOMY
-DEEP = 98.0  # kernels of a graph that others of its hardware queue do not wait for
 
 
 @inlined
@@ -48,7 +44,7 @@ def least_ns(f: Fluid) -> float:
 def holds_ns(f: Fluid, s: State, lane: int) -> float:
     """How much of what a lane has launched others of its queue wait for, in time alone."""
     m, size = s.lane[lane].model, s.lane[lane].size
-    return float(f.left[lane] - DEEP * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
+    return float(f.left[lane] - s.tuning[0].deep_kernels * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
 
 
 @inlined
@@ -151,7 +147,7 @@ def share_measured(f: Fluid, s: State) -> None:
     last = f.work.shape[2] - 1
     apart = 1.0
     if s.core[0].windows > 0 and not s.core[0].whole_always:  # where the hardware decides, nobody keeps to one
-        apart += APART * max(0, f.sim[0].running - ROOMY)
+        apart += s.tuning[0].apart_share * max(0, f.sim[0].running - s.tuning[0].roomy_jobs)
     for k in range(f.sim[0].running):
         lane = f.run[k]
         if runs(f, lane):

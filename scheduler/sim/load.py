@@ -122,7 +122,7 @@ def record_some(f: Fluid, s: State) -> int:
         record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
         limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
         if f.allowance.shape[0] > 0 and limit < NEVER:
-            leaves(f.allowance, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
+            leaves(s, f.allowance, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
         f.free[f.sim[0].free] = entry.request
         f.sim[0].free += 1
         back(f, record.source, entry.finish_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,11 +12,11 @@ import numpy as np
 from paellapy.instrument.device.parts import Part, part
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import Policy, Rank, find_policy
 
 Fidelity = Literal["segments", "blocks"]
 FIDELITIES: tuple[Fidelity, ...] = ("segments", "blocks")
-HOST_LAUNCH_NS = 6000.0  # cuGraphLaunch called from compiled code, 90–670 nodes: 5–8 µs measured beside an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class SimulationOptions:
     only under the policy `streams`. `admission`: as in a server, requests that would miss their deadline, or their
     model's target, are refused when they come ("queue full"); for open loads, and segments. `sm_windows`: jobs keep to
     windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep of eight windows on an H200;
-    for segments of models whose demand was measured (without windows).
+    for segments of models whose demand was measured (without windows). `tuning`: numbers of the scheduler, by name, for
+    experiments; the others are the part's own.
     """
 
     fidelity: Fidelity = "segments"
@@ -43,7 +45,8 @@ class SimulationOptions:
     queues: int | None = None
     admission: bool = False
     sm_windows: int = 0
-    host_launch_ns: float = HOST_LAUNCH_NS
+    host_launch_ns: float | None = None
+    tuning: Tuning | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.fidelity not in FIDELITIES:
@@ -54,11 +57,17 @@ class SimulationOptions:
             raise ArgumentError(f"queues is {self.queues!r}: give a whole number from 1 up, or leave it out")
         if self.demand is not None and not (self.demand > 0 and math.isfinite(self.demand)):
             raise ArgumentError(f"demand is {self.demand!r}: give GPUs to keep busy, more than 0, or leave it out")
-        if not (self.host_launch_ns >= 0 and math.isfinite(self.host_launch_ns)):
-            raise ArgumentError(f"host_launch_ns is {self.host_launch_ns!r}: give nanoseconds, 0 or more")
+        given = self.host_launch_ns
+        if given is not None and not (given >= 0 and math.isfinite(given)):
+            raise ArgumentError(f"host_launch_ns is {given!r}: give nanoseconds, 0 or more")
         least, most = codes.LEAST_WINDOWS, codes.WINDOWS
         if self.sm_windows != 0 and not least <= self.sm_windows <= most:
             raise ArgumentError(f"sm_windows={self.sm_windows}: 0, for none, or {least} to {most}")
+
+    def tuning_for(self, gpu: Part) -> Tuning:
+        """The part's numbers with those that are set for this run."""
+        found = Tuning.for_part(gpu.name, self.tuning)
+        return found if self.host_launch_ns is None else found.with_changes({"host_launch_ns": self.host_launch_ns})
 
     def policy(self, given: str | Policy | Rank) -> Policy:
         """The policy with what overrides it."""

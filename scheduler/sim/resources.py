@@ -15,8 +15,6 @@ from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_state import Programs
 
-COPY_GBPS = 8.0  # of inputs that waited for a lane; with HAND_OVER_NS, what fits the H200's sweep of a dynamic batcher
-
 
 def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
     """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
@@ -40,5 +38,5 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1], kernels[m, k] = total, sum(each.kernels for each in program)
     copy = np.zeros(n)
-    copy[: len(models)] = [model.input_bytes / COPY_GBPS for model in models]
+    copy[: len(models)] = [model.input_bytes / state.tuning["copy_gbps"][0] for model in models]
     return Programs(use, work, busy, copy, kernels)

@@ -20,7 +20,6 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.admission import new_allowances
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
-from paellapy.scheduler.core.crowd import CROWDED
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
 from paellapy.scheduler.core.tables import Table
@@ -35,7 +34,6 @@ from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.trace import OwnKernels, TracedGpu
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
-SEGMENT_GAP_NS = 2000.0  # cutting at every 24 nodes (≈70 µs) cost 2–5% alone on the GPU
 MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
 BINS = 400  # at most, of the time that a run takes
 
@@ -148,11 +146,12 @@ def _prepare(
 ) -> None:
     """The core as an engine would have it: the GPU, the policy, and the models open."""
     state.core["windows"][0] = asked.sm_windows
+    state.tuning[:] = asked.tuning_for(gpu).row()
     set_capacity(state, Capacity.of(gpu.sms, gpu.sm, Timing.for_part(gpu)))
     attach_policy(state, policy)
     demand = asked.demand
     if demand is None and policy.active is None and all(each.demand for each in models):
-        demand = CROWDED
+        demand = float(state.tuning["demand_limit"][0])
     if demand is not None:
         state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), demand
     for each in models:
@@ -174,12 +173,14 @@ def _fluid(
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if asked.admission:
-        f = f._replace(allowance=new_allowances(max(each.batch) for each in models))
+        f = f._replace(allowance=new_allowances((max(each.batch) for each in models), asked.tuning_for(gpu)))
     f.sim["free"][0] = len(state.request)
     f.sim["queues"][0] = asked.queues or 0
     f.sim["horizon_ns"][0] = workload.seconds * 1e9
     f.sim["bin_ns"][0] = max(1.0, workload.seconds * 1e9 / BINS)
-    f.sim["launch_ns"][0], f.sim["segment_gap_ns"][0] = asked.host_launch_ns, SEGMENT_GAP_NS
+    f.sim["launch_ns"][0], f.sim["segment_gap_ns"][0] = (
+        state.tuning[name][0] for name in ("host_launch_ns", "segment_gap_ns")
+    )
     f.sim["resume_ns"][0] = timing.launch_ns
     for k in range(len(clients)):  # a nanosecond apart: whoever is served first has come first
         heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ from paellapy.scheduler.core.copier import Copier
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.errors import DeadlineError
 from paellapy.scheduler.core.loop import Bell
-from paellapy.scheduler.core.slots import LONG_COPY
 from paellapy.scheduler.core.state import new_state
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
 
-N = LONG_COPY // 4 + 3
+N = Tuning.for_part("h200").long_copy_bytes // 4 + 3
 
 
 @pytest.fixture(params=[False, True])

@@ -16,14 +16,15 @@ from hypothesis import strategies as st_
 
 from paellapy.scheduler.core import codes, rings, step, tables
 from paellapy.scheduler.core import state as st
-from paellapy.scheduler.core.ahead import JUST_AHEAD_NS, MOST_STRETCH
 from paellapy.scheduler.core.check import IntegrityError, check_integrity
-from paellapy.scheduler.core.crowd import MOST_CONFINED, MOST_DEMANDED
 from paellapy.scheduler.core.install import estimate, install, remove
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile, load_profiles, save_profiles
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.gpu_use import occupancy
 from paellapy.scheduler.engine.install import install_windows
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
+
+TUNING = Tuning.for_part("h200")
 
 # --- one request ----------------------------------------------------------------------------------------------------
 
@@ -476,7 +477,7 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.submit()
     bench.step()
     lane = next(each for each in bench.running if not bench.state.lane["whole"][each])
-    soon = int(100e3 - JUST_AHEAD_NS)
+    soon = int(100e3 - TUNING.just_ahead_ns)
     assert bench.state.core["room_at_ns"][0] == soon
     bench.step(soon - 1)
     assert bench.history[lane] == [0]
@@ -486,15 +487,15 @@ def test_where_kernels_do_not_report_the_next_is_sent_just_before_the_end_that_i
     bench.step(150_000 - soon)
     bench.finish_segment(lane)
     bench.step()  # the first took half as long again as alone: so the second will
-    assert bench.state.core["room_at_ns"][0] == 300_000 - JUST_AHEAD_NS
-    bench.step(140_000 - int(JUST_AHEAD_NS))
+    assert bench.state.core["room_at_ns"][0] == 300_000 - TUNING.just_ahead_ns
+    bench.step(140_000 - int(TUNING.just_ahead_ns))
     assert bench.history[lane] == [0, 1]
     bench.step(10_000)
     assert bench.history[lane] == [0, 1, 2]
     bench.step(10_000_000)
     bench.finish_segment(lane)
     bench.step()  # it stood still, which says nothing of the next
-    assert bench.state.core["room_at_ns"][0] == bench.now + MOST_STRETCH * 100e3 - JUST_AHEAD_NS
+    assert bench.state.core["room_at_ns"][0] == bench.now + TUNING.most_stretch * 100e3 - TUNING.just_ahead_ns
     bench.run_dry()
 
 
@@ -710,7 +711,7 @@ def test_a_batch_that_is_not_full_waits_rather_than_crowd_the_gpu() -> None:
     bench.run_dry()
 
 
-@pytest.mark.parametrize(("windows", "most"), [(0, MOST_DEMANDED), (8, MOST_CONFINED)])
+@pytest.mark.parametrize(("windows", "most"), [(0, TUNING.most_demand), (8, TUNING.most_confined_demand)])
 def test_no_queue_lets_in_more_jobs_than_hardware_queues_or_windows_can_take(windows: int, most: float) -> None:
     limits = replace(LIMITS, lanes=64, lanes_per_model=60, requests=80)
     policy = replace(find_policy("fifo"), active=60)

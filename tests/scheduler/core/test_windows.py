@@ -15,17 +15,19 @@ from hypothesis import strategies as some
 
 import paellapy as pp
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.backends.base import WINDOW_SHARE
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.check import IntegrityError, check_at_rest, check_integrity
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.install import install, remove
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.windows import ROOMY, STAYING, fill_window
+from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.core.windows import fill_window
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.install import install_windows
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.policies.policy import policy_names
+
+TUNING = Tuning.for_part("h200")
 
 DEVICE = "virtual:h200"
 WINDOWS = 4
@@ -52,16 +54,16 @@ def windows_in_use(bench: Bench) -> list[int]:
 
 def test_few_jobs_have_all_sms_and_more_are_spread_over_the_windows() -> None:
     bench = bench_with_windows()
-    for k in range(ROOMY):
+    for k in range(TUNING.roomy_jobs):
         bench.submit(k % 3)
         bench.step()
-    assert windows_in_use(bench) == [codes.NONE] * ROOMY
+    assert windows_in_use(bench) == [codes.NONE] * TUNING.roomy_jobs
     for k in range(WINDOWS):
         bench.submit(k % 3)
         bench.step()
         check_integrity(bench.state)
     found = windows_in_use(bench)
-    assert found[:ROOMY] == [codes.NONE] * ROOMY
+    assert found[:TUNING.roomy_jobs] == [codes.NONE] * TUNING.roomy_jobs
     for one in range(WINDOWS // 2):  # each went to the emptier of its two
         assert abs(found.count(one) - found.count(one + WINDOWS // 2)) <= 1
     assert bench.state.core["confined_launches"][0] >= WINDOWS
@@ -90,11 +92,11 @@ def window_of_stream(bench: Bench, lane: int) -> int:
     return int(at - codes.OF_WINDOWS) // codes.QUEUES if at >= codes.OF_WINDOWS else codes.NONE
 
 
-@pytest.mark.parametrize(("fuller", "moves"), [(0, False), (int(48 * STAYING) - 1, False), (48, True)])
+@pytest.mark.parametrize(("fuller", "moves"), [(0, False), (int(48 * TUNING.staying_jobs) - 1, False), (48, True)])
 def test_a_job_stays_with_its_stream_and_its_window_unless_another_is_much_emptier(fuller: int, moves: bool) -> None:
     bench = bench_with_windows()
     s = bench.state
-    for k in range(ROOMY + 2):
+    for k in range(TUNING.roomy_jobs + 2):
         bench.submit(k % 3)
     bench.step()
     flight = s.flight[: s.core["flight"][0]].tolist()
@@ -174,7 +176,8 @@ def test_jobs_in_windows_are_counted_whatever_happens(events: list[tuple[int, bo
 
 @pytest.mark.parametrize(("window_ns", "confined"), [(0.0, False), (100.0, True), (130.0, True), (200.0, False)])
 def test_a_program_is_confined_if_that_hardly_slows_it(window_ns: float, confined: bool) -> None:
-    assert ProgramProfile(1, ((0, 1),), (), 100.0, {}, True, window_ns=window_ns).confined is confined
+    profile = ProgramProfile(1, ((0, 1),), (), 100.0, {}, True, window_ns=window_ns)
+    assert (profile.stretch_in_window <= TUNING.most_window_stretch) is confined
 
 
 # --- on the virtual GPU -----------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
     wide = scale_model("wide", steps=40, n=128 * 100, batch=(1,), lanes=12)
     with Engine(DEVICE, "srpt", quantum_us=10, max_active=12, sm_windows=8) as engine:
         engine.load(wide)
-        assert engine.profile("wide")[0].confined
+        assert engine.profile("wide")[0].stretch_in_window <= TUNING.most_window_stretch
         x = random_inputs(wide, np.random.default_rng(2))
 
         async def crowd(n):
@@ -232,7 +235,7 @@ def test_blocks_keep_to_their_windows_in_a_crowd_and_to_nothing_alone():
             engine.infer_sync("wide", x)
         with engine.trace() as together:
             asyncio.run(crowd(12))
-        window = math.ceil(WINDOW_SHARE * engine.device.sm_count)
+        window = math.ceil(TUNING.window_share * engine.device.sm_count)
         assert min(spans(engine, alone)) > window
         assert min(spans(engine, together)) <= window < max(spans(engine, together))
         assert 0 < engine.stats()["confined_launches"] < engine.stats()["launches"]

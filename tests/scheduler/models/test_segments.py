@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.program import Node
-from paellapy.scheduler.models.segments import SLICE_FACTOR, cut, plan_slices, slices, topological
+from paellapy.scheduler.models.segments import cut, plan_slices, slices, topological
 
 times = some.lists(some.floats(1, 1e6), min_size=1, max_size=60)
 
@@ -51,16 +51,16 @@ def test_nothing_is_cut_of_nothing():
 
 @given(some.integers(1, 5000), some.integers(1, 600), some.floats(1, 1e7), some.floats(1e3, 1e6))
 def test_slices_cover_the_grid_in_whole_waves(blocks, wave, time_ns, quantum):
-    parts = slices(blocks, wave, time_ns, quantum)
+    parts = slices(blocks, wave, time_ns, quantum, 2.0)
     assert [first for first, _ in parts] == [sum(n for _, n in parts[:k]) for k in range(len(parts))]
     assert sum(count for _, count in parts) == blocks
     if len(parts) > 1:
         assert all(count % wave == 0 for _, count in parts[:-1])
-        assert time_ns > SLICE_FACTOR * quantum
+        assert time_ns > 2.0 * quantum
 
 
 def test_a_kernel_of_one_wave_is_never_sliced():
-    assert slices(blocks=264, wave=264, time_ns=1e6, quantum_ns=5e4) == ((0, 264),)
+    assert slices(blocks=264, wave=264, time_ns=1e6, quantum_ns=5e4, slice_quanta=2.0) == ((0, 264),)
 
 
 def test_only_our_divisible_kernels_are_sliced():
@@ -70,7 +70,7 @@ def test_only_our_divisible_kernels_are_sliced():
         Node("h2d", nbytes=1 << 20),
         Node("kernel", "already", blocks=512, launch=1, part=(0, 512), divisible=True),
     ]
-    cuts = plan_slices(nodes, [2e5] * 4, [264] * 4, 5e4)
+    cuts = plan_slices(nodes, [2e5] * 4, [264] * 4, 5e4, 2.0)
     assert list(cuts) == [0]
     assert len(cuts[0]) == 4
 

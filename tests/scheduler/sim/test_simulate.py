@@ -15,13 +15,15 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.sim.fluid import HAND_OVER_NS, run_fluid
+from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.sim.fluid import run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
 from paellapy.scheduler.sim.options import Fidelity
-from paellapy.scheduler.sim.resources import COPY_GBPS
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, TraceWorkload, Workload, WorkloadError
 from paellapy.viz.palette import OKABE_ITO
+
+TUNING = Tuning.for_part("h200")
 
 
 def net(name: str = "net", us: float = 50.0, segments: int = 4, blocks: int = 66, **more: object) -> ModelProfile:
@@ -450,7 +452,7 @@ def test_inputs_that_waited_for_a_lane_are_copied_once_it_is_free() -> None:
         return tuple(jobs["finish_ns"])
 
     nothing, inputs = finished(0, 50e-6), finished(80_000, 50e-6)
-    copies = HAND_OVER_NS + 2 * 80_000 / COPY_GBPS
+    copies = TUNING.hand_over_ns + 2 * 80_000 / TUNING.copy_gbps
     assert inputs[0] == nothing[0]
     assert inputs[1] == inputs[2] == pytest.approx(nothing[1] + copies, abs=10)
     assert finished(0, 1e-3) == finished(80_000, 1e-3)  # a free lane: they were copied when they came
@@ -464,9 +466,9 @@ def test_inputs_are_copied_while_a_lane_waits_for_its_turn() -> None:
         load = TraceWorkload(tuple((1e-6, "net", None, None, 0) for _ in range(5)))
         return sorted(simulate(net, load, "serial").jobs["finish_ns"].tolist())
 
-    assert HAND_OVER_NS + 400_000 / COPY_GBPS < 200e3
+    assert TUNING.hand_over_ns + 400_000 / TUNING.copy_gbps < 200e3
     assert finished(400_000) == finished(0)
-    long = HAND_OVER_NS + 4_000_000 / COPY_GBPS  # then only every second one is copied while another runs
+    long = TUNING.hand_over_ns + 4_000_000 / TUNING.copy_gbps  # then only every second one is copied while another runs
     assert finished(4_000_000)[-1] == pytest.approx(2 * long + 3 * 200e3, abs=2e3)
 
 
