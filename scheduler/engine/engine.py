@@ -103,10 +103,7 @@ class Engine(Requester):
         set_capacity(self.state, Capacity.of(self.device.sm_count, self.device.limits))
         install_windows(self.state, self._backend.open_windows(sm_windows, self.tuning.window_share))
         self.state.core["hold"][0] = 1
-        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Closed with the last reference and not by close(): loops of other threads let go of it in their own time.
-        weakref.finalize(self, os.close, wake_fd)
-        self.state.wake_fd[0, 0] = wake_fd
+        wake_fd = self._open_wake_fd()
         self._policy = self._attach(policy)
         budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
         self.memory = MemoryPlan(budget)
@@ -122,6 +119,13 @@ class Engine(Requester):
         step.attach_libc(self.state)
         self._backend.start(self.state, self.bell, self._fail)
         _engines.add(self)
+
+    def _open_wake_fd(self) -> int:
+        """Closed with the last reference and not by close(): loops of other threads let go of it in their own time."""
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        self.state.wake_fd[0, 0] = fd
+        return fd
 
     # -- models
 
