@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument import trace_file
+from paellapy.instrument.above import Above
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.summary import (
@@ -50,18 +51,18 @@ class Trace:
     <Trace toy: 0 blocks, 0 launches of 0 kernels in 0 ns, 0 dropped, 0 unfinished>
     """
 
-    # Pictures and the formats of other tools live above this package: paellapy puts them here when it is imported.
-    plot: ClassVar[Callable[..., Any]]
-    plot_heatmap: ClassVar[Callable[..., Any]]
-    plot_gantt: ClassVar[Callable[..., Any]]
-    plot_residency: ClassVar[Callable[..., Any]]
-    plot_requests: ClassVar[Callable[..., Any]]
-    explore: ClassVar[Callable[..., Any]]
-    save_figure: ClassVar[Callable[..., Any]]
-    picture: ClassVar[Callable[..., Any]]
-    to_perfetto: ClassVar[Callable[..., Any]]
-    to_chrome: ClassVar[Callable[..., Any]]
-    to_html: ClassVar[Callable[..., Any]]
+    # Pictures and the formats of other tools.
+    plot = Above()
+    plot_heatmap = Above()
+    plot_gantt = Above()
+    plot_residency = Above()
+    plot_requests = Above()
+    explore = Above()
+    save_figure = Above()
+    picture = Above()
+    to_perfetto = Above()
+    to_chrome = Above()
+    to_html = Above()
 
     def __init__(
         self,

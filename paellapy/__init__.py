@@ -15,9 +15,24 @@ from __future__ import annotations
 
 import lazy_loader
 
+from paellapy.instrument.above import add_methods
 from paellapy.instrument.queues import ask_for_all
 
 ask_for_all()
+_FIGURES = ("plot", "plot_heatmap", "plot_gantt", "plot_residency", "plot_requests")
+add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES})
+add_methods(
+    "Trace",
+    {
+        "explore": "paellapy.viz.explorer:explore",
+        "save_figure": "paellapy.viz.static:save_figure",
+        "picture": "paellapy.viz.still:picture",
+        "to_perfetto": "paellapy.viz.perfetto_file:to_perfetto",
+        "to_chrome": "paellapy.viz.chrome_file:to_chrome",
+        "to_html": "paellapy.viz.report:to_html",
+    },
+)
+add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
 
 # `__init__.pyi` says where each public name lives. The modules are imported when a name is first used, so that
 # `import paellapy` takes a moment, and a script pays for Triton, Numba or the server only where it uses them.

@@ -104,3 +104,20 @@ def test_importing_the_package_imports_none_of_what_it_may_need() -> None:
     code = "import sys, paellapy; print(sorted({'numpy', 'numba', 'triton', 'aiohttp', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_methods_from_above_are_there_without_another_import() -> None:
+    code = "import paellapy as pp; t = pp.examples.load('tail-effect'); print(t.plot.__name__, t.to_html.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["plot", "to_html"]
+
+
+def test_every_method_from_above_has_a_home() -> None:
+    from paellapy.instrument.above import Above
+    from paellapy.instrument.trace import Trace
+    from paellapy.scheduler.sim.results import Results
+
+    for owner in (Trace, Results):
+        for name, value in vars(owner).items():
+            if isinstance(value, Above):
+                assert callable(getattr(owner, name))

@@ -5,8 +5,6 @@ The libraries of the extra `viz` are imported when the first picture is drawn.
 
 from __future__ import annotations
 
-from paellapy.instrument.trace import Trace
-from paellapy.scheduler.sim.results import Results
 from paellapy.viz.chrome_file import to_chrome
 from paellapy.viz.explorer import explore
 from paellapy.viz.figures import compare, plot, plot_gantt, plot_heatmap, plot_requests, plot_residency
@@ -14,7 +12,6 @@ from paellapy.viz.live_widget import live
 from paellapy.viz.needs import MissingExtraError
 from paellapy.viz.perfetto_file import to_perfetto
 from paellapy.viz.report import to_html
-from paellapy.viz.run_figure import plot_run
 from paellapy.viz.static import save_comparison, save_figure
 from paellapy.viz.still import Still, compare_picture, picture
 
@@ -37,10 +34,3 @@ __all__ = [
     "to_html",
     "to_perfetto",
 ]
-
-# `t.plot()`: instrument, below us, declares these and cannot import us.
-Trace.plot, Trace.plot_heatmap, Trace.plot_gantt, Trace.plot_residency = plot, plot_heatmap, plot_gantt, plot_residency
-Trace.plot_requests, Trace.explore = plot_requests, explore
-Trace.save_figure, Trace.picture, Trace.to_html = save_figure, picture, to_html
-Trace.to_perfetto, Trace.to_chrome = to_perfetto, to_chrome
-Results.plot = plot_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +111,26 @@ class Picture:
         """What the picture cannot show; empty when it shows everything."""
         lost = [(self.trace.dropped, "dropped: the rings were full"), (self.trace.unfinished, "without an end")]
         return "; ".join(f"{_plural(n, 'block record')} {why}" for n, why in lost if n)
+
+
+class Part(TypedDict, total=False):
+    """What a picture shows: see `plot_heatmap`."""
+
+    by: By | None
+    kernel: str | int | None
+    start_ns: int | None
+    end_ns: int | None
+    bins: int
+
+
+class Parts(TypedDict, total=False):
+    """The same of several traces, whose clocks differ: times may be given for each."""
+
+    by: By | None
+    kernel: str | int | None
+    start_ns: Moment
+    end_ns: Moment
+    bins: int
 
 
 def prepare(

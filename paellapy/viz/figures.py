@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.trace import Trace
 from paellapy.viz import data
-from paellapy.viz.data import BINS, By, Moment, Picture, TimeAxis
+from paellapy.viz.data import Parts, Picture, TimeAxis
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
 from paellapy.viz.requests import has_requests, requests_view
@@ -81,19 +81,15 @@ def build(
     views: Sequence[View],
     labels: Sequence[str] = (),
     *,
-    by: By | None = None,
-    kernel: str | int | None = None,
-    start_ns: Moment = None,
-    end_ns: Moment = None,
-    bins: int = BINS,
     theme: Theme = "light",
     height: int | None = None,
     axis: TimeAxis | None = None,
     colour: Mapping[str, str] | None = None,
+    **parts: Unpack[Parts],
 ) -> Any:
     subplots = need("plotly.subplots", "plot()")
     style = look(theme)
-    pictures = data.prepare_all(traces, by, kernel, start_ns, end_ns, bins, axis)
+    pictures = data.prepare_all(traces, axis=axis, **parts)
     tall = any(p.trace.device.n_sm > _FEW_SMS for p in pictures) and gantt_view in views
     colour = colour or colours(name for p in pictures for name in p.names)
     figure = subplots.make_subplots(

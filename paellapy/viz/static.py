@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.trace import Trace
 from paellapy.viz import data, fit
 from paellapy.viz import requests as rq
-from paellapy.viz.data import BINS, By, Moment, Picture
+from paellapy.viz.data import Part, Parts, Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, paler
 
@@ -26,15 +26,11 @@ def save_figure(
     path: str | os.PathLike[str],
     view: ViewName | Sequence[ViewName] = "all",
     *,
-    by: By | None = None,
-    kernel: str | int | None = None,
-    start_ns: int | None = None,
-    end_ns: int | None = None,
-    bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     sms: tuple[int, int] | None = None,
     dpi: int = 160,
+    **part: Unpack[Part],
 ) -> Path:
     """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format. `sms` = (first, last) looks
     closer at some of them.
@@ -45,7 +41,7 @@ def save_figure(
     paellapy.instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
     """
     path = checked(path)
-    picture = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
+    picture = data.prepare(trace, **part)
     return write(draw([picture], view, theme, size_inches, sms=sms), path, dpi)
 
 
@@ -56,14 +52,10 @@ def save_comparison(
     view: ViewName | Sequence[ViewName] = "all",
     *,
     labels: tuple[str, str] = ("a", "b"),
-    by: By | None = None,
-    kernel: str | int | None = None,
-    start_ns: Moment = None,
-    end_ns: Moment = None,
-    bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     dpi: int = 160,
+    **parts: Unpack[Parts],
 ) -> Path:
     """Draws two traces side by side, on axes of one scale: two policies, or virtual against real.
 
@@ -71,7 +63,7 @@ def save_comparison(
     """
     path = checked(path)
     data.check_labels(labels)
-    pictures = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
+    pictures = data.prepare_all((a, b), **parts)
     return write(draw(pictures, view, theme, size_inches, labels), path, dpi)
 
 

@@ -9,11 +9,11 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from paellapy.instrument.trace import Trace
 from paellapy.viz import data
-from paellapy.viz.data import BINS, By, Moment
+from paellapy.viz.data import Part, Parts
 from paellapy.viz.palette import Theme
 from paellapy.viz.static import ViewName, checked, draw, write
 
@@ -43,17 +43,13 @@ def picture(
     trace: Trace,
     view: ViewName | Sequence[ViewName] = "all",
     *,
-    by: By | None = None,
-    kernel: str | int | None = None,
-    start_ns: int | None = None,
-    end_ns: int | None = None,
-    bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     sms: tuple[int, int] | None = None,
+    **part: Unpack[Part],
 ) -> Still:
     """One or more views of a trace as a picture for a notebook. Options as in `save_figure`."""
-    prepared = data.prepare(trace, by, kernel, start_ns, end_ns, bins)
+    prepared = data.prepare(trace, **part)
     return Still(draw([prepared], view, theme, size_inches, sms=sms))
 
 
@@ -63,15 +59,11 @@ def compare_picture(
     view: ViewName | Sequence[ViewName] = "all",
     *,
     labels: tuple[str, str] = ("a", "b"),
-    by: By | None = None,
-    kernel: str | int | None = None,
-    start_ns: Moment = None,
-    end_ns: Moment = None,
-    bins: int = BINS,
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
+    **parts: Unpack[Parts],
 ) -> Still:
     """Two traces side by side, on axes of one scale, as a picture for a notebook. Options as in `save_comparison`."""
     data.check_labels(labels)
-    prepared = data.prepare_all((a, b), by, kernel, start_ns, end_ns, bins)
+    prepared = data.prepare_all((a, b), **parts)
     return Still(draw(prepared, view, theme, size_inches, labels))

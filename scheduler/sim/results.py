@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.above import Above
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
 from paellapy.scheduler.core.profiles import ModelProfile
@@ -50,7 +51,7 @@ class Results:
     admission: bool = False  # whether what would be late was to be refused
     trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
 
-    plot: ClassVar[Callable[..., Any]]  # pictures live above this package: paellapy puts it here when it is imported
+    plot = Above()
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:
