@@ -503,7 +503,7 @@ def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None
 
 def test_simulations_are_compiled_anew_after_an_edit_of_any_part() -> None:
     seen = {name for name, *_ in run_fluid._cache._cache_file._source_stamp}  # type: ignore[attr-defined]
-    parts = ("fluid", "fluid_rates", "fluid_state", "demand", "heaps", "core_dispatch", "core_windows", "state")
+    parts = ("fluid", "fluid_rates", "fluid_state", "load", "demand", "heaps", "dispatch", "windows", "state")
     assert {f"{each}.py" for each in parts} <= seen
 
 
