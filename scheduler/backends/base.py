@@ -58,6 +58,10 @@ class Backend(ABC):
         Kernels in `marks` say when all their blocks are on the SMs.
         """
 
+    def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
+        """The program of a lane for another, and with marks, where that needs no run of the function; None: it does."""
+        return None
+
     @abstractmethod
     def node_times_ns(self, program: Program) -> list[float]:
         """How long each node takes, run one after the other."""

@@ -120,6 +120,23 @@ class VirtualBackend(Backend):
         nodes = [item.node for item in recording.items]
         return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
 
+    def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
+        """The recorded launches with the other lane's arrays. Marks change nothing that is recorded."""
+        here, there = of.memory, lane.memory
+        assert isinstance(here, VirtualMemory)
+        assert isinstance(there, VirtualMemory)
+        if any(item.compute is not None for item in program.body):  # what it computes on cannot be seen
+            return None
+
+        def move(value: Any) -> Any:
+            return here.moved(value, there)
+
+        try:
+            body = program.body if here is there else [item.moved(move) for item in program.body]
+        except TypeError:
+            return None
+        return program.for_lane(lane.index, body, marks)
+
     def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
         self._rehearsed.clear()
         return super().rehearse_all(model, weights)

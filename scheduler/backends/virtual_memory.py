@@ -26,6 +26,25 @@ class VirtualMemory(Memory):
         """The slots themselves: copies to and from the GPU take the time they would, and none of the host's."""
         return _part(self.host, host_offset, shape, dtype)
 
+    def moved(self, value: Any, to: VirtualMemory) -> Any:
+        """A launch's argument with every array of this memory in the same place of another; what lies elsewhere stays.
+
+        `TypeError` for objects that may hold arrays where nobody sees them.
+        """
+        if isinstance(value, np.ndarray):
+            at = value.__array_interface__["data"][0]
+            for mine, other in ((self._device, to._device), (self.host, to.host)):
+                offset = at - mine.__array_interface__["data"][0]
+                if 0 <= offset < len(mine):
+                    return np.ndarray(value.shape, value.dtype, other, offset, value.strides)
+            return value
+        if isinstance(value, tuple):
+            items = [self.moved(each, to) for each in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if value is None or isinstance(value, int | float | complex | str | bytes | np.generic):
+            return value
+        raise TypeError(f"a {type(value).__name__} may hold arrays")
+
     def free(self) -> None:
         self._device = self.host = np.empty(0, np.uint8)
         self.block = None

@@ -126,7 +126,7 @@ class _Program:
         marks = last_kernels(sliced.nodes, known.bounds)
         confined = known.stretch_in_window <= self._loader.tuning.most_window_stretch
         for k, lane in enumerate(loaded.lanes):
-            program = self._capture(lane, known.cuts, marks) if k > 0 or marks else sliced
+            program = self._again(sliced, lane, known.cuts, marks) if k > 0 or marks else sliced
             with self._times.phase("cut"):
                 loaded.launches[k].append(backend.cut(program, known.bounds, lane, confined))
             with self._times.phase("first launches"):
@@ -146,6 +146,15 @@ class _Program:
             program = self._backend.capture(lane, self._loaded.weights, self._batch, cuts, marks)
         self._captured.callback(self._backend.discard, program)
         return program
+
+    def _again(self, program: Program, lane: Lane, cuts: Cuts, marks: Marks) -> Program:
+        """What lane 0 has, on another lane."""
+        with self._times.phase("capture"):
+            found = self._backend.captured_again(program, self._loaded.lanes[0], lane, marks)
+        if found is None:
+            return self._capture(lane, cuts, marks)
+        self._captured.callback(self._backend.discard, found)
+        return found
 
     def _plan(self, first: Program, alone: bool) -> ProgramProfile:
         """Decides where to cut, from the times of the nodes, and measures the result."""

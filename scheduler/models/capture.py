@@ -6,7 +6,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,10 @@ class Recorded:
         elif self.target is not None and not _same_memory(self.target, self.source):
             np.copyto(self.target, self.source)
         return None
+
+    def moved(self, move: Callable[[Any], Any]) -> Recorded:
+        """The same with other arrays: `move` says which."""
+        return replace(self, values=move(self.values), target=move(self.target), source=move(self.source))
 
     def prepare(self) -> Callable[[], Any] | None:
         """`run` with all done that can be done once: without its cost, and where floating-point warnings are off.

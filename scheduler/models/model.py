@@ -21,9 +21,9 @@ __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
 class Model:
     """A model to be served: `fn(weights, inputs, outputs)` launches kernels over three dicts of device arrays.
 
-    Inputs and outputs have the batch as their leading axis. The function runs once for every lane and batch size while
-    what it launches is captured, so it must not wait, copy to the host or depend on data; `pp.empty` inside it takes
-    scratch memory from the lane.
+    Inputs and outputs have the batch as their leading axis. The function runs for every batch size, and on a real GPU
+    for every lane, while what it launches is captured, so it must not wait, copy to the host or depend on data;
+    `pp.empty` inside it takes scratch memory from the lane.
 
     >>> def double(weights, inputs, outputs):
     ...     scale[(1,)](inputs["x"], outputs["y"], 2.0, N=64)

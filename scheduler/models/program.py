@@ -60,6 +60,13 @@ class Program:
         return self._content
 
 
+    def for_lane(self, lane: int, body: Any, marks: Marks) -> Program:
+        """The same nodes in another lane's memory."""
+        made = Program(self.model, lane, self.batch, self.nodes, self.chain, body, marks=marks)
+        made._content = self.content()
+        return made
+
+
 def content_digest(nodes: Iterable[Node]) -> str:
     return cache.digest(*(repr(node) for node in nodes))
 
