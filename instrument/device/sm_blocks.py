@@ -19,16 +19,21 @@ from paellapy.instrument.device.sm_layout import (
     DURATION,
     ENDED,
     ENDS_BY_TIMER,
+    EPOCH,
     F_BLOCKS,
     F_REGISTERS,
     F_SHARED,
     F_THREADS,
     FIRST,
+    FLAG,
     FREED,
+    IDS,
     JITTER,
     KERNEL,
     LATENCY,
     LAUNCH_ID,
+    LEFT,
+    NOT_RUN,
     NOTIFY,
     NOW,
     P_SERVED,
@@ -93,19 +98,29 @@ def start_block(s: State, handle: int, sm: int) -> None:
     slot = s.stack[sm, s.free[sm, F_BLOCKS]]
     s.slot[slot, B_COMMAND] = handle
     s.slot[slot, B_BLOCK] = block
-    s.lines[sm].started += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
-    change_warps(s, sm, s.ci[i, WARPS])
     if block == 0:
         s.cf[i, START] = now
     if block + 1 == s.ci[i, BLOCKS]:
         s.cf[i, NOTIFY] = now
+    number = s.ci[i, FIRST] + block
+    if s.ci[i, FLAG] > 0:
+        number = s.ids[s.ci[i, IDS] + block]
+        if s.flag[s.ci[i, FLAG]] >= s.ci[i, EPOCH]:
+            # It looks at the flag, notes its number and exits: no counter and no trace has it.
+            s.ids[s.ci[i, IDS] + s.ci[i, BLOCKS] + s.ci[i, LEFT]] = number
+            s.ci[i, LEFT] += 1
+            s.slot[slot, B_PENDING] = NOT_RUN
+            set_timer(s, now + max(s.cf[i, LATENCY], 1.0), slot)
+            return
+    s.lines[sm].started += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+    change_warps(s, sm, s.ci[i, WARPS])
     row = s.ci[i, TRACE]
     if row >= 0:
         record = s.trace[row + block]
         record.launch = s.ci[i, LAUNCH_ID]
         record.kernel = s.ci[i, KERNEL]
         record.sm = sm
-        record.block = s.ci[i, FIRST] + block
+        record.block = number
         record.start_ns = np.int64(np.floor(now))
     duration = s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], DURATION]
     if duration >= 0.0:
@@ -120,8 +135,8 @@ def start_block(s: State, handle: int, sm: int) -> None:
 
 @inlined
 def slot_timer(s: State, slot: int) -> None:
-    """A block's timer ran out: its recorded duration is over, or its latency is and its work begins to flow."""
-    if s.slot[slot, B_PENDING] == ENDS_BY_TIMER:
+    """A block's timer ran out: its recorded duration is over, or it does not run, or its work begins to flow."""
+    if s.slot[slot, B_PENDING] < 0:
         end_block(s, slot)
         return
     handle = s.slot[slot, B_COMMAND]
@@ -156,16 +171,17 @@ def end_block(s: State, slot: int) -> None:
     handle = s.slot[slot, B_COMMAND]
     i = handle & (s.ci.shape[0] - 1)
     sm = slot // s.stack.shape[1]
-    row = s.ci[i, TRACE]
-    if row >= 0:
-        s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(s.t[NOW]))
+    if s.slot[slot, B_PENDING] != NOT_RUN:
+        row = s.ci[i, TRACE]
+        if row >= 0:
+            s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(s.t[NOW]))
+        s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
+        change_warps(s, sm, -s.ci[i, WARPS])
     s.stack[sm, s.free[sm, F_BLOCKS]] = slot
     s.free[sm, F_BLOCKS] += 1
     s.free[sm, F_THREADS] += s.ci[i, THREADS]
     s.free[sm, F_REGISTERS] += s.ci[i, REGISTERS]
     s.free[sm, F_SHARED] += s.ci[i, SHARED]
-    s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
-    change_warps(s, sm, -s.ci[i, WARPS])
     make_dirty(s, sm)
     s.g[FREED] += 1
     s.g[BLOCK_EVENTS] += 1

@@ -29,9 +29,10 @@ T_SIZE = 10
 
 # State.ci: a command's integers; State.cf: its times
 (KIND, STREAM, PRIORITY, LINK, STATUS, BLOCKS, PLACED, ENDED, WARPS, THREADS, REGISTERS, SHARED, CLUSTER, COST,
- COST_STRIDE, TRACE, LAUNCH_ID, KERNEL, FIRST, EVENT, GRAPH, REPORT, DONE_LINK, BLOCKED_AT, ENGINE, WINDOW,
- ) = range(26)  # fmt: skip
-CI_SIZE = 26
+ COST_STRIDE, TRACE, LAUNCH_ID, KERNEL, FIRST, EVENT, GRAPH, REPORT, DONE_LINK, BLOCKED_AT, ENGINE, WINDOW, FLAG,
+ EPOCH, IDS, LEFT,
+ ) = range(30)  # fmt: skip
+CI_SIZE = 30
 SUBMIT, LATENCY, START, NOTIFY, FINISH = range(5)
 CF_SIZE = 5
 LAUNCH, COPY, RECORD, WAIT = range(4)
@@ -49,7 +50,7 @@ E_RECORDED, E_FIRED, E_WAITERS = range(3)
 # State.free and State.slot
 F_THREADS, F_REGISTERS, F_SHARED, F_BLOCKS = range(4)
 B_COMMAND, B_BLOCK, B_PENDING = range(3)
-ENDS_BY_TIMER = -1
+ENDS_BY_TIMER, NOT_RUN = -1, -2  # instead of a number of pending pools
 
 # State.window: so many SMs from the first on, around the end (number 0: all), and the last PASS of `place` that found
 # no room there
@@ -89,6 +90,8 @@ class State(NamedTuple):
     free: Ints  # per SM
     gpc: Ints  # first SM of each GPC, and the number of SMs
     window: Ints  # ranges of SMs; a command's WINDOW says to which its blocks are confined
+    flag: Ints  # words that launches look at when a block starts; 0 is nobody's
+    ids: Ints  # of a launch under a flag: its blocks' numbers, then room for those of the LEFT blocks that did not run
     stack: Ints  # free slots of each SM
     slot: Ints
     dirty: Ints  # list of SMs changed behind the placement tree's back since it was last looked at, and their flags

@@ -21,6 +21,7 @@ from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import Costs, cost_table
+from paellapy.instrument.device.sm_flags import Flags
 from paellapy.instrument.device.sm_program import Commands, Kernel, Placed, Program
 from paellapy.instrument.device.sm_state import (
     doubled,
@@ -78,6 +79,7 @@ class SmModel:
         self._graphs = 0
         self._trace_rows = 0
         self._costs = Costs()
+        self._flags = Flags()
         self._windows: dict[tuple[int, int], int] = {}
         self._footprints: dict[tuple[int, int, int, int, int], tuple[int, int, int, int]] = {}
         self._s = new_state(part, self.timing, seed, backfill, lines)
@@ -112,6 +114,27 @@ class SmModel:
             self._windows[first, n] = number
         return self._windows[first, n]
 
+    def flag(self) -> int:
+        """A new flag. Blocks of launches under it do not run if they start while its word is not below their epoch."""
+        self._s, number = self._flags.make(self._s)
+        return number
+
+    def set_flag(self, flag: int, word: int) -> None:
+        """The flag's word, from now on."""
+        self._s.flag[self._flags.check(flag)] = word
+
+    def left(self, handle: int) -> NDArray[np.int64]:
+        """The numbers of the blocks of a launch under a flag that have not run because of it, in order of start."""
+        return self._flags.left(self._s, self._row(handle))
+
+    def take_left(self, handle: int) -> NDArray[np.int64]:
+        """The same of a launch that is over, once: the model keeps them no longer."""
+        if not self.done(handle):
+            raise LaunchError(f"launch {handle} is not over: blocks of it may still be kept from running")
+        left = self.left(handle)
+        self._flags.release(self._s, self._row(handle))
+        return left
+
     def graph(self) -> int:
         """A number for launches that belong to one graph: consecutive ones follow each other at the graph's pace."""
         self._graphs += 1
@@ -138,14 +161,18 @@ class SmModel:
         warps, whole, allocated, shared = self._footprint(kernel, window)
         n_blocks = kernel.n_blocks
         self._s, row, stride = self._costs.of_launch(self._s, self._base, n_blocks, kernel.cost, kernel.duration_ns)
+        flag, epoch, ids = 0, 0, -1
+        if kernel.under is not None:
+            flag, epoch = kernel.under.flag, kernel.under.epoch
+            self._s, ids = self._flags.keep(self._s, kernel)
         handle, i = self._reserve()
         latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
-        # The order of sm_layout's columns, KIND to WINDOW and SUBMIT to FINISH: one assignment is five times faster.
+        # The order of sm_layout's columns, KIND to LEFT and SUBMIT to FINISH: one assignment is five times faster.
         self._s.ci[i] = (lay.LAUNCH, stream, self._priorities[stream], -1, lay.QUEUED, n_blocks, 0, 0, warps, whole,
                          allocated, shared, kernel.cluster, row, stride, trace_row, number, kernel.kernel, kernel.first,
-                         0, graph, report, -1, -1, 0, window)  # fmt: skip
+                         0, graph, report, -1, -1, 0, window, flag, epoch, ids, 0)  # fmt: skip
         self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
         return handle
 
@@ -170,6 +197,8 @@ class SmModel:
             row += len(table)
         if not kernels:
             raise LaunchError("a program without kernels: give it at least one")
+        if any(each.under is not None for each in kernels):
+            raise LaunchError("a program's kernels cannot be preempted one by one: launch them with `launch`")
         ints[:, [lay.LINK, lay.TRACE, lay.DONE_LINK, lay.BLOCKED_AT]] = -1
         ints[:, lay.WINDOW] = window
         ints[-1, lay.REPORT] = 1

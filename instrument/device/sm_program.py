@@ -12,6 +12,18 @@ from paellapy.instrument.device.sm_costs import BlockCost
 
 
 @dataclass(frozen=True, slots=True)
+class Under:
+    """The flag a launch looks at when its blocks start. They do not run while the flag's word is not below `epoch`.
+
+    `blocks` are the numbers of the launch's blocks in their grid, in order of start.
+    """
+
+    flag: int
+    epoch: int
+    blocks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One launch, less the stream and the time. Its blocks take `cost` at shared rates, or exactly `duration_ns`."""
 
@@ -25,6 +37,7 @@ class Kernel:
     cluster: int = 1
     kernel: int = 0
     first: int = 0  # number of the first block: a slice of a larger grid begins there
+    under: Under | None = None  # where its blocks may be kept from running
 
 
 @dataclass(slots=True)

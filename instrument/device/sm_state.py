@@ -50,6 +50,8 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         free=np.tile(np.array([sm.threads, sm.registers, sm.shared_bytes, sm.blocks], np.int64), (n, 1)),
         gpc=np.concatenate([[0], np.cumsum(part.gpc_sms)]).astype(np.int64),
         window=window,
+        flag=np.zeros(64, np.int64),
+        ids=np.zeros(1024, np.int64),
         # The stack's top is taken first: slot 0 of an SM before its others.
         stack=np.arange(slots).reshape(n, sm.blocks)[:, ::-1].copy(),
         slot=np.zeros((slots, 3), np.int64),

@@ -1,0 +1,67 @@
+"""Flags of the SM model: words that launches look at, and the blocks that did not run because of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.preemption import MOST_EPOCHS
+from paellapy.instrument.device.sm_program import Kernel
+from paellapy.instrument.device.sm_state import doubled
+from paellapy.instrument.errors import LaunchError
+
+
+class Flags:
+    """The flags made so far, and the rows of the state's block numbers that are in use."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._rows = 0
+        self._launches = 0  # whose left blocks nobody has taken yet
+
+    def make(self, s: lay.State) -> tuple[lay.State, int]:
+        """A new flag, at 0: no launch is preempted."""
+        self._made += 1
+        if self._made == len(s.flag):
+            s = s._replace(flag=doubled(s.flag))
+        s.flag[self._made] = 0
+        return s, self._made
+
+    def check(self, flag: int) -> int:
+        if not 1 <= flag <= self._made:
+            raise LaunchError(f"no flag {flag}: there are {self._made}; make one with `flag()`")
+        return flag
+
+    def keep(self, s: lay.State, kernel: Kernel) -> tuple[lay.State, int]:
+        """Room for the numbers of a launch's blocks and of those left; where it is."""
+        under = kernel.under
+        assert under is not None
+        self.check(under.flag)
+        if kernel.cluster > 1:
+            raise LaunchError("a launch with clusters cannot be preempted: the blocks of a cluster run together")
+        if not 1 <= under.epoch <= MOST_EPOCHS:
+            raise LaunchError(f"a launch's epoch is a number from 1 to {MOST_EPOCHS}, not {under.epoch}")
+        if under.blocks.shape != (kernel.n_blocks,):
+            raise LaunchError(f"{len(under.blocks)} numbers for {kernel.n_blocks} blocks: give each block one")
+        row = self._rows
+        while row + 2 * kernel.n_blocks > len(s.ids):
+            s = s._replace(ids=doubled(s.ids))
+        s.ids[row : row + kernel.n_blocks] = under.blocks
+        self._rows += 2 * kernel.n_blocks
+        self._launches += 1
+        return s, row
+
+    def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
+        """The numbers of the blocks that did not run so far, of the launch in row `i`."""
+        if not s.ci[i, lay.FLAG]:
+            raise LaunchError("a launch without a flag leaves no block out, and one's blocks are handed over only once")
+        row = s.ci[i, lay.IDS] + s.ci[i, lay.BLOCKS]
+        return s.ids[row : row + s.ci[i, lay.LEFT]].copy()
+
+    def release(self, s: lay.State, i: int) -> None:
+        """The room of the launch in row `i`, which is over, may be used again."""
+        s.ci[i, lay.FLAG] = 0
+        self._launches -= 1
+        if self._launches == 0:
+            self._rows = 0
