@@ -1,13 +1,14 @@
 """`Kernel`: what `pp.kernel` returns. Binds arguments, picks the variant the moment asks for, launches it.
 
 A kernel exists in variants: plain, or reporting at some level, whole or sliced. Outside a trace it runs at its own
-level; inside `trace()` it runs at level `trace`.
+level; inside `trace()` it runs at level `trace`. `kernel.preemptible` launches variants that can be preempted.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import index, itemgetter
 from typing import Any, Literal, NoReturn, overload
 
@@ -16,12 +17,15 @@ from paellapy.instrument.arguments import Handlers
 from paellapy.instrument.autotune import Tuner
 from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.cuda_source import CudaSource
-from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.base import Device, Launcher, check_grid
 from paellapy.instrument.device.parts import limits_for_capability
+from paellapy.instrument.device.preemption import Work
 from paellapy.instrument.errors import ArgumentError, InstrumentError
 from paellapy.instrument.occupancy import Occupancy, occupancy
 from paellapy.instrument.passes import Exits, PassConfig, Report
+from paellapy.instrument.preempt import Preemptible, Prepared
 from paellapy.instrument.triton_source import TritonSource
+from paellapy.instrument.turnaround import Wave
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
@@ -39,6 +43,7 @@ class Kernel:
         self.report, self.exits = report, exits
         PassConfig(report, exits=exits)  # what is unknown is refused here, not at the first launch
         self._launchers: dict[Any, Launcher] = {}
+        self._waves: dict[Any, Wave] = {}  # how long a wave of a preemptible variant takes
 
     name: str
     _launched = "[grid]"  # how, beside its name
@@ -51,8 +56,18 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}{self._launched}>"
 
-    def _config(self, device: Device, sliced: bool) -> PassConfig:
-        return PassConfig("trace" if device.session is not None else self.report, sliced, self.exits)
+    @property
+    def preemptible(self) -> Preemptible:
+        """`kernel.preemptible[grid](…)` launches so that the launch can be preempted and resumed."""
+        return Preemptible(self)
+
+    def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
+        """A launch that can be preempted, ready to be made."""
+        raise NotImplementedError
+
+    def _config(self, device: Device, sliced: bool, preempt: bool = False) -> PassConfig:
+        level: Report | None = "trace" if device.session is not None else self.report
+        return PassConfig(level, sliced, self.exits, preempt=preempt)
 
     def _limits(self, target: str) -> Any:
         number = triton_source.target_capability(target)
@@ -111,6 +126,25 @@ class TritonKernel(Kernel):
             _check_part(self.name, grid, part)
         return launcher(grid, values, part=part)
 
+    def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
+        if self._tuner is not None:
+            trial = functools.partial(self._trial, device, configuration, args)
+            kwargs = self._tuner.choose(device, args, kwargs, trial)
+        values, key, options = self._bind(device, args, kwargs)
+        if options:
+            key = self._with_options(key, options)
+
+        def launcher(sliced: bool) -> Launcher:
+            known = self._launchers.get((key, device.session is None, not sliced, device, "preempt"))
+            return known or self._prepare(device, values, key, options, sliced, preempt=True)
+
+        grid = configuration
+        if callable(grid):
+            grid = grid(self._source.named(*args, **kwargs))
+        work = _work(self.name, _as_grid(grid), values, device)
+        held = functools.partial(_blocks_at_once, device, launcher, work)
+        return Prepared(self.name, work, launcher, held, self._waves, (key, device), (args, kwargs))
+
     def _bind(
         self, device: Device | type[_NoDevice], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
@@ -129,12 +163,19 @@ class TritonKernel(Kernel):
         return key
 
     def _prepare(
-        self, device: Device, values: Sequence[Any], key: Any, options: dict[str, Any], sliced: bool
+        self,
+        device: Device,
+        values: Sequence[Any],
+        key: Any,
+        options: dict[str, Any],
+        sliced: bool,
+        preempt: bool = False,
     ) -> Launcher:
         source = self._compile_source(values, key, options, device.target)
-        config = self._config(device, sliced)
+        config = self._config(device, sliced, preempt)
         launcher = device.prepare(source, config, _picker(source, values))
-        self._launchers[key, device.session is None, not sliced, device] = launcher
+        which = (key, device.session is None, not sliced, device)
+        self._launchers[(*which, "preempt") if preempt else which] = launcher
         return launcher
 
     def _compile_source(self, values: Sequence[Any], key: Any, options: dict[str, Any], target: str) -> Source:
@@ -211,8 +252,7 @@ class CudaKernel(Kernel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if kwargs:
-            raise ArgumentError(f"CUDA kernel {self.name!r} takes arguments by position, not as {next(iter(kwargs))}=…")
+        self._refuse_keywords(kwargs)
         device = Device.current()
         launcher = self._launchers.get((device.session is None, part is None, device))
         source = self._source.source(device.target)
@@ -223,6 +263,26 @@ class CudaKernel(Kernel):
         if part is not None:
             _check_part(self.name, grid, part)
         return launcher(grid, values, block, shared_bytes, part)
+
+    def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
+        self._refuse_keywords(kwargs)
+        grid, block, shared_bytes = self._configuration(configuration)
+        source = self._source.source(device.target)
+
+        def launcher(sliced: bool) -> Launcher:
+            key = (device.session is None, not sliced, device, "preempt")
+            if key not in self._launchers:
+                self._launchers[key] = device.prepare(source, self._config(device, sliced, preempt=True), _everything)
+            return self._launchers[key]
+
+        values = cuda_source.bind_values(self.name, source.metadata["codes"], args, device.handlers)
+        work = replace(_work(self.name, grid, values, device), block=block, shared_bytes=shared_bytes)
+        held = functools.partial(_blocks_at_once, device, launcher, work)
+        return Prepared(self.name, work, launcher, held, self._waves, (block, shared_bytes, device), args)
+
+    def _refuse_keywords(self, kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise ArgumentError(f"CUDA kernel {self.name!r} takes arguments by position, not as {next(iter(kwargs))}=…")
 
     def compile(
         self, target: str | None = None, report: Report | Literal["own"] | None = "own", sliced: bool = False
@@ -316,6 +376,20 @@ def _as_grid(grid: Any) -> tuple[int, ...]:
     if not 1 <= len(found) <= 3:
         raise ArgumentError(f"a grid is one to three integers, not {grid!r}")
     return found
+
+
+def _work(name: str, grid: tuple[int, ...], values: Sequence[Any], device: Device) -> Work:
+    x, y, z = (*grid, 1, 1)[:3]
+    check_grid(name, (x, y, z))
+    return Work((x, y, z), values, device.current_stream())
+
+
+def _blocks_at_once(device: Device, launcher: Callable[[bool], Launcher], work: Work) -> int:
+    """Blocks of a preemptible variant that the GPU holds at once."""
+    compiled = launcher(True).compiled
+    threads = compiled.source.threads or functools.reduce(lambda a, b: a * b, work.block)
+    shared_bytes = compiled.shared_bytes + work.shared_bytes
+    return occupancy(device.limits, threads, compiled.registers, shared_bytes).blocks_per_sm * device.sm_count
 
 
 def _check_part(name: str, grid: Sequence[int], part: tuple[int, int]) -> None:

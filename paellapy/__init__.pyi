@@ -7,6 +7,7 @@ from .instrument.device import Array as Array
 from .instrument.device import Device as Device
 from .instrument.device import Stream as Stream
 from .instrument.device import devices as devices
+from .instrument.device.preemption import Flag as Flag
 from .instrument.errors import (
     ArgumentError as ArgumentError,
 )
@@ -51,9 +52,11 @@ from .instrument.kernel import (
 )
 from .instrument.live import Counts as Counts
 from .instrument.live import counts as counts
+from .instrument.preempt import PreemptibleLaunch as PreemptibleLaunch
 from .instrument.torch_hook import instrument_torch as instrument_torch
 from .instrument.trace import Trace as Trace
 from .instrument.tracing import trace as trace
+from .instrument.turnaround import Turnaround as Turnaround
 from .scheduler.core.profiles import (
     ModelProfile as ModelProfile,
 )

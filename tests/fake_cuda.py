@@ -13,12 +13,13 @@ import math
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as real
 
-from paellapy.instrument.records import DESCRIPTOR
+from paellapy.instrument.records import DESCRIPTOR, LEFT_HEAD_BYTES
 
 _ids = itertools.count(1000)
 _OK = real.CUresult.CUDA_SUCCESS
@@ -69,6 +70,7 @@ class FakeCuda:
         self.ended_inside: Counter[int] = Counter()
         self.launched: set[int] = set()
         self.made: set[int] = set()  # streams
+        self.on_block: Callable[[int], object] = lambda number: None  # before a block looks at its flag
         self._memory: list[Any] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
         self.library_graph_launch = prototype(self._library_graph_launch)
@@ -98,11 +100,31 @@ class FakeCuda:
             self.events[f["event"]] = time.perf_counter_ns()
         elif self.functions.get(f["function"]) == "scale":
             self.confined[f.get("context", 0)] += 1
-            _scale(f["parameters"], f["grid"][0])
+            for first, count in self._runs(f["parameters"], f["grid"][0]):
+                _scale(f["parameters"], first, count)
         elif self.functions.get(f["function"]) == "probe":
             (address,) = struct.unpack("<Q", f["parameters"])
             ctypes.c_uint64.from_address(address).value = time.perf_counter_ns()
             ctypes.c_uint32.from_address(address + 8).value = 132
+
+    def _runs(self, parameters: bytes, blocks: int) -> list[tuple[int, int]]:
+        """The blocks that run, as (first, how many). Where there is a flag they look at it, one by one."""
+        descriptor = _descriptor(parameters)
+        if descriptor is None or not descriptor["flag"]:
+            return [(int(descriptor["first"]) if descriptor is not None else 0, blocks)]
+        flag, left = (ctypes.c_uint32.from_address(int(descriptor[name])) for name in ("flag", "left"))
+        ran = []
+        for k in range(blocks):
+            number = int(descriptor["first"]) + k
+            if descriptor["todo"]:
+                number = ctypes.c_uint32.from_address(int(descriptor["todo"]) + 4 * k).value
+            self.on_block(number)
+            if flag.value < descriptor["epoch"]:
+                ran.append((number, 1))
+                continue
+            ctypes.c_uint32.from_address(int(descriptor["left"]) + LEFT_HEAD_BYTES + 4 * left.value).value = number
+            left.value += 1
+        return ran
 
     def _library_graph_launch(self, executable: int, stream: int) -> int:
         known = stream in self.made
@@ -245,6 +267,10 @@ class FakeCuda:
     def cuStreamWaitValue64(self, stream, address, value, flags):
         return (_OK,)
 
+    def cuStreamWriteValue32(self, stream, address, value, flags):
+        ctypes.c_uint32.from_address(int(address)).value = value
+        return (_OK,)
+
     def cuThreadExchangeStreamCaptureMode(self, mode):
         return _OK, mode
 
@@ -273,6 +299,12 @@ class FakeCuda:
 
     def cuEventRecord(self, event, stream):
         self.events[int(event)] = time.perf_counter_ns()
+        return (_OK,)
+
+    def cuEventQuery(self, event):
+        return (_OK,)
+
+    def cuEventSynchronize(self, event):
         return (_OK,)
 
     def cuEventElapsedTime(self, start, end):
@@ -445,13 +477,18 @@ class _Library:
         self.cuGraphLaunch = fake.library_graph_launch
 
 
-def _scale(parameters: bytes, blocks: int) -> None:
-    x, out, factor, n = struct.unpack_from("<QQfi", parameters)
+def _descriptor(parameters: bytes) -> Any:
+    """What `scale` is told beside its own parameters, if anything."""
     own = struct.calcsize("<QQfiQQ")
-    descriptor = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
-    first = int(descriptor["first"][0]) if len(descriptor) else 0
-    if len(descriptor) and descriptor["notify"][0]:
-        ctypes.c_uint64.from_address(int(descriptor["notify"][0])).value = 1
+    found = np.frombuffer(parameters[own : own + DESCRIPTOR.itemsize], DESCRIPTOR)
+    return found[0] if len(found) else None
+
+
+def _scale(parameters: bytes, first: int, blocks: int) -> None:
+    x, out, factor, n = struct.unpack_from("<QQfi", parameters)
+    descriptor = _descriptor(parameters)
+    if descriptor is not None and descriptor["notify"]:
+        ctypes.c_uint64.from_address(int(descriptor["notify"])).value = 1
     low, high = first * _BLOCK, min(n, (first + blocks) * _BLOCK)
     if high > low:
         source, target = (np.ctypeslib.as_array((ctypes.c_float * high).from_address(a)) for a in (x, out))
@@ -460,12 +497,12 @@ def _scale(parameters: bytes, blocks: int) -> None:
 
 def install() -> FakeCuda:
     """Puts the fake in the driver's place, for the rest of the process."""
-    from paellapy.instrument.device import cuda, cuda_launch, cuda_memory
+    from paellapy.instrument.device import cuda, cuda_launch, cuda_memory, cuda_preempt
     from paellapy.instrument.device import driver as driver_module
 
     fake = FakeCuda()
     library = _Library(fake)
-    for module in (driver_module, cuda, cuda_launch, cuda_memory):
+    for module in (driver_module, cuda, cuda_launch, cuda_memory, cuda_preempt):
         module.driver = lambda: fake
         if hasattr(module, "library"):
             module.library = lambda: library

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Handlers
-from paellapy.instrument.compiled import Source
+from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.device.parts import SmLimits
-from paellapy.instrument.errors import ArgumentError, NoDeviceError
+from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
+from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import Records
 
@@ -76,6 +77,8 @@ def check_grid(kernel: str, grid: Sequence[int]) -> None:
 class Launcher(ABC):
     """A kernel loaded on a device, ready to be launched with bound values."""
 
+    compiled: Compiled
+
     @abstractmethod
     def __call__(
         self,
@@ -86,6 +89,10 @@ class Launcher(ABC):
         part: tuple[int, int] | None = None,
     ) -> Any:
         """Launches on the device's current stream. `part` = (first, count) runs only those blocks of the grid."""
+
+    def under(self, flag: Any, work: Work, blocks: Blocks) -> Run:
+        """Launches some blocks under a flag, on the work's own stream. For kernels built with `preempt`."""
+        raise LaunchError(f"{type(self).__name__} launches nothing under a flag")
 
 
 class Capture(ABC):
@@ -241,6 +248,10 @@ class Device(ABC):
             self.capture.refuse(doing)
 
     # -- kernels and their reports
+
+    def flag(self) -> Flag:
+        """A flag to preempt launches with."""
+        raise LaunchError(f"{self.name} has no flags to preempt launches with")
 
     @abstractmethod
     def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from paellapy.instrument.compiled import Source
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
@@ -178,6 +180,13 @@ class CudaDevice(Device):
         check(driver().cuCtxSynchronize(), "running kernels")
 
     # -- kernels and their reports
+
+    def flag(self) -> CudaFlag:
+        return self._preemption.flag()
+
+    @functools.cached_property
+    def _preemption(self) -> Preemption:
+        return Preemption(self)
 
     def prepare(
         self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]

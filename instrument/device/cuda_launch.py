@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cuda_memory import CudaArray
+from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.parts import SmLimits
+from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.errors import ArgumentError, LaunchError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
@@ -25,7 +27,8 @@ _DEFAULT_SHARED_LIMIT = 48 * 1024
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
-_FIRST, _LAUNCH, _NOTIFY = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify"))
+_PREEMPT = struct.Struct("<I4x3Q")  # epoch, flag, left, todo: neighbours in the descriptor
+_FIRST, _LAUNCH, _NOTIFY, _EPOCH = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "epoch"))
 
 
 class Gpu(Protocol):
@@ -38,6 +41,8 @@ class Gpu(Protocol):
     lines: CudaArray
     rings: CudaArray | None
 
+    @property
+    def stream_stack(self) -> list[int]: ...
     def activate(self) -> None: ...
     def current_stream(self) -> int: ...
     def prepare(
@@ -134,6 +139,7 @@ class CudaLauncher(Launcher):
         block: tuple[int, ...] = (),
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
+        words: tuple[int, int, int, int] | None = None,
     ) -> Notification | None:
         # One long function: every call on this path costs a launch of a few microseconds some of them.
         device = self.device
@@ -171,6 +177,8 @@ class CudaLauncher(Launcher):
         if self._trace:
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
+        if words is not None:
+            _PREEMPT.pack_into(buffer.bytes, self._descriptor_at + _EPOCH, *words)
         notification = self._to_be_notified(buffer) if self._notify else None
         if self._sliced:
             gx, gy, gz = count, 1, 1
@@ -188,6 +196,19 @@ class CudaLauncher(Launcher):
         if status:
             fail(status, f"launching kernel {self.compiled.name!r} on grid {grid} with blocks of {(bx, by, bz)}")
         return notification
+
+    def under(self, flag: CudaFlag, work: Work, blocks: Blocks) -> CudaRun:
+        """Launches some blocks under a flag, on the work's own stream."""
+        streams = self.device.stream_stack
+        streams.append(work.stream)
+        try:
+            run = CudaRun(flag, work, blocks)
+            part = run.part if self._sliced else None
+            self(work.grid, work.values, work.block, work.shared_bytes, part, run.words)
+            run.launched()
+        finally:
+            streams.pop()
+        return run
 
     def _to_be_notified(self, buffer: _ParamBuffer) -> Notification | None:
         """Gives the launch a word to write to; None where a capture has one of its own."""

@@ -3,13 +3,16 @@
 A launch computes its data at once, in the order of the host's calls; that order respects every event and stream, since
 a wait can only name what was recorded before. Its blocks then enter the SM model with what each of them cost, and time
 passes there: a host clock of its own advances with every call, so that the same program gives the same trace anywhere.
+A launch that may be preempted is the exception: its data is computed when it is over, and a launch that follows it on
+its stream waits for that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -21,6 +24,7 @@ from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import part
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualLauncher
+from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
@@ -32,7 +36,9 @@ class VirtualArray(np.ndarray[Any, Any]):
     """Memory of a virtual GPU: a NumPy array that also answers as arrays of a real GPU do."""
 
     def numpy(self) -> NDArray[Any]:
-        """A copy on the host."""
+        """A copy on the host, once everything submitted to the current stream is done."""
+        for device in list(VirtualDevice.deferring):
+            device.finish(device.current_stream())
         return np.array(self, subok=False)
 
     def set(self, data: NDArray[Any]) -> None:
@@ -46,6 +52,7 @@ class VirtualDevice(Device):
     """`Device("virtual:h200")`; the parts are in parts.py."""
 
     first = "h200"
+    deferring: ClassVar[WeakSet[VirtualDevice]] = WeakSet()  # those with runs whose data is not computed yet
 
     def _setup(self, which: str) -> None:
         self.part = part(which or "h200")
@@ -61,6 +68,7 @@ class VirtualDevice(Device):
         self._ring_size = 0
         self._lines_before = self.model.lines.copy()
         self.noted: list[NotedLaunch] | None = None  # launches with their costs, while somebody wants them
+        self.runs: list[VirtualRun] = []  # launches that may be preempted, whose data is not computed yet
 
     # -- memory and order
 
@@ -104,6 +112,24 @@ class VirtualDevice(Device):
 
     def wait_until(self, ns: float) -> None:
         self._host_ns = max(self._host_ns, ns)
+        self.settle()
+
+    # -- launches that may be preempted
+
+    def flag(self) -> VirtualFlag:
+        return VirtualFlag(self)
+
+    def settle(self) -> None:
+        """Computes the data of runs that are over, in the order of their launches."""
+        while done := next((run for run in self.runs if self.model.done(run.handle)), None):
+            self.runs.remove(done)
+            done.settle()
+        (self.deferring.add if self.runs else self.deferring.discard)(self)
+
+    def finish(self, stream: int) -> None:
+        """Waits for the runs on a stream: what comes next may read what they compute."""
+        for run in [run for run in self.runs if run.stream == stream]:
+            run.wait()
 
     def clock_ns(self) -> int:
         return int(self.model.now_ns)
@@ -117,6 +143,7 @@ class VirtualDevice(Device):
 
     def counts(self) -> Records:
         self.model.run(max(self._host_ns, self.model.now_ns))
+        self.settle()
         return self.model.lines.copy()
 
     def begin_trace(self, records_per_sm: int) -> None:
@@ -160,10 +187,11 @@ class VirtualStream(Stream):
     def record(self) -> VirtualEvent:
         model = self.device.model
         event = model.record(self.handle, submit_ns=max(self.device.host_ns(), model.now_ns))
-        return VirtualEvent(self.device, event, model.last_handle)
+        return VirtualEvent(self.device, event, model.last_handle, self.handle)
 
     def wait(self, event: VirtualEvent) -> None:
         model = self.device.model
+        self.device.finish(event.stream)
         model.wait(self.handle, event.number, submit_ns=max(self.device.host_ns(), model.now_ns))
 
     def __enter__(self) -> Self:
@@ -175,13 +203,14 @@ class VirtualStream(Stream):
 
 
 class VirtualEvent(Event):
-    def __init__(self, device: VirtualDevice, number: int, handle: int) -> None:
-        self.device, self.number, self.handle = device, number, handle
+    def __init__(self, device: VirtualDevice, number: int, handle: int, stream: int) -> None:
+        self.device, self.number, self.handle, self.stream = device, number, handle, stream
         self._at_ns = math.nan
 
     def done(self) -> bool:
         model = self.device.model
         model.run(max(self.device.host_ns(), model.now_ns))
+        self.device.settle()
         return not math.isnan(self._at_ns) or model.done(self.handle)
 
     def synchronize(self) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paellapy.instrument.compiled import Compiled
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import Part
+from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
-from paellapy.instrument.device.sm_program import Kernel
-from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.device.sm_program import Kernel, Under
+from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
+from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.occupancy import occupancy
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
@@ -31,8 +35,13 @@ class Gpu(Protocol):
     session: Any
     noted: list[NotedLaunch] | None
 
+    runs: list[VirtualRun]
+
     def submit(self) -> float: ...
     def current_stream(self) -> int: ...
+    def wait_until(self, ns: float) -> None: ...
+    def settle(self) -> None: ...
+    def finish(self, stream: int) -> None: ...
 
 
 class VirtualNotification:
@@ -92,11 +101,43 @@ class VirtualLauncher(Launcher):
         if min(gx, gy, gz) == 0:
             return None  # an empty grid is no work, as in Triton
         first, count = part or (0, gx * gy * gz)
+        self.device.finish(self.device.current_stream())
         cost = self.evaluate(values, (gx, gy, gz), first, count)
         handle = self._place(cost, values, (gx, gy, gz), first, count)
         if self.compiled.config.notifies:
             return VirtualNotification(self.device.model, handle)
         return None
+
+    def under(self, flag: VirtualFlag, work: Work, blocks: Blocks) -> VirtualRun:
+        """Launches some blocks under a flag. Their costs are worked out now, their data once it is known who ran."""
+        if isinstance(blocks, tuple):
+            first, count = blocks
+            ids = np.arange(first, first + count)
+            costs = self._price(work, ids)
+        else:
+            assert isinstance(blocks, VirtualRun)
+            ids = np.sort(blocks.left())
+            costs = blocks.costs_of(ids)
+        under = Under(flag.number, flag.next_epoch(), ids)
+        handle = self._place(costs, work.values, work.grid, int(ids[0]), len(ids), under, work.stream)
+        arguments, program = self.pick(work.values), self.program
+
+        def compute(ran: NDArray[np.int64]) -> None:
+            program.run(arguments, work.grid, ran)
+
+        return VirtualRun(self.device, under, handle, work.stream, costs, compute)
+
+    def _price(self, work: Work, ids: NDArray[np.int64]) -> Records:
+        """What blocks cost, judged by the data there is; where that fails, what runs before them is waited for."""
+        arguments = self.pick(work.values)
+        price = functools.partial(self.program.run, arguments, work.grid, ids, record=False)
+        try:
+            return without_effects(arguments, price)
+        except PaellaError:
+            if all(run.stream != work.stream for run in self.device.runs):
+                raise
+        self.device.finish(work.stream)
+        return without_effects(arguments, price)
 
     def evaluate(self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> Records:
         """Computes the data of some blocks; what each of them cost."""
@@ -108,12 +149,21 @@ class VirtualLauncher(Launcher):
         """`evaluate` for the same arrays again and again, without its cost; None where nothing was recorded."""
         return self.program.prepare(self.pick(values), grid, range(first, first + count))
 
-    def _place(self, cost: Records, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> int:
+    def _place(
+        self,
+        cost: Records,
+        values: Sequence[Any],
+        grid: tuple[int, int, int],
+        first: int,
+        count: int,
+        under: Under | None = None,
+        stream: int | None = None,
+    ) -> int:
         device, compiled = self.device, self.compiled
         cluster = compiled.source.cluster
         submit = device.submit()
         session = device.session
-        stream = device.current_stream()
+        stream = device.current_stream() if stream is None else stream
         launch_id = 0
         if session is not None:
             gx, gy, gz = grid
@@ -128,6 +178,7 @@ class VirtualLauncher(Launcher):
             cost=self.block_cost(cost, values),
             cluster=cluster,
             first=first * cluster,
+            under=under,
         )
         if device.noted is not None:
             device.noted.append(NotedLaunch(self, grid, first, count, kernel.cost))

@@ -1,0 +1,187 @@
+"""Preemption on a real GPU: flags in device memory, written past all streams, and the lists of blocks that did not run.
+
+A flag in host memory would cost every block a round trip over PCIe. In device memory it costs one to L2, and the host
+writes it with a stream operation, on a stream of the highest priority that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device import cuda_memory
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
+from paellapy.instrument.records import LEFT_HEAD_BYTES
+
+_FLAG_BYTES = 128  # a cache line each
+_FLAGS = 256  # in one allocation
+_LEAST_BLOCKS = 256  # of a list
+_MOST_URGENT = 100  # more than any GPU has: the stream gets the highest priority there is
+
+
+@dataclass(eq=False, slots=True)
+class _Word:
+    """A flag's place in memory. The next flag there goes on with its numbers: it catches no launch made before."""
+
+    address: int
+    epoch: int = 0
+    ends: dict[int, CudaEvent] = field(default_factory=dict)  # of the last launch under it on each stream
+
+    def idle(self) -> bool:
+        return all(end.done() for end in self.ends.values())
+
+
+class Preemption:
+    """The flags of one GPU, the stream that writes them, and memory for the numbers of blocks."""
+
+    def __init__(self, device: cuda_memory.Gpu) -> None:
+        self.device = device
+        self._stream = CudaStream(device, _MOST_URGENT)
+        self._lock = threading.RLock()
+        self._slabs: list[CudaArray] = []
+        self._flags: list[_Word] = []  # that no flag stands for
+        self._lists: dict[int, list[CudaArray]] = {}  # free ones, by their size in bytes
+
+    def _cleared(self, nbytes: int) -> CudaArray:
+        """New memory, all zero whatever stream looks at it."""
+        made = CudaArray(self.device, (nbytes,), np.dtype(np.uint8))
+        cu = driver()
+        check(cu.cuMemsetD8Async(made.ptr, 0, nbytes, self._stream.handle), "clearing memory")
+        check(cu.cuStreamSynchronize(self._stream.handle), "clearing memory")
+        return made
+
+    def flag(self) -> CudaFlag:
+        with self._lock:
+            free = next((word for word in self._flags if word.idle()), None)
+            if free is None:
+                self._slabs.append(self._cleared(_FLAGS * _FLAG_BYTES))
+                self._flags += [_Word(self._slabs[-1].ptr + k * _FLAG_BYTES) for k in range(_FLAGS)]
+                free = self._flags[-1]
+            self._flags.remove(free)
+            return CudaFlag(self, free)
+
+    def give_back(self, word: _Word) -> None:
+        """The word of a flag that nobody holds any more."""
+        self._flags.append(word)
+
+    def write(self, address: int, word: int) -> None:
+        self.device.activate()
+        check(driver().cuStreamWriteValue32(self._stream.handle, address, word, 0), "setting a flag")
+
+    def read(self, address: int, words: int) -> NDArray[np.uint32]:
+        """Words of device memory, without waiting for other streams."""
+        target = np.empty(words, np.uint32)
+        if not words:
+            return target
+        cu = driver()
+        self.device.activate()
+        with self._lock:
+            stream = self._stream.handle
+            check(cu.cuMemcpyDtoHAsync(target.ctypes.data, address, target.nbytes, stream), "reading left blocks")
+            check(cu.cuStreamSynchronize(stream), "reading left blocks")
+        return target
+
+    def new_list(self, blocks: int, stream: int) -> CudaArray:
+        """Room for a counter, 0 for what comes next on the stream, and for the numbers of at least so many blocks."""
+        nbytes = LEFT_HEAD_BYTES + 4 * (1 << (max(blocks, _LEAST_BLOCKS) - 1).bit_length())
+        with self._lock:
+            free = self._lists.setdefault(nbytes, [])
+            used = free.pop() if free else None
+        if used is None:
+            return self._cleared(nbytes)
+        check(driver().cuMemsetD8Async(used.ptr, 0, 4, stream), "clearing a counter")
+        return used
+
+    def keep_list(self, made: CudaArray) -> None:
+        """Takes back a list that no launch refers to any more."""
+        self._lists[made.nbytes].append(made)
+
+
+class CudaFlag(Flag):
+    def __init__(self, preemption: Preemption, word: _Word) -> None:
+        super().__init__()
+        self.preemption, self._place, self._epoch = preemption, word, word.epoch
+        weakref.finalize(self, preemption.give_back, word)
+
+    @property
+    def address(self) -> int:
+        return self._place.address
+
+    def next_epoch(self) -> int:
+        self._place.epoch = super().next_epoch()
+        return self._place.epoch
+
+    def launched(self, stream: int, end: CudaEvent) -> None:
+        """A launch looks at this flag until `end`."""
+        self._place.ends[stream] = end
+
+    def _write(self, word: int) -> None:
+        self.preemption.write(self.address, word)
+
+
+class CudaRun(Run):
+    """A launch under a flag: its number, the list that its blocks write to, and the list that they are taken from."""
+
+    def __init__(self, flag: CudaFlag, work: Work, blocks: Blocks) -> None:
+        self._flag, self._preemption = flag, flag.preemption
+        self.epoch = flag.next_epoch()
+        self._before: CudaRun | None = None  # whose left blocks these are
+        if isinstance(blocks, tuple):
+            self.part = blocks
+        else:
+            assert isinstance(blocks, CudaRun)
+            self._before, self.part = blocks, (0, blocks.count_left())
+        self._list = self._preemption.new_list(self.part[1], work.stream)
+        self._count = -1
+        self._numbers: NDArray[np.int64] | None = None
+        self._stream = work.stream
+        self._start = CudaEvent(work.stream)
+        self._end: CudaEvent | None = None
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        """This launch's number, its flag, where its blocks are noted and where they are listed (or 0)."""
+        todo = self._before._list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
+        return self.epoch, self._flag.address, self._list.ptr, todo
+
+    def launched(self) -> None:
+        """The kernel is on its stream."""
+        self._end = CudaEvent(self._stream)
+        self._flag.launched(self._stream, self._end)
+
+    def over(self) -> bool:
+        return self._end is not None and self._end.done()
+
+    def wait(self) -> None:
+        assert self._end is not None
+        self._end.synchronize()
+
+    def count_left(self) -> int:
+        if self._count < 0:
+            self._count = int(self._preemption.read(self._list.ptr, 1)[0])
+            if self._before is not None:  # nobody reads its list any more
+                before, self._before = self._before, None
+                before.release()
+            if not self._count:
+                self.release()
+        return self._count
+
+    def left(self) -> NDArray[np.int64]:
+        if self._numbers is None:
+            count = self.count_left()
+            self._numbers = self._preemption.read(self._list.ptr + LEFT_HEAD_BYTES, count).astype(np.int64)
+        return self._numbers
+
+    def release(self) -> None:
+        """No launch refers to its list any more."""
+        self._preemption.keep_list(self._list)
+
+    def elapsed_ns(self) -> float:
+        assert self._end is not None
+        return self._end.elapsed_ns(self._start)

@@ -1,0 +1,177 @@
+"""`kernel.preemptible[grid](…)`: a launch that can be taken off the GPU and put back, with every block run once.
+
+    launch = kernel.preemptible[grid](x, out, n)
+    launch.preempt()     # blocks that have not started will not run
+    launch.left          # which those are, once it is known
+    launch.resume()      # runs them
+    launch.synchronize()
+
+What is submitted to the stream behind such a launch starts when the launch is over, preempted or not. Submit what needs
+its results once it is `done`, or under the same flag: then it is preempted too, and resumed after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.base import Device, Launcher
+from paellapy.instrument.device.preemption import Blocks, Flag, Part, Run, Work
+from paellapy.instrument.errors import LaunchError
+from paellapy.instrument.turnaround import Turnaround, Wave
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A kernel with its arguments: what is launched, by which launcher, and what is known of its waves."""
+
+    name: str
+    work: Work
+    launcher: Callable[[bool], Launcher]  # of the whole grid, or (True) of any of its blocks
+    wave_blocks: Callable[[], int]  # that the GPU holds at once
+    waves: dict[Any, Wave]  # measured so far
+    key: Any  # of this kernel in `waves`
+    arguments: Any  # kept as long as blocks may read them
+
+
+class Source(Protocol):
+    """A kernel that can be launched under a flag."""
+
+    def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Preemptible:
+    """A kernel whose launches can be preempted: `preemptible[grid](…)`.
+
+    `preemptible(flag=…)` launches under a flag of yours, which may be shared by many launches; without one each launch
+    has its own. `preemptible(turnaround=…)` launches in slices, so that the GPU is free within that time.
+    """
+
+    kernel: Source
+    flag: Flag | None = None
+    turnaround: Turnaround | None = None
+
+    def __call__(self, flag: Flag | None = None, turnaround: Turnaround | None = None) -> Preemptible:
+        return replace(self, flag=flag or self.flag, turnaround=turnaround or self.turnaround)
+
+    def __getitem__(self, configuration: Any) -> Callable[..., PreemptibleLaunch]:
+        return functools.partial(self._launch, configuration)
+
+    def _launch(self, configuration: Any, /, *args: Any, **kwargs: Any) -> PreemptibleLaunch:
+        device = Device.current()
+        device.not_in_capture("launches a kernel that may be preempted")
+        prepared = self.kernel.prepare_preemptible(device, configuration, args, kwargs)
+        return PreemptibleLaunch(prepared, self.flag or device.flag(), self.turnaround)
+
+
+class PreemptibleLaunch:
+    """A launch that can be preempted and resumed, any number of times. Made by `kernel.preemptible[grid](…)`.
+
+    One with a turnaround goes on to its next slice when somebody asks for `done` or waits for it.
+    """
+
+    def __init__(self, prepared: Prepared, flag: Flag, turnaround: Turnaround | None) -> None:
+        self._prepared, self.flag, self._turnaround = prepared, flag, turnaround
+        self._run: Run | None = None  # the run under way, or the last one if it was preempted
+        self._parts: deque[Part] = deque()  # slices not launched yet
+        total = prepared.work.blocks
+        if total:
+            self._parts.extend(self._slices(0, total))
+            self._start(self._parts.popleft())
+
+    def __repr__(self) -> str:
+        return f"<launch of {self._prepared.name}, preemptible: {'done' if self.done else 'not done'}>"
+
+    def preempt(self) -> None:
+        """Keeps blocks that have not started from running. Returns at once; blocks see it a few µs later.
+
+        Other launches under the same flag are preempted too.
+        """
+        self.flag.set()
+
+    def resume(self) -> None:
+        """Runs the blocks that are left, on the stream of the launch."""
+        if self._run is not None and not self._run.over():
+            if not self.flag.catches(self._run.epoch):
+                raise LaunchError(f"the launch of {self._prepared.name!r} is running: there is nothing to resume")
+            self._run.wait()  # what is left of it only looks at the flag and leaves
+        self._go_on(held=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether every block has run."""
+        if self._run is not None and self._run.over():
+            self._go_on(held=True)
+        return self._run is None
+
+    @property
+    def left(self) -> NDArray[np.int64]:
+        """The numbers of the blocks that have not run, in order. Waits for those that have started."""
+        found = [np.arange(first, first + count) for first, count in self._parts]
+        if self._run is not None:
+            self._run.wait()
+            found.append(self._run.left())
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
+
+    def synchronize(self) -> None:
+        """Waits until every block has run. Raises LaunchError if the launch is preempted: it would wait for ever."""
+        while self._run is not None:
+            self._run.wait()
+            before = self._run
+            self._go_on(held=True)
+            if self._run is before:
+                raise LaunchError(
+                    f"the launch of {self._prepared.name!r} was preempted with {len(self.left)} blocks left: "
+                    "resume() it before you wait for it"
+                )
+
+    def _go_on(self, *, held: bool) -> None:
+        """After a run: launches what it has left, or the next slice. `held`: not if it was preempted."""
+        run = self._run
+        if run is None:
+            return
+        unfinished = run.count_left() > 0
+        if not unfinished:
+            self._learn(run)
+        if held and (unfinished or (self._parts and self.flag.catches(run.epoch))):
+            return
+        if unfinished:
+            self._start(run)
+        elif self._parts:
+            self._start(self._parts.popleft())
+        else:
+            self._run = None
+
+    def _start(self, blocks: Blocks) -> None:
+        prepared = self._prepared
+        whole = blocks == (0, prepared.work.blocks)
+        self._size = blocks[1] if isinstance(blocks, tuple) else blocks.count_left()
+        self._run = prepared.launcher(not whole).under(self.flag, prepared.work, blocks)
+
+    def _slices(self, first: int, total: int) -> tuple[Part, ...]:
+        """Slices that keep the turnaround. A kernel that was never measured begins with one wave."""
+        if self._turnaround is None:
+            return ((first, total),)
+        wave = self._prepared.waves.get(self._prepared.key)
+        if wave is not None:
+            return self._turnaround.parts(total, wave, flag=True, first=first)
+        one = min(total, self._prepared.wave_blocks())
+        return ((first, one), (first + one, total - one)) if total > one else ((first, one),)
+
+    def _learn(self, run: Run) -> None:
+        """Measures a wave by a run that was not preempted, and cuts the rest accordingly."""
+        prepared = self._prepared
+        if self._turnaround is None or prepared.key in prepared.waves:
+            return
+        elapsed_ns = run.elapsed_ns()
+        if elapsed_ns > 0:
+            prepared.waves[prepared.key] = Wave.measured(elapsed_ns, self._size, prepared.wave_blocks())
+        rest = [*self._parts]
+        self._parts = deque(part for first, count in rest for part in self._slices(first, count))

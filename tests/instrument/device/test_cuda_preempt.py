@@ -1,0 +1,140 @@
+"""Preemption over a driver in host memory (fake_cuda.py): what launches are told, and that every block runs once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from places import TESTS
+
+pytest.importorskip("cuda.bindings.driver")
+
+HEAD = """
+    import gc, os
+    import numpy as np
+    from fake_cuda import install
+    fake = install()
+    import paellapy as pp
+    from engine_models import scale
+    device = pp.Device("cuda")
+    kernel = pp.kernel(scale.fn, report=None)
+    N = 128 * 40
+    x, out = device.array(np.arange(N, dtype=np.float32)), device.array(np.zeros(N, np.float32))
+    seen = []
+    set_at = set()
+
+    def look(number):
+        seen.append(number)
+        if len(seen) in set_at:
+            flag.set()
+    fake.on_block = look
+
+    def launch(**keywords):
+        return kernel.preemptible(**keywords)[(40,)](x, out, 2.0, N, B=128)
+
+    def ran(): return np.flatnonzero(out.numpy()[64::128]).tolist()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs code in a fresh process with the fake driver; what one compiles the next finds."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def in_process(code: str) -> None:
+        body = textwrap.indent(textwrap.dedent(code), "    ")
+        script = f"{textwrap.dedent(HEAD)}\nwith device:\n{body}\nprint('done', flush=True)\nos._exit(0)\n"
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PAELLAPY_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert found.stdout.endswith("done\n"), found.stderr
+
+    return in_process
+
+
+def test_blocks_left_are_run_later_once_each_however_often_they_are_preempted(run):
+    run("""
+        flag = device.flag()
+        set_at = {11, 50, 51, 75}
+        job = launch(flag=flag)
+        assert not job.done
+        assert job.left.tolist() == list(range(10, 40))
+        assert ran() == list(range(10))
+        rounds = 0
+        while not job.done:
+            job.resume()
+            rounds += 1
+        job.synchronize()
+        assert rounds == 3, rounds
+        assert np.array_equal(out.numpy(), 2 * x.numpy())
+        assert len(job.left) == 0
+    """)
+
+
+def test_a_flag_that_is_never_set_changes_nothing(run):
+    run("""
+        flag = device.flag()
+        job = launch()
+        job.synchronize()
+        assert job.done and np.array_equal(out.numpy(), 2 * x.numpy())
+        assert seen == list(range(40))
+    """)
+
+
+def test_launches_made_after_a_flag_was_set_run(run):
+    run("""
+        flag = device.flag()
+        set_at = {1}
+        first = launch(flag=flag)
+        second = launch(flag=flag)
+        assert len(first.left) == 40 and second.done
+        flag.clear()
+        first.resume()
+        assert first.done
+    """)
+
+
+def test_memory_and_flags_are_used_again(run):
+    run("""
+        flag = device.flag()
+        addresses = set()
+        for k in range(30):
+            set_at = {len(seen) + 1 + k % 3} if k % 2 else set()
+            job = launch(flag=flag)
+            addresses.add(job._run._list.ptr if job._run is not None else 0)
+            while not job.done:
+                job.resume()
+        assert len(addresses) <= 3, addresses
+        words = set()
+        for _ in range(600):
+            words.add(launch().flag.address)
+            gc.collect()
+        assert len(words) <= 256, "flags that nobody holds are given out again"
+    """)
+
+
+def test_a_turnaround_launches_slice_by_slice(run):
+    run("""
+        flag = device.flag()
+        from paellapy.instrument.turnaround import Wave
+        job = launch(flag=flag, turnaround=pp.Turnaround(us=50))
+        while not job.done: pass
+        key = next(iter(kernel._waves))
+        kernel._waves[key] = Wave(16, time_ns=10_000, exit_ns=15_000)
+        out.set(np.zeros(N, np.float32)); seen.clear()
+        job = launch(flag=flag, turnaround=pp.Turnaround(us=50))
+        assert seen == list(range(32)), "two waves may leave in time"
+        flag.set()
+        assert not job.done and job.left.tolist() == list(range(32, 40)), "the next slice is not launched"
+        job.resume()
+        job.synchronize()
+        assert seen == list(range(40)) and np.array_equal(out.numpy(), 2 * x.numpy())
+    """)
