@@ -26,9 +26,9 @@ import paellapy as pp
 from paellapy.instrument import assemble
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
-from paellapy.instrument.records import SM_LINE
+from paellapy.instrument.records import LEFT_HEAD_BYTES, SM_LINE
 
-VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "one counter")
+VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one counter")
 
 
 class Graph:
@@ -67,6 +67,8 @@ def one_counter(launcher: CudaLauncher) -> CudaLauncher:
 
 
 def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) -> dict[str, Any]:
+    flag, noted = device.flag(), device.array(np.zeros(LEFT_HEAD_BYTES // 4 + int(np.prod(work.grid)), np.uint32))
+
     def variant(name: str) -> Graph:
         level = name if name in ("count", "notify") else None
         kernel = pp.kernel(work.kernel, report=level)
@@ -77,6 +79,12 @@ def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) ->
         if name == "trace":
             with pp.trace(records_per_sm=records):
                 return Graph(device, call, work.launches)
+        if name == "preempt":  # the flag is never set: every block looks at it and runs
+            values, key, options = kernel._bind(device, work.args, work.keywords)
+            key = (*key, *sorted(options.items()))
+            watching = kernel._prepare(device, values, key, options, sliced=False, preempt=True)
+            words = (1, flag.address, noted.ptr, 0)
+            call = lambda: watching(work.grid, values, words=words)  # noqa: E731
         if name == "one counter":
             counting = pp.kernel(work.kernel, report="count")
             values, key, options = counting._bind(device, work.args, work.keywords)

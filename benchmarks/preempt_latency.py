@@ -1,0 +1,90 @@
+"""How long a GPU takes to be free of a kernel that is preempted, and what it takes to resume it.
+
+Blocks of a known length fill the GPU several times over. From `preempt()` on the host polls until the launch is over:
+that is the flag's way to the GPU, the rest of the blocks that run, and the others' leaving. `resume` is the time of the
+call. Every block is checked to have run once.
+
+    python benchmarks/preempt_latency.py [--out DIR] [--rounds 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import need_gpu, save
+from rich.console import Console
+from rich.table import Table
+
+import paellapy as pp
+
+SPIN = """
+extern "C" __global__ void spin(unsigned* count, unsigned ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < ns);
+    if (threadIdx.x == 0) atomicAdd(count + blockIdx.x, 1u);
+}
+"""
+THREADS = 256
+COLUMNS = ("free p50", "free p99", "resume p50", "left p50")
+
+
+def measure(device: Any, block_us: float, blocks: int, rounds: int) -> dict[str, float]:
+    kernel = pp.kernel(source=SPIN, name="spin", report=None)
+    rng = np.random.default_rng(0)
+    wave = device.sm_count * (device.limits.threads // THREADS)
+    whole_us = block_us * blocks / wave
+    free, resumed, left = np.empty(rounds), np.empty(rounds), np.empty(rounds)
+    for k in range(rounds):
+        count = device.array(np.zeros(blocks, np.uint32))
+        launch = kernel.preemptible[blocks, THREADS](count, np.uint32(block_us * 1e3))
+        begin = time.perf_counter()
+        wait_us = 10 + rng.uniform(0, 0.5) * whole_us
+        while time.perf_counter() - begin < wait_us * 1e-6:
+            pass
+        start = time.perf_counter()
+        launch.preempt()
+        run = launch._run
+        while run is not None and not run.over():
+            pass
+        free[k] = (time.perf_counter() - start) * 1e6
+        left[k] = len(launch.left)
+        start = time.perf_counter()
+        launch.resume()
+        resumed[k] = (time.perf_counter() - start) * 1e6
+        launch.synchronize()
+        assert (count.numpy() == 1).all(), "a block ran twice or never"
+    return {
+        "free p50": float(np.median(free)),
+        "free p99": float(np.quantile(free, 0.99)),
+        "resume p50": float(np.median(resumed)),
+        "left p50": float(np.median(left)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
+    parser.add_argument("--rounds", type=int, default=50)
+    options = parser.parse_args()
+    device = need_gpu("preemption is measured on a GPU")
+    results = {}
+    with device:
+        for block_us in (2, 10, 50):
+            for blocks in (5_000, 50_000):
+                results[f"{blocks} blocks of {block_us} µs"] = measure(device, block_us, blocks, options.rounds)
+    table = Table(title=f"preemption on {device.title}, µs")
+    for column in ("launch", *COLUMNS):
+        table.add_column(column, justify="right")
+    for name, row in results.items():
+        table.add_row(name, *(f"{row[c]:.1f}" for c in COLUMNS))
+    Console(width=140).print(table)
+    print("written to", save("preempt_latency", results, device, options.out))
+
+
+if __name__ == "__main__":
+    main()

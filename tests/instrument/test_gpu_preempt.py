@@ -1,0 +1,206 @@
+"""On a real GPU: preempted launches run every block once and compute what plain ones do."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from corpus import CUDA_CASES, TRITON_CASES, relative_error
+
+import paellapy as pp
+from paellapy.instrument.errors import InstrumentError
+
+pytestmark = pytest.mark.gpu
+
+REFUSED = {"spin_lock", "grid_barrier", "gemm_two_ctas", "cluster"}
+# Every block takes so many ns and counts itself: one that runs twice, or not at all, shows.
+SPIN = """
+extern "C" __global__ void spin(unsigned* count, unsigned ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < ns);
+    unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) atomicAdd(count + block, 1u);
+}
+"""
+
+
+def pause(us: float) -> None:
+    end = time.perf_counter() + us * 1e-6
+    while time.perf_counter() < end:
+        pass
+
+
+def finish(launch: pp.PreemptibleLaunch) -> None:
+    """Resumes until every block has run."""
+    while (run := launch._run) is not None:
+        run.wait()
+        if not launch.done and launch._run is run:
+            launch.resume()
+
+
+@pytest.mark.parametrize("grid", [(20_000,), (100, 200), (10, 20, 100)])
+@pytest.mark.parametrize("report", [None, "count"])
+def test_every_block_runs_once_however_often_it_is_preempted(grid: tuple[int, ...], report: Any, gpu: Any) -> None:
+    spin, rng = pp.kernel(source=SPIN, name="spin", report=report), np.random.default_rng(len(grid))
+    total = int(np.prod(grid))
+    interrupted = 0
+    for _ in range(10):
+        count = gpu.array(np.zeros(total, np.uint32))
+        launch = spin.preemptible[grid, 128](count, np.uint32(20_000))
+        for _ in range(8):
+            pause(rng.uniform(0, 150))
+            launch.preempt()
+            left = launch.left
+            assert len(np.unique(left)) == len(left)
+            interrupted += 0 < len(left) < total
+            ran = count.numpy()
+            assert (ran[left] == 0).all()
+            assert (np.delete(ran, left) == 1).all()
+            launch.resume()
+        finish(launch)
+        assert (count.numpy() == 1).all()
+    assert interrupted
+
+
+def test_a_flag_that_comes_and_goes_loses_no_block(gpu: Any) -> None:
+    spin, flag = pp.kernel(source=SPIN, name="spin", report=None), gpu.flag()
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        count = gpu.array(np.zeros(30_000, np.uint32))
+        launch = spin.preemptible(flag)[30_000, 256](count, np.uint32(5_000))
+        for _ in range(6):
+            pause(rng.uniform(0, 30))
+            flag.set()
+            pause(rng.uniform(0, 10))
+            flag.clear()
+        left = launch.left
+        assert (count.numpy()[left] == 0).all()
+        finish(launch)
+        assert (count.numpy() == 1).all()
+
+
+def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_not(gpu: Any) -> None:
+    spin, flag = pp.kernel(source=SPIN, name="spin", report=None), gpu.flag()
+    counts = [gpu.array(np.zeros(20_000, np.uint32)) for _ in range(5)]
+    launches = [spin.preemptible(flag)[20_000, 128](count, np.uint32(20_000)) for count in counts[:4]]
+    pause(60)
+    flag.set()
+    later = spin.preemptible(flag)[20_000, 128](counts[4], np.uint32(1_000))
+    left = [len(launch.left) for launch in launches]
+    assert left[1:] == [20_000] * 3
+    later.synchronize()
+    for launch in launches:
+        finish(launch)
+    assert all((count.numpy() == 1).all() for count in counts)
+
+
+def test_slices_keep_every_block(gpu: Any) -> None:
+    spin = pp.kernel(source=SPIN, name="spin", report=None)
+    for us in (30, 100, 1000):
+        count = gpu.array(np.zeros(100_000, np.uint32))
+        launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[100_000, 128](count, np.uint32(2_000))
+        pause(100)
+        launch.preempt()
+        assert len(launch.left)
+        finish(launch)
+        assert (count.numpy() == 1).all()
+
+
+def test_a_traced_launch_has_every_block_once(gpu: Any) -> None:
+    spin = pp.kernel(source=SPIN, name="spin", report=None)
+    count = gpu.array(np.zeros(20_000, np.uint32))
+    with pp.trace() as trace:
+        launch = spin.preemptible[20_000, 128](count, np.uint32(20_000))
+        pause(80)
+        launch.preempt()
+        left = launch.left
+        finish(launch)
+    assert trace.dropped == trace.unfinished == 0
+    assert np.array_equal(np.sort(trace.blocks["block"]), np.arange(20_000))
+    again = trace.blocks["block"][trace.blocks["launch"] != trace.launches["launch"][0]]
+    assert np.array_equal(np.sort(again), left)
+
+
+@contextmanager
+def disturbed(flag: pp.Flag, seed: int) -> Iterator[None]:
+    """Meanwhile a thread sets the flag again and again."""
+    stop, rng = threading.Event(), np.random.default_rng(seed)
+
+    def run() -> None:
+        while not stop.is_set():
+            pause(rng.uniform(5, 40))
+            flag.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def upload(device: Any, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(upload(device, each) for each in value)
+    return device.array(value) if isinstance(value, np.ndarray) else value
+
+
+def same(case: Any, call: Any, got: dict[Any, np.ndarray], plain: dict[Any, np.ndarray]) -> None:
+    reference = call.reference()
+    for name, out in got.items():
+        if case.deterministic:
+            assert out.tobytes() == plain[name].tobytes(), f"{name} differs from the plain kernel's"
+        assert relative_error(out, reference[name]) <= call.tolerance
+
+
+@pytest.mark.parametrize("case", [c for c in TRITON_CASES if c.name not in REFUSED and c.min_sm <= 90], ids=str)
+def test_preempted_triton_kernels_compute_the_same(case: Any, gpu: Any) -> None:
+    call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), 1.0)
+    kernel, rest, flag = pp.kernel(case.kernel, report=None), {**call.constexprs, **call.options}, gpu.flag()
+
+    def fresh() -> dict[str, Any]:
+        return {name: upload(gpu, value) for name, value in call.args.items()}
+
+    args = fresh()
+    kernel[call.grid](**args, **rest)
+    plain = {name: args[name].numpy() for name in call.outputs}
+    with disturbed(flag, 1):
+        for _ in range(5):
+            args = fresh()
+            finish(kernel.preemptible(flag)[call.grid](**args, **rest))
+            same(case, call, {name: args[name].numpy() for name in call.outputs}, plain)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CUDA_CASES if c.launchable and c.instrumentable and c.name not in REFUSED], ids=str
+)
+def test_preempted_cuda_kernels_compute_the_same(case: Any, gpu: Any) -> None:
+    call = case.make(np.random.default_rng(zlib.crc32(case.name.encode())), 1.0)
+    name = case.name_expression or case.entry
+    kernel = pp.kernel(source=case.source, name=name, options=case.options, report="count")
+    config, flag = (call.grid, call.block, call.shared_bytes), gpu.flag()
+    args = [upload(gpu, value) for value in call.args]
+    kernel[config](*args)
+    plain = {i: args[i].numpy() for i in call.outputs}
+    with disturbed(flag, 2):
+        for _ in range(5):
+            args = [upload(gpu, value) for value in call.args]
+            finish(kernel.preemptible(flag)[config](*args))
+            same(case, call, {i: args[i].numpy() for i in call.outputs}, plain)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED - {"cluster"}))
+def test_kernels_whose_blocks_depend_on_each_other_are_refused(name: str, gpu: Any) -> None:
+    case = next(c for c in TRITON_CASES if c.name == name)
+    call = case.make(np.random.default_rng(1), 0.3)
+    args = {name: upload(gpu, value) for name, value in call.args.items()}
+    with pytest.raises(InstrumentError, match="cannot be preempted"):
+        pp.kernel(case.kernel).preemptible[call.grid](**args, **call.constexprs, **call.options)
