@@ -15,6 +15,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.core.profiles import SegmentProfile
 from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.models import profile as profiles
 from paellapy.scheduler.models.lane_memory import MemoryPlan
@@ -39,7 +40,7 @@ class Counted(VirtualBackend):
 
 def load(model, quantum_us=50.0, lanes=1):
     backend = Counted(pp.Device("virtual:h200"))
-    loader = Loader(backend, MemoryPlan(1 << 33), Limits(), quantum_us * 1e3)
+    loader = Loader(backend, MemoryPlan(1 << 33), Limits(), Tuning.for_device(backend.device), quantum_us * 1e3)
     return loader.load(model, lanes, alone=True), backend
 
 
@@ -87,7 +88,7 @@ def test_a_long_kernel_is_sliced_into_whole_waves():
 
 def test_no_more_segments_than_the_core_can_hold():
     backend = Counted(pp.Device("virtual:h200"))
-    loader = Loader(backend, MemoryPlan(1 << 30), Limits(segments=4), 1e3)
+    loader = Loader(backend, MemoryPlan(1 << 30), Limits(segments=4), Tuning.for_device(backend.device), 1e3)
     assert 1 < len(loader.load(scale_model(steps=40, batch=(1,)), 1, alone=True).profiles[0].bounds) <= 4
 
 
