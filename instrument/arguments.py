@@ -7,6 +7,7 @@ keys mean equal machine code. Handlers run on every launch, so they do as little
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from paellapy.instrument.errors import ArgumentError
@@ -67,6 +68,25 @@ class PointerKey:
 
     def __repr__(self) -> str:
         return f"*{self.dtype}{':16' if self.aligned else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A host-side tensor descriptor as a launch takes it: a tile's way through an array."""
+
+    base: Any  # the array's memory, as the device's handler gives it
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    nan_padding: bool = False
+    tf32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorKey:
+    """The specialisation facts of a tensor descriptor."""
+
+    dtype: str
+    block_shape: tuple[int, ...]
 
 
 def triton_dtype(dtype: Any) -> str:
@@ -133,6 +153,10 @@ class Handlers(dict[type, Handler]):
 
     def missing(self, value: Any) -> tuple[Any, Any]:
         kind = type(value)
+        if kind.__name__ == "TensorDescriptor" and kind.__module__.startswith("triton."):
+            return self._descriptor(value)
+        if kind.__module__.startswith("triton."):  # tl.constexpr, a @triton.jit function: constants in a tuple
+            return value, (kind, getattr(value, "cache_key", None) or repr(value))
         if isinstance(value, tuple):
             items = [(self.get(type(v)) or self.missing)(v) for v in value]
             values, keys = [v for v, _ in items], tuple(k for _, k in items)
@@ -144,3 +168,10 @@ class Handlers(dict[type, Handler]):
             raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}")
         self[kind] = handler
         return handler(value)
+
+    def _descriptor(self, given: Any) -> tuple[Descriptor, DescriptorKey]:
+        base, key = (self.get(type(given.base)) or self.missing)(given.base)
+        shape, strides = tuple(map(int, given.shape)), tuple(map(int, given.strides))
+        tf32 = bool(getattr(given, "round_f32_to_tf32", False))
+        made = Descriptor(base, shape, strides, getattr(given, "padding", "zero") == "nan", tf32)
+        return made, DescriptorKey(key.dtype, tuple(map(int, given.block_shape)))

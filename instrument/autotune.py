@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.errors import AutotunerError
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import ArgumentError, PaellaError
@@ -23,6 +24,7 @@ class Tuner:
     def __init__(self, wrappers: Sequence[Any], arg_names: Sequence[str]) -> None:
         self.wrappers, self.arg_names = tuple(wrappers), tuple(arg_names)
         self._best: dict[Any, Any] = {}
+        self.last: Any = None  # the configuration of the last launch
 
     def choose(self, device: Device, args: Sequence[Any], kwargs: dict[str, Any], trial: Trial) -> dict[str, Any]:
         """The keywords of the best configuration, timed once per key."""
@@ -40,7 +42,7 @@ class Tuner:
                     named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
                     keep = _Restorer(device, wrapper, named)
                     self._best[key] = _fastest(device, configs, named, keep, partial(_once, trial, inner, kwargs))
-            best = self._best[key]
+            best = self.last = self._best[key]
             if best.pre_hook is not None:
                 best.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **best.all_kwargs()})
             kwargs = {**kwargs, **_launch_kwargs(best)}
@@ -67,13 +69,18 @@ class Tuner:
         return (*(named.get(k) for k in wrapper.keys), *dtypes)
 
     def _candidates(self, wrapper: Autotuner, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        if not wrapper.early_config_prune:
+        if not wrapper.early_config_prune and not wrapper.perf_model:
             return list(wrapper.configs)
-        named = dict(zip(self.arg_names, args, strict=False))
-        pruned = wrapper.early_config_prune(wrapper.configs, named, **kwargs)
+        wrapper.nargs = dict(zip(self.arg_names, args, strict=False))
+        try:
+            pruned = list(wrapper.prune_configs(kwargs))
+        except AutotunerError:
+            pruned = []
+        finally:
+            wrapper.nargs = None
         if not pruned:
             raise ArgumentError("the autotuner's early_config_prune left no configuration to try")
-        return list(pruned)
+        return pruned
 
 
 def _once(trial: Trial, inner: Tuner, kwargs: dict[str, Any], more: dict[str, Any]) -> None:

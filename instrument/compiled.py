@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from paellapy.instrument import cache, passes
@@ -31,6 +32,7 @@ class Source:
     scratch_bytes: int = 0  # per block, of the `global_scratch` parameter
     scratch_align: int = 1
     cooperative: bool = False
+    dependent: bool = False  # programmatic dependent launch: it may start before the kernel before it is done
     ttir: str = ""
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -90,6 +92,30 @@ class Compiled:
     def shared_bytes(self) -> int:
         """Shared memory per block, static and dynamic."""
         return self.code.static_shared_bytes + self.source.dynamic_shared_bytes
+
+    # -- by the names that Triton's own compiled kernels have
+
+    @property
+    def asm(self) -> dict[str, Any]:
+        """The kernel in the stages that are kept: "ttir" (Triton kernels), "ptx" and "cubin"."""
+        stages = {"ttir": self.source.ttir} if self.source.ttir else {}
+        return {**stages, "ptx": self.ptx, "cubin": self.cubin}
+
+    @property
+    def n_regs(self) -> int:
+        return self.registers
+
+    @property
+    def n_spills(self) -> int:
+        return self.code.spill_bytes // 4
+
+    @property
+    def metadata(self) -> SimpleNamespace:
+        facts = {"name": self.name, "shared": self.source.dynamic_shared_bytes, "num_ctas": self.source.cluster}
+        return SimpleNamespace(**facts, **self.source.metadata)
+
+    def _init_handles(self) -> None:
+        """Triton's scripts call it before they read `n_regs`; there is nothing to do."""
 
     def __repr__(self) -> str:
         level = self.config.report or "plain"

@@ -43,5 +43,9 @@ class UnsupportedOpError(PaellaError):
     """The virtual GPU met an operation it cannot evaluate; the message names op, kernel and source line."""
 
 
+class ViewWarning(UserWarning):
+    """A kernel on the virtual GPU reached beyond a view it was given, into the array behind it."""
+
+
 class OutOfBoundsError(PaellaError):
     """A kernel on the virtual GPU touched memory outside its arrays; names kernel, line, block and index."""

@@ -12,8 +12,10 @@ from dataclasses import replace
 from operator import index, itemgetter
 from typing import Any, Literal, NoReturn, overload
 
+import numpy as np
+
 from paellapy.instrument import cuda_source, triton_source
-from paellapy.instrument.arguments import Handlers
+from paellapy.instrument.arguments import Handlers, triton_dtype
 from paellapy.instrument.autotune import Tuner
 from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.cuda_source import CudaSource
@@ -24,6 +26,7 @@ from paellapy.instrument.errors import ArgumentError, InstrumentError
 from paellapy.instrument.occupancy import Occupancy, occupancy
 from paellapy.instrument.passes import Exits, PassConfig, Report
 from paellapy.instrument.preempt import Preemptible, Prepared
+from paellapy.instrument.triton_driver import stand_in
 from paellapy.instrument.triton_source import TritonSource
 from paellapy.instrument.turnaround import Wave
 
@@ -88,6 +91,35 @@ class TritonKernel(Kernel):
                 "would move Triton's own off its alignment. Leave exits= out: Triton's blocks end together."
             )
         self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
+        self.__qualname__ = self.fn.__qualname__
+        stand_in()
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the function has that the decorator was put on: `params`, `src`, `cache_key`, …"""
+        if name.startswith("__") or name in ("fn", "_source", "_tuner"):
+            raise AttributeError(name)
+        if name == "best_config":
+            raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
+        return getattr(self.fn, name)
+
+    # -- the names of a `@triton.jit` function, for wrappers and scripts that know nothing of us
+
+    def run(self, *args: Any, grid: Grid, warmup: bool = False, **kwargs: Any) -> Any:
+        """As `kernel[grid](…)`; with `warmup` the kernel is compiled and not launched."""
+        return self.warmup(*args, grid=grid, **kwargs) if warmup else self._run(grid, None, *args, **kwargs)
+
+    def warmup(self, *args: Any, grid: Grid = (1,), **kwargs: Any) -> Compiled:
+        """Compiles for the current device; dtypes stand for arrays, as in Triton."""
+        given = [_as_type(a) for a in args]
+        named = {n: _as_type(v) for n, v in kwargs.items()}
+        return self.compile(*given, target_=Device.current().target, **named)
+
+    @property
+    def best_config(self) -> Any:
+        """The configuration that the tuner chose for the last launch."""
+        if self._tuner is None or self._tuner.last is None:
+            raise AttributeError("best_config")
+        return self._tuner.last
 
     def __getitem__(self, grid: Grid) -> Callable[..., Any]:
         return functools.partial(self._run, grid, None)
@@ -124,6 +156,8 @@ class TritonKernel(Kernel):
         grid = _as_grid(grid)
         if part is not None:
             _check_part(self.name, grid, part)
+        for hook in self.fn.pre_run_hooks:
+            hook(*args, **kwargs)
         return launcher(grid, values, part=part)
 
     def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
@@ -154,7 +188,7 @@ class TritonKernel(Kernel):
             raise ArgumentError(self._source.misuse(device.handlers, args, kwargs)) from None
 
     def _with_options(self, key: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        key = (*key, *sorted(options.items()))
+        key = (*key, *sorted((o, tuple(v.items()) if isinstance(v, dict) else v) for o, v in options.items()))
         try:
             hash(key)
         except TypeError:  # a list, say: no option takes one
@@ -173,7 +207,7 @@ class TritonKernel(Kernel):
     ) -> Launcher:
         source = self._compile_source(values, key, options, device.target)
         config = self._config(device, sliced, preempt)
-        launcher = device.prepare(source, config, _picker(source, values))
+        launcher = device.prepare(source, config, _picker(source, values, device))
         which = (key, device.session is None, not sliced, device)
         self._launchers[(*which, "preempt") if preempt else which] = launcher
         return launcher
@@ -349,17 +383,25 @@ def _everything(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _picker(source: Source, values: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Takes the values that travel: without tuples by index, which is quick."""
+def _picker(source: Source, values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Takes the values that travel: without tuples and descriptors by index, which is quick."""
     signature = source.metadata["signature"]
-    if any(isinstance(kind, (tuple, list)) for kind in signature.values()):
-        return functools.partial(triton_source.launch_values, signature)
+    if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
+        return functools.partial(triton_source.launch_values, signature, source.metadata["tiles"], device.tile)
     indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]
     if len(indices) == len(values):
         return _everything
     if len(indices) < 2:
         return lambda v: [v[i] for i in indices]
     return itemgetter(*indices)
+
+
+def _as_type(value: Any) -> Any:
+    """A dtype, or a MockTensor of Triton's, as the type of an aligned array."""
+    dtype = getattr(value, "dtype", value if type(value).__name__ == "dtype" else None)
+    if dtype is None or isinstance(value, np.generic) or type(value).__module__.startswith("triton.language"):
+        return value
+    return f"*{triton_dtype(dtype)}"
 
 
 def _as_grid(grid: Any) -> tuple[int, ...]:

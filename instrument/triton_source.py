@@ -12,7 +12,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,19 @@ from triton import knobs
 from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.amd.compiler import HIPOptions
 from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paellapy.instrument.arguments import (
     SCALARS,
     STRUCT_CODES,
+    Descriptor,
+    DescriptorKey,
     Handler,
     Handlers,
     PointerKey,
@@ -47,7 +52,13 @@ _LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "maxnreg": ("None or an integer from 1 to 255", lambda v: v is None or (isinstance(v, int) and 1 <= v <= 255)),
     "enable_fp_fusion": ("True or False", lambda v: isinstance(v, bool)),
     "debug": ("True or False", lambda v: isinstance(v, bool)),
+    "launch_pdl": ("True or False", lambda v: isinstance(v, bool)),
+    "launch_cooperative_grid": ("True or False", lambda v: isinstance(v, bool)),
+    "extern_libs": ("a dictionary of paths", lambda v: v is None or isinstance(v, dict)),
 }
+# Whatever else Triton's compiler for NVIDIA takes is passed on; what only other vendors' compilers take has no meaning.
+_PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"arch", "backend_name", "warp_size"}
+_MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"arch", "backend_name", "warp_size"}
 # Kernels of our own are compiled plain even while torch_hook instruments everybody else's: set in this thread then.
 compiling = threading.local()
 
@@ -169,7 +180,8 @@ def _source_of(
         flags.append("--fmad=false")
     if TRITON_VERSION >= (3, 7):
         flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
-    codes = [*_flat_codes(list(signature.values())), "Q", "Q"]  # and the hidden global_scratch, profile_scratch
+    tiles = list(getattr(meta, "tensordesc_meta", None) or ())
+    codes = [*_flat_codes(list(signature.values()), bool(tiles)), "Q", "Q"]  # and global_scratch, profile_scratch
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
@@ -186,11 +198,13 @@ def _source_of(
         scratch_bytes=meta.global_scratch_size,
         scratch_align=meta.global_scratch_align,
         cooperative=bool(getattr(meta, "launch_cooperative_grid", False)),
+        dependent=bool(getattr(meta, "launch_pdl", False)),
         ttir=built.asm["ttir"],
         metadata={
             "num_warps": meta.num_warps,
             "num_stages": meta.num_stages,
             "signature": signature,
+            "tiles": tiles,
             "label": _label(meta, signature, constants),
         },
     )
@@ -215,11 +229,16 @@ def _triton_ptxas(arch: int) -> str | None:
     return str(get_ptxas(arch).path)
 
 
-def _flat_codes(types: Sequence[Any]) -> list[str]:
+def _flat_codes(types: Sequence[Any], tiles: bool) -> list[str]:
+    """`tiles`: descriptors travel as the 128 bytes of a CUtensorMap; before sm_90 in their parts."""
     codes: list[str] = []
     for kind in types:
         if isinstance(kind, (tuple, list)):
-            codes += _flat_codes(kind)
+            codes += _flat_codes(kind, tiles)
+        elif kind.startswith("tensordesc"):
+            rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
+            codes += ["128s@64"] if tiles else ["Q", *"q" * (2 * rank), "B", "B"]
+            codes += [*"i" * rank, *"q" * rank]
         elif kind == "constexpr":
             continue
         elif kind.startswith("*"):
@@ -231,12 +250,23 @@ def _flat_codes(types: Sequence[Any]) -> list[str]:
     return codes
 
 
-def launch_values(signature: dict[str, Any], values: Sequence[Any]) -> list[Any]:
-    """The values that travel to the kernel: constants dropped, tuples flattened."""
+def launch_values(
+    signature: dict[str, Any], tiles: Sequence[Any], tile: Callable[[Descriptor, Any], Any], values: Sequence[Any]
+) -> list[Any]:
+    """The values that travel to the kernel: constants dropped, tuples flattened, descriptors in their parts.
+
+    `tile` makes of a descriptor, and what the compiler says about it, what the device's kernels take.
+    """
+    facts = iter(tiles)
 
     def walk(kind: Any, value: Any) -> list[Any]:
         if isinstance(kind, (tuple, list)):
             return [leaf for k, v in zip(kind, value, strict=True) for leaf in walk(k, v)]
+        if isinstance(value, Descriptor):
+            parts = [*value.shape, *value.strides]
+            if tiles:
+                return [tile(value, next(facts)), *parts]
+            return [value.base, *parts, value.nan_padding, value.tf32, *parts]
         return [] if kind == "constexpr" else [value]
 
     return [leaf for k, v in zip(signature.values(), values, strict=True) for leaf in walk(k, v)]
@@ -245,6 +275,13 @@ def launch_values(signature: dict[str, Any], values: Sequence[Any]) -> list[Any]
 def _stand_in(value: Any, fact: Any) -> Any:
     if isinstance(fact, PointerKey):
         return _Array(fact.dtype, fact.aligned)
+    if isinstance(fact, DescriptorKey):
+        # Triton's own class, because its specialisation looks for it; without its checks, which want a tensor.
+        stand_in = object.__new__(TensorDescriptor)
+        stand_in.base, stand_in.block_shape = _Array(fact.dtype, True), list(fact.block_shape)
+        stand_in.shape, stand_in.strides = list(value.shape), list(value.strides)
+        stand_in.padding, stand_in.round_f32_to_tf32 = "zero", False
+        return stand_in
     if isinstance(value, tuple) and isinstance(fact, tuple):
         items = [_stand_in(v, f) for v, f in zip(value, fact, strict=True)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -349,19 +386,24 @@ def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
             f"pp.kernel takes a @triton.jit function or CUDA source, not {type(fn).__name__}; "
             "put @pp.kernel above @triton.jit, or pass source=… and name=…"
         )
+    if fn.is_gluon():
+        raise ArgumentError(
+            f"{fn.__name__!r} is a Gluon kernel, and pp.kernel takes Triton kernels: on a real GPU, "
+            "pp.instrument_torch() traces Gluon kernels that PyTorch code launches"
+        )
     return fn, wrappers
 
 
 def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Checks what is left over after binding: launch options, nothing else."""
-    unknown = [o for o in options if o not in _LAUNCH_OPTIONS]
+    """Checks what is left over after binding: launch options, nothing else. Gives back those that mean something."""
+    unknown = [o for o in options if o not in _PASSED_ON | _MEANINGLESS]
     if unknown:
         raise ArgumentError(
             f"kernel {name!r} got unknown keyword {unknown[0]!r}; it takes {', '.join(arguments)} and the launch "
             f"options {', '.join(sorted(_LAUNCH_OPTIONS))}"
         )
     for option, value in options.items():
-        wanted, is_right = _LAUNCH_OPTIONS[option]
+        wanted, is_right = _LAUNCH_OPTIONS.get(option, ("", lambda _: True))
         if not is_right(value):
             raise ArgumentError(f"kernel {name!r}: {option} must be {wanted}, not {value!r}")
-    return options
+    return {option: value for option, value in options.items() if option in _PASSED_ON}

@@ -122,6 +122,9 @@ class StandInDevice(Device):
     def current_stream(self) -> int:
         return 0
 
+    def record(self) -> Any:
+        return self.stream().record()
+
     def synchronize(self) -> None:
         pass
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from paellapy.instrument.arguments import Handlers
+from paellapy.instrument.arguments import Descriptor, Handlers
 from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
@@ -239,6 +239,10 @@ class Device(ABC):
     def current_stream(self) -> Any: ...
 
     @abstractmethod
+    def record(self) -> Event:
+        """An event on the current stream."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything submitted so far."""
 
@@ -268,6 +272,10 @@ class Device(ABC):
     @abstractmethod
     def end_trace(self) -> tuple[Records, Records]:
         """Stops recording: counters (records.SM_LINE) per SM and rings (records.RING_RECORD), SM × slot."""
+
+    def tile(self, descriptor: Descriptor, facts: Any) -> Any:
+        """A tensor descriptor as this device's kernels take it; `facts` is what Triton's compiler says about it."""
+        return descriptor
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether what is launched on `stream` is recorded for later instead of run."""

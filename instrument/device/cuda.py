@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
+from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, pointer_keys
 from paellapy.instrument.compiled import Source
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_launch import CudaLauncher
-from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
+from paellapy.instrument.device.cuda_tile import encode_tile
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
@@ -169,6 +170,10 @@ class CudaDevice(Device):
                 stream = cupy.cuda.get_current_stream().ptr
         return stream
 
+    def record(self) -> CudaEvent:
+        self.activate()
+        return CudaEvent(self.current_stream())
+
     @property
     def stream_stack(self) -> list[int]:
         """The streams this thread has entered."""
@@ -203,6 +208,9 @@ class CudaDevice(Device):
         handle = cu.CUfunction(function)
         registers, shared = (int(check(cu.cuFuncGetAttribute(n, handle), "reading a kernel")) for n in wanted)
         return registers, shared
+
+    def tile(self, descriptor: Descriptor, facts: Any) -> bytes:
+        return encode_tile(descriptor, facts)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether what is launched on `stream` goes into a CUDA graph instead of onto the GPU."""

@@ -98,7 +98,7 @@ class CudaLauncher(Launcher):
         self._descriptor_at = own + -own % 8
         self._size = self._descriptor_at + DESCRIPTOR.itemsize if compiled.config.changes_anything else own
         self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share
-        self._special = source.cluster > 1 or source.cooperative
+        self._special = source.cluster > 1 or source.cooperative or source.dependent
         self._hidden = (0, 0) if source.ttir else ()
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
@@ -250,5 +250,10 @@ class CudaLauncher(Launcher):
             cooperative.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
+        if source.dependent:
+            dependent = cu.CUlaunchAttribute()
+            dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            dependent.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(dependent)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return int(cu.cuLaunchKernelEx(config, cu.CUfunction(self._function), 0, buffer.address or 0)[0])

@@ -10,10 +10,12 @@ its stream waits for that.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -28,6 +30,7 @@ from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
+from paellapy.instrument.ttir.addresses import know
 
 _HISTORY = 1 << 16  # finished commands the model remembers
 
@@ -78,17 +81,20 @@ class VirtualDevice(Device):
         # Poisoned, so that a kernel that reads what nobody wrote does not work here by accident.
         out = np.empty(shape, dtype)
         out.view(np.uint8).fill(0xFF) if out.dtype.kind in "fV" and out.size else out.fill(0)
-        return out.view(VirtualArray)
+        return _known(out.view(VirtualArray))
 
     def array(self, data: NDArray[Any]) -> VirtualArray:
         self.not_in_capture("copies an array to the GPU and waits for it")
-        return np.array(data, order="C").view(VirtualArray)
+        return _known(np.array(data, order="C").view(VirtualArray))
 
     def stream(self, priority: int = 0) -> VirtualStream:
         return VirtualStream(self, self.model.stream(priority))
 
     def current_stream(self) -> int:
         return self._streams[-1] if self._streams else self._default_stream
+
+    def record(self) -> VirtualEvent:
+        return VirtualStream(self, self.current_stream()).record()
 
     def push_stream(self, stream: int) -> None:
         self._streams.append(stream)
@@ -156,6 +162,11 @@ class VirtualDevice(Device):
         blocks = self.model.blocks()
         self.model.clear_blocks()
         return _rings(blocks, self.sm_ids, self._ring_size)
+
+
+def _known(array: VirtualArray) -> VirtualArray:
+    know(array)
+    return array
 
 
 def _rings(blocks: Records, sm_ids: int, size: int) -> tuple[Records, Records]:
@@ -227,12 +238,15 @@ class VirtualEvent(Event):
 def _find_handler(kind: type) -> Handler | None:
     if issubclass(kind, np.ndarray):
         return _array_handler()
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _tensor_handler()
     if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "data_ptr"):
 
         def refuse(_: Any) -> tuple[Any, Any]:
             raise ArgumentError(
                 f"a {kind.__module__}.{kind.__name__} cannot be given to a kernel on the virtual GPU: "
-                "pass NumPy arrays (of PyTorch's tensors, x.numpy()), or pp.array(x)"
+                "pass NumPy arrays or PyTorch's CPU tensors, which the kernel then reads and writes in place"
             )
 
         return refuse
@@ -250,5 +264,37 @@ def _array_handler() -> Handler:
 
     return handle
 
+
+def _tensor_handler() -> Handler:
+    """PyTorch's CPU tensors are arguments as NumPy arrays are: the kernel works on their own memory."""
+    handle = _array_handler()
+    return lambda t: handle(as_array(t))
+
+
+def as_array(tensor: Any) -> NDArray[Any]:
+    """A CPU tensor's own memory as a NumPy array, whatever its strides and type; its base is the whole storage."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ArgumentError(f"a tensor on {tensor.device} cannot be given to the virtual GPU; move it with .cpu()")
+    dtype = _TORCH_TYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ArgumentError(f"kernels take no tensors of {tensor.dtype}")
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return np.empty(tuple(tensor.shape), dtype)
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    size = dtype.itemsize
+    strides = tuple(size * s for s in tensor.stride())
+    return np.ndarray(tuple(tensor.shape), dtype, memory.data, size * tensor.storage_offset(), strides)
+
+
+_TORCH_TYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, None) or name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+        "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    )
+}  # fmt: skip
 
 Device.kinds["virtual"] = VirtualDevice

@@ -34,7 +34,7 @@ class Access:
             self.kernel,
             self.line,
             self.name,
-            self.argument_names[base],
+            machine.buffers.name(base, self.argument_names),
             machine.grid,
             machine.ids[active.rows],
             active.rows,

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
+from numpy.lib.stride_tricks import as_strided
 
 from paellapy.instrument.errors import ArgumentError
 from paellapy.instrument.ttir.conversion import rounder
 from paellapy.instrument.ttir.machine import Buffers
 from paellapy.instrument.ttir.types import Array, Element, Type
-from paellapy.instrument.ttir.values import Ptr
+from paellapy.instrument.ttir.values import PAD_NAN, Ptr, Window
 
 _PLAIN = (int, float)  # and not zero: 0.0 and -0.0 would be the same key
 
@@ -31,11 +33,14 @@ class Signature:
 
     def __init__(self, kernel: str, types: Sequence[Type], names: Sequence[str], written: Collection[int]) -> None:
         self.kernel, self.names, self.types = kernel, names, types
-        self.elements = [t.element if t.kind == "pointer" else None for t in types]
+        self.elements = [t.element if t.kind in ("pointer", "descriptor") else None for t in types]
         self.written = tuple(i for i in sorted(written) if self.elements[i] is not None)
 
-    def bind(self, args: Sequence[Any]) -> Bound:
-        """Flatten the arrays, and check them against the signature."""
+    def bind(self, args: Sequence[Any], whole: bool = False) -> Bound:
+        """Flatten the arrays, and check them against the signature.
+
+        `whole`: a view's memory is that of the array it is a view of, as on a GPU, where nobody knows of views.
+        """
         if len(args) != len(self.types):
             names = ", ".join(self.names)
             raise ArgumentError(f"kernel {self.kernel} takes {len(self.types)} arguments ({names}), not {len(args)}")
@@ -49,24 +54,31 @@ class Signature:
                     arg if type(arg) in _PLAIN and arg else self._scalar(i, arg, self.types[i].element).tobytes()
                 )
                 continue
-            if type(arg) is np.ndarray and arg.dtype == element.storage and arg.flags.c_contiguous:
+            if self.types[i].kind == "descriptor":
+                arg = arg.base
+            if whole and isinstance(arg, np.ndarray) and arg.base is not None:
+                flat, origins[i] = self._storage(i, arg, element)
+            elif type(arg) is np.ndarray and arg.dtype == element.storage and arg.flags.c_contiguous:
                 flat = arg.reshape(-1)
             else:
                 flat, origins[i] = self._flatten(i, arg, element)
             flats[i] = flat
             key.append((flat.size, origins[i]))
+            if self.types[i].kind == "descriptor":
+                key.append((args[i].shape, args[i].strides, args[i].nan_padding))
             start = flat.__array_interface__["data"][0]
             spans[i] = (start, start + flat.nbytes)
         fragile = set(self.written)
         for j in self.written:
             low, high = spans[j]
             fragile.update(i for i, (start, end) in spans.items() if start < high and low < end)
-            if not args[j].flags.writeable:
+            written = flats[j]
+            if written is not None and not written.flags.writeable:
                 raise ArgumentError(
                     f"kernel {self.kernel}: argument {self.names[j]} is written, but the array is read-only"
                 )
         key.append(frozenset(fragile))
-        return Bound(args, Buffers(flats, origins, self.elements, key[-1]), tuple(key))
+        return Bound(args, Buffers(flats, origins, list(self.elements), key[-1]), tuple(key))
 
     def values(self, bound: Bound) -> list[Any]:
         """What the kernel's arguments are at its entry."""
@@ -75,8 +87,29 @@ class Signature:
             if element is None:
                 out.append(self._scalar(i, arg, self.types[i].element))
             else:
-                out.append(Ptr((i,), None, np.int64(bound.buffers.origin[i]), element))
+                pointer = Ptr((i,), None, np.int64(bound.buffers.origin[i]), element)
+                out.append(pointer if self.types[i].kind == "pointer" else self._window(i, arg, pointer))
         return out
+
+    def _window(self, i: int, descriptor: Any, base: Ptr) -> Window:
+        shape, strides = (tuple(np.int64(n) for n in each) for each in (descriptor.shape, descriptor.strides))
+        padding = np.int32(PAD_NAN) if descriptor.nan_padding else None
+        return Window(base, shape, strides, (), self.types[i].block, padding)
+
+    def _storage(self, i: int, arg: Array, element: Element) -> tuple[Array, int]:
+        """All memory of the array that `arg` is a view of, and where `arg` begins in it."""
+        root = arg
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        own, origin = self._flatten(i, arg, element)
+        low, high = byte_bounds(root)
+        before = own.__array_interface__["data"][0] - low
+        lowest = root[tuple(slice(None, None, -1) if s < 0 else slice(None) for s in root.strides)]
+        if before % element.size or not root.size:
+            return own, origin
+        first = as_strided(lowest.view(f"u{root.itemsize}"), (1,), (root.itemsize,)).view(np.uint8)
+        flat = as_strided(first, ((high - low) // element.size * element.size,), (1,), writeable=arg.flags.writeable)
+        return flat.view(element.storage), origin + before // element.size
 
     def _refuse(self, i: int, why: str) -> ArgumentError:
         return ArgumentError(f"kernel {self.kernel}: argument {self.names[i]} {why}")
@@ -92,13 +125,14 @@ class Signature:
             raise self._refuse(i, f"points to {element.name}, the array holds {arg.dtype}")
         if arg.flags.c_contiguous or not arg.size:
             return arg.reshape(-1).view(element.storage), 0
+        arg = arg.view(element.bits)  # NumPy's own functions do not know ml_dtypes' types
         if any(s % arg.itemsize for s in arg.strides):
             raise self._refuse(i, "has strides that are not whole elements")
         steps = [s // arg.itemsize for s in arg.strides]
         origin = -sum(s * (n - 1) for s, n in zip(steps, arg.shape, strict=True) if s < 0)
         span = 1 + sum(abs(s) * (n - 1) for s, n in zip(steps, arg.shape, strict=True))
         lowest = arg[tuple(slice(None, None, -1) if s < 0 else slice(None) for s in steps)]
-        flat = np.lib.stride_tricks.as_strided(lowest, (span,), (arg.itemsize,), writeable=arg.flags.writeable)
+        flat = as_strided(lowest, (span,), (arg.itemsize,), writeable=arg.flags.writeable)
         return flat.view(element.storage), origin
 
     def _scalar(self, i: int, arg: Any, element: Element) -> Any:

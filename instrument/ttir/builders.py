@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.ttir import elementwise as ew
-from paellapy.instrument.ttir import libdevice, reduction, shapes
-from paellapy.instrument.ttir.code import Code, Run, Slots
+from paellapy.instrument.ttir import inline_asm, libdevice, reduction, shapes
+from paellapy.instrument.ttir.code import Code, Run, Slots, execute
 from paellapy.instrument.ttir.conversion import rounder
 from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, pure
-from paellapy.instrument.ttir.machine import Active, Machine
+from paellapy.instrument.ttir.machine import Active, Buffers, Machine
 from paellapy.instrument.ttir.tree import Op, walk
 from paellapy.instrument.ttir.types import Type
-from paellapy.instrument.ttir.values import Ptr, is_array
+from paellapy.instrument.ttir.values import Ptr, full, is_array
 
 Ints = tuple[int, ...]
 
@@ -110,6 +110,67 @@ def extern(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return each(ew.rounded(lambda *xs: fn(*xs).astype(dtype, copy=False), element), args, outs[0], op.out_types[0].size)
 
 
+@builds("tt.elementwise_inline_asm")
+def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
+    text = op.body.partition('"')[2].rpartition('"')[0]
+    try:
+        made = inline_asm.Assembly.of(text, op.attributes.get("constraints", '""').strip('"'))
+    except inline_asm.UnknownPtx as e:
+        low.refuse(op, f"PTX {e}")
+    if not outs or not made.steps:
+        if outs or made.steps:
+            low.refuse(op, f"PTX {text!r:.60} without results")
+        return None
+    pack = op.integer("packed_element", 1)
+    types = [t.element for t in op.in_types[: len(args)]]
+    fn = inline_asm.elementwise(made, types, [t.element for t in op.out_types], pack)
+    shapes_in = [t.shape for t in op.in_types[: len(args)]]
+    flops = len(made.steps) * op.out_types[0].size
+
+    def run(active: Active, slots: Slots) -> None:
+        values = [slots[i] if not shape else active.machine.call(full, slots[i], shape)
+                  for i, shape in zip(args, shapes_in, strict=True)]  # fmt: skip
+        found = active.machine.call_many(fn, len(outs), *values)
+        for out, value in zip(outs, found, strict=True):
+            slots[out] = value
+        active.flops += flops
+
+    return run
+
+
+@builds("tt.map_elementwise")
+def map_elementwise(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    """A function of scalars on every element: each is a block of its own, so that they may go different ways."""
+    body, pack = low.nested(op.regions[0]), op.integer("pack", 1)
+    if body.free:
+        low.refuse(op, "its function reads values from outside")
+    template, shape = low.function.template, op.in_types[0].shape
+
+    def mapped(*tensors: Any) -> tuple[Any, ...]:
+        whole = np.broadcast_arrays(*[full(t, shape) for t in tensors])
+        columns = [w.reshape(-1, pack)[:, k] for w in whole for k in range(pack)]
+        count = len(columns[0])
+        active = Active(Machine(low.kernel, _NO_BUFFERS, (count, 1, 1), np.arange(count)), np.arange(count), _ORIGIN)
+        slots = list(template)
+        for slot, value in zip(body.args, columns, strict=True):
+            slots[slot] = value
+        execute(body, active, slots)
+        found = [np.broadcast_to(slots[i], (count,)) for i in body.values]
+        rows = [np.stack(found[k : k + pack], 1) for k in range(0, len(found), pack)]
+        return tuple(r.reshape(whole[0].shape) for r in rows)
+
+    def run(active: Active, slots: Slots) -> None:
+        values = active.machine.call_many(mapped, len(outs), *[slots[i] for i in args])
+        for out, value in zip(outs, values, strict=True):
+            slots[out] = value
+
+    return run
+
+
+_NO_BUFFERS = Buffers([], [], [], frozenset())
+_ORIGIN = (np.int32(0), np.int32(0), np.int32(0))
+
+
 @builds("tt.bitcast", "arith.bitcast")
 def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, target = op.in_types[0], op.out_types[0]
@@ -178,7 +239,13 @@ def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., 
     return move
 
 
-@builds("tt.splat", "tt.unsplat")
+@builds("tt.unsplat")
+def unsplat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    """A tensor of one element as a scalar."""
+    return shape_step(low, op, args, outs, lambda x: x.reshape(-1) if is_array(x) else x)
+
+
+@builds("tt.splat")
 def splat(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return shape_step(low, op, args, outs, shapes.splat(len(op.out_types[0].shape)))
 

@@ -180,6 +180,7 @@ FLOAT: dict[str, tuple[Function, int]] = {
     "math.fma": (fma, 2),
     "tt.precise_sqrt": (np.sqrt, 1),
     "tt.precise_divf": (np.divide, 1),
+    "tt.approx_divf": (np.divide, 1),
 }
 
 INTEGER: dict[str, Function] = {

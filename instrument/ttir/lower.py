@@ -25,9 +25,11 @@ TERMINATORS = {
     "scf.condition": "yield",
     "tt.reduce.return": "yield",
     "tt.scan.return": "yield",
+    "tt.map_elementwise.return": "yield",
     "cf.br": "br",
     "cf.cond_br": "cond_br",
 }
+COMBINES = ("tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return")  # ends of functions of scalars
 
 
 def builds(*names: str) -> Callable[[Builder], Builder]:
@@ -61,6 +63,7 @@ class Facts:
     """What the whole program is known to do."""
 
     serial: bool = False  # blocks wait for each other, so each runs on its own
+    addresses: bool = False  # pointers are made from numbers: what they point to is not among the arguments' facts
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
@@ -171,7 +174,7 @@ class Lowering:
     def block(self, block: Block, target: Code, codes: list[Code], labels: dict[str, int]) -> None:
         reads: dict[int, None] = {}
         defined = set(target.args)
-        combines = bool(block.ops) and block.ops[-1].name in ("tt.reduce.return", "tt.scan.return")
+        combines = bool(block.ops) and block.ops[-1].name in COMBINES
         path = None if combines else critical_path(block.ops)
         if path is not None:
             target.steps.append(LoweredStep(waits(path), "counting"))
@@ -278,7 +281,7 @@ def _follow_polls(region: Region, known: set[str], module: Module) -> None:
             known.update(op.results)
 
 
-_ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll")
+_ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll", "tt.atomic_load")
 
 
 def polls(op: Op, module: Module) -> bool:

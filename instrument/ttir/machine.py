@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,22 @@ LOADED, STORED, FLOPS, DOT = range(4)
 class Buffers:
     """The pointer arguments of one run: flat memory, where an array's first element lies in it, its element type."""
 
-    flat: Sequence[Array | None]
-    origin: Sequence[int]
-    element: Sequence[Element | None]
+    flat: list[Array | None]
+    origin: list[int]
+    element: list[Element | None]
     fragile: frozenset[int]  # arguments that may change while the kernel runs: written, or overlapping what is written
+    others: list[str] = field(default_factory=list)  # names of arrays beyond the arguments, reached by their addresses
+
+    def add(self, flat: Array, element: Element, name: str) -> int:
+        """Makes an array that is no argument known to this run; its index."""
+        self.flat.append(flat)
+        self.origin.append(0)
+        self.element.append(element)
+        self.others.append(name)
+        return len(self.flat) - 1
+
+    def name(self, index: int, arguments: Sequence[str]) -> str:
+        return arguments[index] if index < len(arguments) else self.others[index - len(arguments)]
 
     def view(self, index: int, element: Element) -> Array:
         flat, own = self.flat[index], self.element[index]

@@ -16,8 +16,8 @@ from paellapy.instrument.ttir.machine import LOADED, STORED, Active
 from paellapy.instrument.ttir.tape import BufferRef
 from paellapy.instrument.ttir.tree import Op
 from paellapy.instrument.ttir.types import ELEMENTS
-from paellapy.instrument.ttir.values import Ptr, Sym
-from paellapy.instrument.ttir.windows import PAD_NAN, window_access
+from paellapy.instrument.ttir.values import PAD_NAN, Ptr, Sym
+from paellapy.instrument.ttir.windows import window_access
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -130,6 +130,43 @@ def atomic_cas(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
+@builds("tt.atomic_load")
+def atomic_load(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    (out,), type_ = outs, op.in_types[0]
+    access = Access(low, op, type_.shape, type_.element)
+
+    def run(active: Active, slots: Slots) -> None:
+        slots[out] = access.load(active, slots[args[0]], optional(slots, args, 1), None)
+
+    return run
+
+
+@builds("tt.atomic_store")
+def atomic_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    low.writes(args[0])
+    access = Access(low, op, op.in_types[0].shape, op.in_types[0].element)
+
+    def run(active: Active, slots: Slots) -> None:
+        access.store(active, slots[args[0]], slots[args[1]], optional(slots, args, 2))
+
+    return run
+
+
+@builds("tt.atomic_poll")
+def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    """Waits until memory holds a value. Blocks take turns; a time-out never comes, because waiting takes no time."""
+    low.facts.serial = True
+    access = Access(low, op, op.in_types[0].shape, op.in_types[0].element)
+
+    def run(active: Active, slots: Slots) -> None:
+        while not np.all(access.load(active, slots[args[0]], None, None) == slots[args[1]]):
+            active.machine.give_way()
+        if outs:
+            slots[outs[0]] = np.bool_(True)
+
+    return run
+
+
 @builds("tt.assert")
 def device_assert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     message = op.body.split('"')[1] if '"' in op.body else ""
@@ -157,6 +194,7 @@ def device_print(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     return run
 
 
-@builds("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "llvm.intr.assume", "tt.debug_barrier")
+@builds("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "llvm.intr.assume", "tt.debug_barrier",
+        "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents")  # fmt: skip
 def nothing(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
     """Barriers hold by construction: a block's elements move together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,8 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.errors import LaunchError, UnsupportedOpError
-from paellapy.instrument.ttir import builders, code, control, memory_ops, windows  # noqa: F401  (they register translations)
+from paellapy.instrument.errors import LaunchError, OutOfBoundsError, ViewWarning
+from paellapy.instrument.ttir import (  # noqa: F401  (they register translations)
+    addresses,
+    builders,
+    code,
+    control,
+    memory_ops,
+    scaled,
+    windows,
+)
 from paellapy.instrument.ttir.arguments import Bound, Signature
 from paellapy.instrument.ttir.lower import Facts, Lowering
 from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
@@ -62,13 +71,10 @@ class TtirProgram:
         self._signature = Signature(kernel, [t for _, t in module.entry.args], names, self.facts.written)
         self._tapes: OrderedDict[Any, Recorded] = OrderedDict()
         self._tape_bytes = 0
+        self._seen: set[Any] = set()  # arguments on views that stayed within them
         self._lock = Lock()
-        self._dynamic = self.facts.serial  # control flow depends on data: nothing to record
-        for name, type_ in module.entry.args:
-            if type_.kind == "descriptor":
-                raise UnsupportedOpError(
-                    f"kernel {kernel}: argument {name} is a tensor descriptor; compile for sm_80, which has pointers"
-                )
+        self._dynamic = self.facts.serial or self.facts.addresses  # what runs depends on data: nothing to record
+        self._whole = False  # it reaches beyond the views it is given, into what they are views of
 
     @classmethod
     def parse(cls, text: str, kernel: str) -> TtirProgram:
@@ -89,10 +95,34 @@ class TtirProgram:
         with the same scalars, shapes and blocks, and the rest replayed from then on; `record=False` turns that off.
         """
         shape = _grid(grid, self.kernel)
-        bound = self._signature.bind(args)
         ids = _block_ids(blocks, shape, self.kernel)
+        bound = self._signature.bind(args, self._whole)
         if not len(ids):
             return np.zeros(0, COST_DTYPE)
+        before = None if self._whole else self._contents(bound)
+        try:
+            return self._run(bound, shape, ids, record)
+        except OutOfBoundsError as error:
+            if before is None:
+                raise
+            # On a GPU nobody knows of views: what lies in the array behind one can be reached.
+            for flat, copy in before:
+                flat[...] = copy
+            cost = self._run(self._signature.bind(args, whole=True), shape, ids, record)
+            self._whole = True
+            warnings.warn(f"{error}. The array that argument is a view of holds it, so the kernel goes on, as it would "
+                          "on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
+            return cost
+
+    def _contents(self, bound: Bound) -> list[tuple[Array, Array]] | None:
+        """Copies of what the kernel writes, where it may turn out that it reaches beyond the views it is given."""
+        if bound.key in self._seen or not any(_is_view(arg) for arg in bound.args):
+            return None
+        self._seen.add(bound.key)
+        written = [bound.buffers.flat[i] for i in self._signature.written]
+        return [(flat, flat.copy()) for flat in written if flat is not None]
+
+    def _run(self, bound: Bound, shape: tuple[int, int, int], ids: range | Array, record: bool) -> Array:
         size = max(1, CHUNK_ELEMENTS // self.facts.tile)
         with np.errstate(all="ignore"):
             if self.facts.serial:
@@ -110,7 +140,7 @@ class TtirProgram:
         For callers that run it often, with floating-point warnings off, and do not ask what it costs.
         """
         shape = _grid(grid, self.kernel)
-        bound = self._signature.bind(args)
+        bound = self._signature.bind(args, self._whole)
         ids = _block_ids(blocks, shape, self.kernel)
         if len(ids) > max(1, CHUNK_ELEMENTS // self.facts.tile):
             return None
@@ -209,6 +239,15 @@ class TtirProgram:
         code.call(self._entry, active, self._signature.values(bound))
         active.settle()
         return machine.cost
+
+
+def _is_view(arg: Any) -> bool:
+    """Whether an array is a view of a larger one."""
+    arg = getattr(arg, "base", None) if hasattr(arg, "nan_padding") else arg
+    root = arg
+    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
+        root = root.base
+    return isinstance(arg, np.ndarray) and root is not arg and root.nbytes > arg.nbytes
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

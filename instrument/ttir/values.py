@@ -14,6 +14,8 @@ import numpy as np
 
 from paellapy.instrument.ttir.types import Array, Element
 
+PAD_NAN = 2  # a window's padding, as Triton numbers it
+
 Value = Any  # np.generic | Array | Sym | Ptr | Window
 
 

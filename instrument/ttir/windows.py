@@ -14,11 +14,10 @@ from paellapy.instrument.ttir.lower import Lowering, builds
 from paellapy.instrument.ttir.machine import LOADED, STORED, Active
 from paellapy.instrument.ttir.tape import BufferRef
 from paellapy.instrument.ttir.tree import Op
-from paellapy.instrument.ttir.values import Ptr, Value, Window
+from paellapy.instrument.ttir.values import PAD_NAN, Ptr, Value, Window
 
 Ints = tuple[int, ...]
 Shape = tuple[int, ...]
-PAD_NAN = 2
 
 
 @builds("tt.make_tensor_ptr", "tt.make_tensor_descriptor")

@@ -328,7 +328,8 @@ def test_each_parameter_is_aligned_to_its_own_size(codes: list[str]) -> None:
 
 def test_constants_do_not_travel_and_tuples_are_flattened() -> None:
     signature = {"a": "*fp32", "b": "constexpr", "c": ("i32", ("constexpr", "fp32")), "d": "u1"}
-    assert launch_values(signature, (16, 5, (7, (None, 0.5)), True)) == [16, 7, 0.5, True]
+    values = (16, 5, (7, (None, 0.5)), True)
+    assert launch_values(signature, [], lambda descriptor, facts: None, values) == [16, 7, 0.5, True]
 
 
 # -- caching

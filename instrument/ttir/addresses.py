@@ -1,0 +1,131 @@
+"""Pointers as numbers (`tt.int_to_ptr`, `tt.ptr_to_int`): tables of addresses, as grouped products and LoRA have them.
+
+Addresses are those of this process, and nothing is read through one that does not lie in an array that is known: one
+of the launch's arguments, of `pp.array`, `pp.empty` and `pp.zeros`, or a PyTorch tensor that is alive.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.ttir.code import Run, Slots
+from paellapy.instrument.ttir.lower import Lowering, builds
+from paellapy.instrument.ttir.machine import Active, Buffers
+from paellapy.instrument.ttir.tree import Op
+from paellapy.instrument.ttir.types import ELEMENTS, Array, Element
+from paellapy.instrument.ttir.values import Ptr
+
+Ints = tuple[int, ...]
+_BYTES = ELEMENTS["i8"]
+_known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
+
+
+def know(array: Array) -> None:
+    """Lets kernels reach an array through its address, as long as it is alive."""
+    _known[array.__array_interface__["data"][0]] = array
+
+
+def _bytes(lowest: Array, size: int) -> Array:
+    first = np.lib.stride_tricks.as_strided(lowest, (1,), (lowest.itemsize,)).view(np.int8)
+    return np.lib.stride_tricks.as_strided(first, (size,), (1,))
+
+
+def _tensors() -> Iterator[Array]:
+    """The memory of every PyTorch tensor of the CPU that is alive."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return
+    for thing in gc.get_objects():
+        # By its type: an object's own __class__ may be a property that does anything.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                yield torch.empty(0, dtype=torch.int8).set_(storage).numpy()
+
+
+class Places:
+    """Arrays in order of their addresses."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        arrays = [*(f for f in buffers.flat if f is not None), *_known.values(), *_tensors()]
+        self._spans: dict[int, Array] = {}
+        for array in arrays:
+            if array.nbytes:
+                low, high = np.lib.array_utils.byte_bounds(array)
+                lowest = array[tuple(slice(None, None, -1) if s < 0 else slice(None) for s in array.strides)]
+                if low not in self._spans or self._spans[low].size < high - low:
+                    self._spans[low] = _bytes(lowest, high - low)
+        self._starts = sorted(self._spans)
+
+    def find(self, address: int) -> int | None:
+        """Where the array begins in which the address lies."""
+        for at in range(bisect.bisect_right(self._starts, address) - 1, -1, -1):
+            start = self._starts[at]
+            if address < start + self._spans[start].size:
+                return start
+            if address - start > 1 << 40:
+                break
+        return None
+
+    def bytes(self, start: int) -> Array:
+        return self._spans[start]
+
+
+@builds("tt.int_to_ptr")
+def int_to_ptr(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    element = op.out_types[0].element
+    low.facts.addresses = True
+    (a,), (out,) = args, outs
+
+    def run(active: Active, slots: Slots) -> None:
+        slots[out] = _pointer(active.machine.buffers, active.machine.known(slots[a]), element)
+
+    return run
+
+
+def _pointer(buffers: Buffers, addresses: Any, element: Element) -> Ptr:
+    flat = np.asarray(addresses, np.int64)
+    distinct, where = np.unique(flat, return_inverse=True)
+    places = Places(buffers)
+    starts: dict[int | None, int] = {}
+    which, offset = np.empty(len(distinct), np.int32), np.empty(len(distinct), np.int64)
+    for k, address in enumerate(distinct.tolist()):
+        start = places.find(address)
+        if start not in starts:
+            memory = np.zeros(0, np.int8) if start is None else places.bytes(start)
+            starts[start] = buffers.add(memory, _BYTES, f"(no array at address {address:#x})" if start is None else
+                                        f"(the array at address {start:#x})")  # fmt: skip
+        which[k] = list(starts).index(start)
+        offset[k] = -1 if start is None else (address - start) // element.size
+        if start is not None and (address - start) % element.size:
+            raise ValueError(f"address {address:#x} is not aligned for {element.name}")
+    bases = tuple(starts.values())
+    shape = flat.shape
+    picked = which[where].reshape(shape)[()]
+    return Ptr(bases, None if len(bases) == 1 else picked, offset[where].reshape(shape)[()], element)
+
+
+@builds("tt.ptr_to_int")
+def ptr_to_int(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    low.facts.addresses = True
+    (a,), (out,) = args, outs
+
+    def run(active: Active, slots: Slots) -> None:
+        p, buffers = slots[a], active.machine.buffers
+        starts = []
+        for base in p.bases:
+            memory = buffers.flat[base]
+            assert memory is not None
+            starts.append(memory.__array_interface__["data"][0])
+        known = active.machine.known
+        start = np.int64(starts[0]) if p.which is None else np.array(starts, np.int64)[known(p.which)]
+        slots[out] = start + known(p.offset) * np.int64(p.element.size)
+
+    return run

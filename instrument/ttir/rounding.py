@@ -1,0 +1,118 @@
+"""Arithmetic and conversions that round in a given direction: to nearest (rn), to zero (rz), up (ru), down (rd)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.ttir.elementwise import fma
+
+Function = Callable[..., Any]
+
+_WHOLE = {"rn": np.rint, "rz": np.trunc, "ru": np.ceil, "rd": np.floor}
+
+
+def _turned(nearest: Any, rest: Any, mode: str) -> Any:
+    """The nearest number moved one step where `rest`, the sign of what was rounded off, asks for it."""
+    up, down = np.inf, -np.inf
+    if mode == "rn":
+        return nearest
+    if mode == "rz":
+        wrong = np.where(nearest > 0, rest < 0, rest > 0) & (nearest != 0)
+        towards = np.where(nearest > 0, down, up)
+    else:
+        wrong = rest > 0 if mode == "ru" else rest < 0
+        towards = np.full(np.shape(nearest), up if mode == "ru" else down)
+    moved = np.nextafter(nearest, towards.astype(nearest.dtype))
+    return np.where(wrong & np.isfinite(rest), moved, nearest)[()]
+
+
+def _sum_rest(a: Any, b: Any, s: Any) -> Any:
+    """What a + b rounded to s leaves (Knuth's two-sum)."""
+    t = s - a
+    return (a - (s - t)) + (b - t)
+
+
+def _add(a: Any, b: Any) -> tuple[Any, Any]:
+    s = a + b
+    return s, _sum_rest(a, b, s)
+
+
+def _mul(a: Any, b: Any) -> tuple[Any, Any]:
+    p = a * b
+    return p, fma(a, b, -p)
+
+
+def _div(a: Any, b: Any) -> tuple[Any, Any]:
+    q = a / b
+    return q, fma(-q, b, a) * np.sign(b)
+
+
+def _sqrt(a: Any) -> tuple[Any, Any]:
+    r = np.sqrt(a)
+    return r, fma(-r, r, a)
+
+
+def _rsqrt(a: Any) -> tuple[Any, Any]:
+    r = (1 / np.sqrt(np.asarray(a, np.float64))).astype(a.dtype)[()]
+    return r, fma(-r * a, r, np.ones_like(a))
+
+
+def _fma(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    r = fma(a, b, c)
+    if a.dtype == np.float32:  # exact in float64 but for what cannot turn a float32 round
+        wide = [np.asarray(x, np.float64) for x in (a, b, c)]
+        return r, fma(*wide) - r
+    p = a * b
+    s = p + c
+    return r, (s - r) + (_sum_rest(p, c, s) + fma(a, b, -p))
+
+
+_PARTS: dict[str, Function] = {
+    "add": _add,
+    "sub": lambda a, b: _add(a, -b),
+    "mul": _mul,
+    "div": _div,
+    "rcp": lambda a: _div(np.ones_like(a), a),
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "fma": _fma,
+}
+
+
+def directed(name: str, mode: str) -> Function:
+    """An operation with its result rounded in a direction.
+
+    >>> float(directed("div", "ru")(np.float32(1), np.float32(3))) > 1 / 3
+    True
+    """
+
+    def run(*xs: Any) -> Any:
+        nearest, rest = _PARTS[name](*xs)
+        return _turned(nearest, rest, mode)
+
+    return run
+
+
+def to_integer(x: Any, mode: str, target: str) -> Any:
+    """A float as an integer of NumPy type `target`, saturated as PTX's `cvt` does it."""
+    limits = np.iinfo(target)
+    whole = _WHOLE[mode](x)
+    low, high = x.dtype.type(limits.min), x.dtype.type(2.0 ** (8 * limits.dtype.itemsize - (target[0] == "i")))
+    inside = (whole > low) & (whole < high)
+    wide = limits.dtype.itemsize == 8 or x.dtype == np.float64
+    missing = np.array(1 << (8 * limits.dtype.itemsize - 1) if wide else 0, f"u{limits.dtype.itemsize}")
+    ends = np.where(whole >= high, limits.max, np.where(whole <= low, limits.min, missing.view(limits.dtype)))
+    return np.where(inside, np.where(inside, whole, 0).astype(limits.dtype), ends)[()]
+
+
+def to_float(x: Any, mode: str, target: str) -> Any:
+    """An integer or a wider float as a float of NumPy type `target`."""
+    nearest = np.asarray(x.astype(target))
+    if x.dtype.kind == "f":
+        return _turned(nearest, x - nearest.astype(x.dtype), mode)
+    # Integers in two halves, each exact in float64: what is left of them after taking the nearest float away.
+    high, low = (x >> 32).astype(np.float64) * 2.0**32, (x & x.dtype.type(0xFFFFFFFF)).astype(np.float64)
+    return _turned(nearest, (high - nearest.astype(np.float64)) + low, mode)

@@ -1,0 +1,214 @@
+"""A decorated kernel in the place of the `@triton.jit` function it was, for tensors and Triton's own tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import paellapy as pp
+from paellapy.instrument.errors import ArgumentError, LaunchError
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def device() -> Any:
+    with pp.Device("virtual:h200") as opened:
+        yield opened
+
+
+@triton.jit
+def plain(x, y, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+
+
+add = pp.kernel(plain)
+CONFIGS = [triton.Config({"B": b}, num_warps=w) for b, w in ((128, 1), (1024, 4))]
+
+
+def cover(meta: dict[str, Any]) -> tuple[int]:
+    return (triton.cdiv(meta["n"], meta["B"]),)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64", "uint8"])
+def test_cpu_tensors_are_arguments_and_results(dtype: str):
+    kind = getattr(torch, dtype)
+    x, y = (torch.arange(1000) % 7).to(kind), torch.ones(1000).to(kind)
+    out = torch.zeros_like(x)
+    add[cover](x, y, out, 1000, B=128)
+    assert torch.equal(out, x + y)
+
+
+def test_tensors_with_strides_and_gradients():
+    x = torch.randn(1000, 2, requires_grad=True)
+
+    @triton.jit
+    def every_second(x, out, n, B: tl.constexpr):
+        i = tl.arange(0, B)
+        tl.store(out + i, tl.load(x + 2 * i, mask=i < n), mask=i < n)
+
+    out = torch.zeros(1000, dtype=torch.float32)
+    pp.kernel(every_second)[1,](x[:, 1], out, 1000, 1024)
+    assert torch.equal(out, x[:, 1])
+
+
+def test_hooks_see_the_tensors_themselves():
+    seen: list[Any] = []
+    kernel = pp.kernel(triton.heuristics({"B": lambda a: seen.append(a["x"]) or 256})(plain))
+    x = torch.ones(100)
+    kernel[lambda m: (seen.append(m["out"]), (1,))[1]](x, x, out := torch.zeros(100), 100)
+    assert seen[0] is x
+    assert seen[1] is out
+    assert out.sum() == 200
+
+
+def test_strided_arrays_of_eight_bit_floats():
+    @triton.jit
+    def rows(x, out):
+        i = tl.arange(0, 32)
+        tl.store(out + i, tl.load(x + i // 8 * 16 + i % 8).to(tl.float32))
+
+    x, out = np.arange(64).reshape(8, 8).astype(ml_dtypes.float8_e5m2), np.zeros(32, np.float32)
+    pp.kernel(rows)[1,](x[::2], out)
+    assert (out.reshape(4, 8) == x[::2].astype(np.float32)).all()
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def triple(a):
+    return a * 3
+
+
+@triton.jit
+def of_tuple(parts, out):
+    tl.store(out, parts[1](parts[0]) + parts[2])
+
+
+def test_functions_and_constants_inside_tuples():
+    out = np.zeros(1, np.float32)
+    pp.kernel(of_tuple)[1,]((2.0, triple, tl.constexpr(5)), out)
+    assert out[0] == 11
+
+
+@triton.jit
+def copy_tile(source, target):
+    target.store([0, 0], source.load([64, 32]))
+
+
+def test_tensor_descriptors_made_by_the_host():
+    x, out = torch.randn(128, 128).half(), torch.zeros(64, 32).half()
+    kernel = pp.kernel(copy_tile)
+    for _ in range(3):
+        kernel[1,](TensorDescriptor.from_tensor(x, [64, 32]), TensorDescriptor.from_tensor(out, [64, 32]))
+        assert torch.equal(out, x[64:, 32:64])
+        x += 1
+
+
+@triton.jit
+def odd_names(target, report, sliced, B: tl.constexpr):
+    tl.store(target, tl.load(report) + sliced)
+
+
+def test_parameters_may_have_the_names_of_our_keywords():
+    kernel, out = pp.kernel(odd_names), np.zeros(1, np.float32)
+    kernel[1,](target=out, report=np.ones(1, np.float32), sliced=2, B=1)
+    assert out[0] == 3
+    made = kernel.compile(target="*fp32", report="*fp32", sliced="i32", B=1, target_="sm_80", report_=None)
+    assert made.source.arch == "sm_80"
+    assert made.ptx == made.original_ptx
+
+
+def test_options_of_other_vendors_mean_nothing_and_unknown_ones_are_refused():
+    x = np.ones(8, np.float32)
+    add[1,](x, x, out := np.zeros(8, np.float32), 8, 8, waves_per_eu=2, matrix_instr_nonkdim=16)
+    assert out.sum() == 16
+    with pytest.raises(ArgumentError, match="wavse_per_eu"):
+        add[1,](x, x, out, 8, 8, wavse_per_eu=2)
+
+
+def test_options_of_the_compiler_are_passed_on():
+    options = {"launch_cooperative_grid": True, "extern_libs": {}}
+    made = add.compile("*fp32", "*fp32", "*fp32", "i32", 8, target="sm_90", **options)
+    assert made.source.cooperative
+
+
+@gluon.jit
+def a_gluon_kernel(x):
+    pass
+
+
+def test_gluon_kernels_are_refused_in_a_sentence():
+    with pytest.raises(ArgumentError, match="Gluon"):
+        pp.kernel(a_gluon_kernel)
+
+
+# ---- Triton's tools --------------------------------------------------------------------------------------------------
+
+
+def test_run_and_warmup():
+    x = torch.ones(100)
+    made = add.warmup(torch.float32, torch.float32, torch.float32, 100, B=128, grid=(1,))
+    made._init_handles()
+    assert made.n_regs > 0
+    assert set(made.asm) == {"ttir", "ptx", "cubin"}
+    assert made.metadata.num_warps == 4
+    add.run(x, x, out := torch.zeros(100), 100, B=128, grid=(1,), warmup=False)
+    assert out.sum() == 200
+    assert add.params[0].name == "x"
+
+
+def test_the_configuration_that_was_chosen():
+    kernel = pp.kernel(triton.autotune(CONFIGS, key=["n"])(plain))
+    with pytest.raises(AttributeError, match="tuned"):
+        _ = kernel.best_config
+    x = torch.ones(5000)
+    kernel[cover](x, x, torch.zeros(5000), 5000)
+    assert kernel.best_config in CONFIGS
+
+
+@pytest.mark.parametrize("n", [100, 5000])
+def test_autotune_and_heuristics_above_the_decorator(n: int):
+    tuned = triton.autotune(CONFIGS, key=["n"])(pp.kernel(plain))
+    x, out = torch.ones(n), torch.zeros(n)
+    tuned[cover](x, x, out, n)
+    assert torch.equal(out, x + x)
+    assert tuned.best_config in CONFIGS
+    with pp.trace() as t:
+        tuned[cover](x, x, out, n)
+    assert len(t.blocks) == triton.cdiv(n, tuned.best_config.kwargs["B"])
+    guided = triton.heuristics({"B": lambda args: 512})(pp.kernel(plain))
+    guided[cover](x, x, out.zero_(), n)
+    assert torch.equal(out, x + x)
+
+
+def _has_gpu() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+@pytest.mark.skipif(_has_gpu(), reason="Triton's own driver answers here")
+def test_triton_finds_the_virtual_gpu_where_there_is_no_other():
+    active = triton.runtime.driver.active
+    assert str(active.get_active_torch_device()) == "cpu"
+    assert active.utils.get_device_properties(0)["multiprocessor_count"] == 132
+    x = torch.ones(5000)
+    ms = triton.testing.do_bench(lambda: add[cover](x, x, torch.zeros(5000), 5000, B=128), warmup=0.02, rep=0.05)
+    assert 0 < ms < 1
+
+
+@pytest.mark.skipif(_has_gpu(), reason="Triton runs it here")
+def test_a_kernel_without_the_decorator_says_so():
+    with pytest.raises(LaunchError, match=r"'plain' is not a pp\.kernel"):
+        plain[1,](torch.ones(1), torch.ones(1), torch.ones(1), 1, B=1)

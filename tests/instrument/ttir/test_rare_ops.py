@@ -1,0 +1,326 @@
+"""Operations that only some kernels have: inline PTX, scaled products, tables of pointers, maps, polls, libdevice."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from triton.language.extra.cuda import libdevice as triton_libdevice
+
+import paellapy as pp
+from paellapy.instrument.errors import OutOfBoundsError, UnsupportedOpError, ViewWarning
+from paellapy.instrument.ttir import inline_asm, libdevice
+from paellapy.instrument.ttir import rounding as rnd
+
+
+@pytest.fixture(autouse=True)
+def device() -> Any:
+    with pp.Device("virtual:h200") as opened, np.errstate(all="ignore"):
+        yield opened
+
+
+def some(n: int = 64, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+# ---- inline PTX ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tanh_ptx(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [tl.load(x + i)], tl.float32, True, 1)
+    tl.store(out + i, v)
+
+
+@triton.jit
+def halves_ptx(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    # Four bytes become four halves: packed registers on both sides, as dequantisation has it.
+    text: tl.constexpr = "{ .reg .b32 lo, hi; prmt.b32 lo, $2, 0, 0x4140; prmt.b32 hi, $2, 0, 0x4342; mov.b32 $0, lo; mov.b32 $1, hi; }"  # noqa: E501
+    v = tl.inline_asm_elementwise(text, "=r,=r,r", [tl.load(x + i)], tl.int16, True, 4)
+    tl.store(out + i, v)
+
+
+@triton.jit
+def two_results(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    text: tl.constexpr = "{ .reg .pred p; setp.gt.s32 p, $2, 5; selp.b32 $0, $2, 5, p; @p add.s32 $1, $2, 1; @!p mov.b32 $1, 0; }"  # noqa: E501
+    a, b = tl.inline_asm_elementwise(text, "=r,=r,r", [tl.load(x + i)], (tl.int32, tl.int32), True, 1)
+    tl.store(out + i, a + 100 * b)
+
+
+@triton.jit
+def clock_ptx(out):
+    tl.store(out, tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], tl.int32, False, 1))
+
+
+def test_inline_ptx_computes():
+    x, out = some(), np.zeros(64, np.float32)
+    pp.kernel(tanh_ptx)[1,](x, out, 64)
+    assert out == pytest.approx(np.tanh(x), rel=1e-6)
+
+
+def test_packed_registers_hold_neighbouring_elements():
+    x, out = np.arange(64, dtype=np.uint8), np.zeros(64, np.int16)
+    pp.kernel(halves_ptx)[1,](x, out, 64)
+    assert out.tolist() == list(range(64))
+
+
+def test_predicates_and_several_results():
+    x, out = np.arange(16, dtype=np.int32), np.zeros(16, np.int32)
+    pp.kernel(two_results)[1,](x, out, 16)
+    assert out.tolist() == [max(v, 5) + (100 * (v + 1) if v > 5 else 0) for v in range(16)]
+
+
+def test_ptx_that_is_not_evaluated_is_refused_by_name():
+    with pytest.raises(UnsupportedOpError, match="clock"):
+        pp.kernel(clock_ptx)[1,](np.zeros(1, np.int32))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3), st.integers(0, 255))
+def test_lop3_is_its_truth_table(words: list[int], table: int):
+    made = inline_asm.Assembly.of(f"lop3.b32 $0, $1, $2, $3, {table};", "=r,r,r,r")
+    (found,) = made.run(*(np.array([w], np.uint32) for w in words))
+    bits = sum((table >> ((a << 2) | (b << 1) | c) & 1) << k
+               for k in range(32) for a, b, c in [[w >> k & 1 for w in words]])  # fmt: skip
+    assert int(found[0]) == bits
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.booleans())
+def test_shifts_beyond_the_width_saturate(word: int, by: int, sign: bool):
+    made = inline_asm.Assembly.of(f"shr.{'s' if sign else 'u'}32 $0, $1, $2;", "=r,r,r")
+    (found,) = made.run(np.array([word], np.uint32), np.array([by], np.uint32))
+    value = word - (1 << 32) if sign and word >> 31 else word
+    assert int(found[0]) == (value >> by) & 0xFFFFFFFF
+
+
+def test_packed_conversions_put_the_first_source_into_the_upper_half():
+    made = inline_asm.Assembly.of("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+    (found,) = made.run(*(np.array([v], np.float32).view(np.uint32) for v in (1.5, -2.0)))
+    assert found.view(np.float16).tolist() == [-2.0, 1.5]
+
+
+# ---- products with scales ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scaled_product(a, sa, b, sb, out, M: tl.constexpr, K: tl.constexpr, FA: tl.constexpr, PA: tl.constexpr):
+    i, k, ka, s = tl.arange(0, M), tl.arange(0, K), tl.arange(0, K // PA), tl.arange(0, K // 32)
+    x = tl.load(a + i[:, None] * (K // PA) + ka[None, :])
+    y = tl.load(b + k[:, None] * M + i[None, :])
+    scale_x = tl.load(sa + i[:, None] * (K // 32) + s[None, :])
+    scale_y = tl.load(sb + i[:, None] * (K // 32) + s[None, :])
+    tl.store(out + i[:, None] * M + i[None, :], tl.dot_scaled(x, scale_x, FA, y, scale_y, "e5m2"))
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("kind", ["e5m2", "e2m1"])
+def test_scaled_products(kind: str):
+    rng = np.random.default_rng(1)
+    scales = [rng.integers(120, 134, (64, 2)).astype(np.uint8) for _ in range(2)]
+    b = rng.standard_normal((64, 64)).astype(ml_dtypes.float8_e5m2)
+    if kind == "e2m1":
+        a = rng.integers(0, 256, (64, 32)).astype(np.uint8)
+        exact = np.stack([FP4[a & 15], FP4[a >> 4]], -1).reshape(64, 64)
+    else:
+        a = rng.standard_normal((64, 64)).astype(ml_dtypes.float8_e5m2)
+        exact = a.astype(np.float64)
+    out = np.zeros((64, 64), np.float32)
+    pp.kernel(scaled_product)[1,](a, scales[0], b, scales[1], out, 64, 64, kind, 2 if kind == "e2m1" else 1)
+    wide = [np.repeat(np.exp2(s.astype(np.float64) - 127), 32, 1) for s in scales]
+    expected = (exact * wide[0]) @ (b.astype(np.float64) * wide[1].T)
+    assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+# ---- addresses -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def through_table(table, out, N: tl.constexpr):
+    p = tl.load(table + tl.program_id(0)).to(tl.pointer_type(tl.float32))
+    i = tl.arange(0, N)
+    tl.store(out + tl.program_id(0) * N + i, tl.load(p + i))
+
+
+@triton.jit
+def there_and_back(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    address = x.to(tl.int64) + 4 * i
+    tl.store(out + i, tl.load(address.to(tl.pointer_type(tl.float32), bitcast=True)))
+
+
+def test_a_table_of_addresses_reaches_the_arrays():
+    arrays = [pp.array(some(seed=k)) for k in range(3)]
+    table, out = np.array([a.ctypes.data for a in arrays]), np.zeros((3, 64), np.float32)
+    for _ in range(3):  # and is read anew every time
+        pp.kernel(through_table)[3,](table, out, 64)
+        assert (out == np.stack(arrays)).all()
+        arrays = arrays[::-1]
+        table = table[::-1].copy()
+
+
+def test_tensors_are_reached_by_their_addresses_too():
+    torch = pytest.importorskip("torch")
+    tensors = [torch.randn(64) for _ in range(2)]
+    table, out = torch.tensor([t.data_ptr() for t in tensors]), torch.zeros(2, 64)
+    pp.kernel(through_table)[2,](table, out, 64)
+    assert torch.equal(out, torch.stack(tensors))
+
+
+def test_an_address_of_nothing_is_an_error():
+    with pytest.raises(OutOfBoundsError, match="0x10"):
+        pp.kernel(through_table)[1,](np.array([16]), np.zeros(64, np.float32), 64)
+
+
+def test_a_pointer_is_a_number_and_back():
+    x, out = some(), np.zeros(64, np.float32)
+    pp.kernel(there_and_back)[1,](x, out, 64)
+    assert (out == x).all()
+
+
+@triton.jit
+def before_the_view(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i - 4))
+
+
+def test_memory_behind_a_view_is_reached_with_a_warning():
+    x, out = np.arange(64, dtype=np.float32), np.zeros(16, np.float32)
+    with pytest.warns(ViewWarning, match="before_the_view"):
+        pp.kernel(before_the_view)[1,](x[8:24], out, 16)
+    assert out.tolist() == list(range(4, 20))
+    with pytest.raises(OutOfBoundsError):
+        pp.kernel(before_the_view)[1,](x[2:24], out, 16)
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ordered(a, b):
+    if a < b:
+        return a, b
+    return b, a
+
+
+@triton.jit
+def map_pairs(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.map_elementwise(ordered, tl.load(x + i), tl.load(y + i))
+    tl.store(x + i, a)
+    tl.store(y + i, b)
+
+
+@pytest.mark.skipif(not hasattr(tl, "map_elementwise"), reason="this Triton has none")
+def test_a_function_of_scalars_maps_over_tensors():
+    x, y = some(), some(seed=1)
+    a, b = x.copy(), y.copy()
+    pp.kernel(map_pairs)[1,](a, b, 64)
+    assert (a == np.minimum(x, y)).all()
+    assert (b == np.maximum(x, y)).all()
+
+
+@triton.jit
+def split_pair(x, out):
+    a, b = tl.split(tl.load(x + tl.arange(0, 2)))
+    tl.store(out, a - 2 * b)
+
+
+def test_a_pair_splits_into_scalars():
+    out = np.zeros(1, np.float32)
+    pp.kernel(split_pair)[1,](np.array([7, 2], np.float32), out)
+    assert out[0] == 3
+
+
+@triton.jit
+def wait_for_flag(flag, out):
+    if tl.program_id(0) == 0:
+        tl.atomic_poll(flag, 1)
+        tl.store(out, tl.atomic_load(flag) + 1)
+    else:
+        tl.atomic_store(flag, 1)
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="this Triton has none")
+def test_a_block_polls_until_another_stores():
+    out = np.zeros(1, np.int32)
+    pp.kernel(wait_for_flag)[2,](np.zeros(1, np.int32), out)
+    assert out[0] == 2
+
+
+@triton.jit
+def dependent(x):
+    tl.extra.cuda.gdc_wait()
+    tl.store(x, 1.0)
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_programmatic_dependent_launch(on: bool):
+    x = np.zeros(1, np.float32)
+    pp.kernel(dependent)[1,](x, launch_pdl=on)
+    assert x[0] == 1
+    assert pp.kernel(dependent).compile("*fp32", target="sm_90", launch_pdl=on).source.dependent is on
+
+
+def test_every_function_of_libdevice_is_known():
+    with open(triton_libdevice.__file__) as f:
+        symbols = set(re.findall(r'"(__nv_\w+)"', f.read()))
+    assert len(symbols) > 300
+    assert [s for s in sorted(symbols) if libdevice.lookup(s) is None] == []
+
+
+@pytest.mark.parametrize(("name", "args", "expected"), [
+    ("j0f", [1.5], 0.5118276717),
+    ("j1", [1.5], 0.5579365079), ("y0", [1.5], 0.3824489237), ("y1f", [1.5], -0.412308627),
+    ("cyl_bessel_i0f", [1.5], 1.6467231898), ("cyl_bessel_i1", [1.5], 0.9816664286), ("erfcx", [30.0], 0.018795888861),
+    ("normcdfinvf", [0.25], -0.6744897502), ("erfcinvf", [0.5], 0.4769362762), ("sinpif", [0.25], math.sqrt(0.5)),
+    ("cospi", [1e6 + 0.25], math.sqrt(0.5)), ("rcbrtf", [8.0], 0.5), ("rhypotf", [3.0, 4.0], 0.2),
+    ("norm3df", [2.0, 3.0, 6.0], 7.0), ("logbf", [10.0], 3.0), ("nextafterf", [1.0, 2.0], 1 + 2.0**-23),
+    ("remainderf", [5.0, 3.0], -1.0),
+])  # fmt: skip
+def test_functions_of_libdevice(name: str, args: list[float], expected: float):
+    fn = libdevice.lookup(f"__nv_{name}")
+    dtype = np.float32 if name.endswith("f") else np.float64
+    assert fn is not None
+    assert float(fn(*(dtype(a) for a in args))) == pytest.approx(expected, rel=2e-7 if dtype is np.float32 else 1e-9)
+
+
+@pytest.mark.parametrize(("name", "args", "expected"), [
+    ("brev", [1], -(2**31)), ("ffs", [8], 4), ("ffs", [0], 0),
+    ("byte_perm", [0x33221100, 0x77665544, 0x7530], 0x77553300),
+    ("mul24", [0x1000001, 5], 5), ("hadd", [-3, 2], -1), ("urhadd", [-1, -1], -1), ("sad", [5, -3, 10], 18),
+    ("float2int_rn", [2.5], 2), ("float2int_ru", [2.1], 3), ("float2uint_rz", [-1.0], 0), ("ilogbf", [10.0], 3),
+    ("float_as_int", [1.0], 0x3F800000), ("llrintf", [2.5], 2), ("llroundf", [2.5], 3),
+])  # fmt: skip
+def test_integer_functions_of_libdevice(name: str, args: list[Any], expected: int):
+    fn = libdevice.lookup(f"__nv_{name}")
+    assert fn is not None
+    given_ = [np.float32(a) if isinstance(a, float) else np.array(a, np.int64).astype(np.int32)[()] for a in args]
+    assert int(fn(*given_)) == expected
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60).filter(
+    lambda v: v == 0 or abs(v) > 1e-15  # a rest that underflows says nothing
+)
+
+
+@given(st.sampled_from(["add", "mul", "div"]), floats, floats.filter(bool))
+def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: float):
+    x, y = np.float32(a), np.float32(b)
+    low, near, high = (rnd.directed(name, mode)(x, y) for mode in ("rd", "rn", "ru"))
+    zero = rnd.directed(name, "rz")(x, y)
+    assert low <= near <= high
+    assert high == low or high == np.nextafter(low, np.float32(np.inf))
+    assert abs(zero) == min(abs(low), abs(high))
