@@ -35,10 +35,6 @@ class TraceError(PaellaError):
     """A trace was used in a way that would lose or mix records."""
 
 
-class NestedTraceError(TraceError):
-    """A trace was begun on a device that is being traced already."""
-
-
 class UnsupportedOpError(PaellaError):
     """The virtual GPU met an operation it cannot evaluate; the message names op, kernel and source line."""
 

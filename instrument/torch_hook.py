@@ -33,8 +33,9 @@ _active: _Hook | None = None
 def instrument_torch(enable: bool = True) -> None:
     """Makes every Triton kernel compiled from now on report inside `pp.trace()`, whoever launches it.
 
-    Kernels that were compiled before keep running unreported. For `torch.compile`, set
-    `torch._inductor.config.compile_threads = 1`, so that Inductor compiles in this process.
+    Kernels that were compiled before keep running unreported; a trace names them in `t.unseen`. What `torch.compile`
+    has on disk from plain runs is not used: the instrumentation is part of Inductor's keys. Inductor compiles in this
+    process meanwhile, and launches through Triton.
     """
     global _active
     if not enable:
@@ -73,12 +74,14 @@ class _Hook:
             compiler.get_cache_key = self._cache_key
         _allocation.set_profile_allocator(self.descriptor)
         knobs.runtime.launch_enter_hook.add(self.entered)
+        self._inductor = _InductorSettings(self.hash[:16])
 
     def remove(self) -> None:
         if knobs.runtime.add_stages_inspection_hook == self.stages:
             knobs.runtime.add_stages_inspection_hook = None
         if TRITON_VERSION < (3, 7):
             knobs.compilation.instrumentation_mode, compiler.get_cache_key = self._before
+        self._inductor.restore()
         _allocation.set_profile_allocator(None)
         knobs.runtime.launch_enter_hook.remove(self.entered)
 
@@ -155,6 +158,36 @@ class _Hook:
         device.synchronize()  # kernels of an earlier trace may still read the table
         self._table.set(rows)
         self._filled_for, self._used = session, 0
+
+
+class _InductorSettings:
+    """Inductor's settings while kernels are instrumented; `restore` puts back what was there."""
+
+    def __init__(self, tag: str) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+        try:
+            from torch._inductor import config as inductor
+            from torch.compiler import config as compiler_config
+        except ImportError:
+            return  # no PyTorch, or one without its compiler: nothing to set
+        # Part of the key of every cache of torch.compile. Without it a graph compiled in a plain run brings its plain
+        # kernels along.
+        before = getattr(compiler_config, "cache_key_tag", None)
+        if before is not None:
+            self._set(compiler_config, "cache_key_tag", f"{before}paellapy-{tag}")
+        else:
+            self._set(inductor, "force_disable_caches", True)
+        self._set(inductor, "compile_threads", 1)  # other processes do not have the hook
+        if hasattr(inductor, "use_static_cuda_launcher"):
+            self._set(inductor, "use_static_cuda_launcher", False)  # it passes no descriptor
+
+    def _set(self, config: Any, name: str, value: Any) -> None:
+        self._before.append((config, name, getattr(config, name)))
+        setattr(config, name, value)
+
+    def restore(self) -> None:
+        for config, name, value in reversed(self._before):
+            setattr(config, name, value)
 
 
 def _threads(ptx: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument import trace_file
 from paellapy.instrument.above import Above
@@ -39,8 +39,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy2D:
+    """Occupancy over SMs and time. It is an array where NumPy wants one: `np.asarray(t.occupancy())`."""
+
     resident: NDArray[np.float64]  # SM x time: mean resident warps in the bin / the most an SM can hold
     edges_ns: NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.resident.shape
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.resident, dtype, copy=copy)
 
 
 class Trace:
@@ -83,8 +92,12 @@ class Trace:
         device: DeviceFacts,
         dropped: int = 0,
         unfinished: int = 0,
+        unseen: Sequence[str] = (),
     ) -> None:
-        """Replaces the contents: `trace()` hands a trace out when it starts and fills it when it ends."""
+        """Replaces the contents: `trace()` hands a trace out when it starts and fills it when it ends.
+
+        `unseen` names kernels that ran meanwhile and do not report.
+        """
         if blocks.dtype != BLOCK or launches.dtype != LAUNCH:
             raise TraceError("a trace takes arrays of records.BLOCK and records.LAUNCH")
         self.blocks: Records = _frozen(blocks[np.lexsort((blocks["sm"], blocks["start_ns"]))])
@@ -93,6 +106,7 @@ class Trace:
         self.device = device
         self.dropped = dropped
         self.unfinished = unfinished
+        self.unseen = tuple(unseen)
         self._check()
         row = np.searchsorted(self.launches["launch"], self.blocks["launch"])
         self.warps = self.launches["warps"][row].astype(np.int64)
@@ -173,6 +187,7 @@ class Trace:
             "device": asdict(self.device),
             "dropped": self.dropped,
             "unfinished": self.unfinished,
+            "unseen": self.unseen,
         }
         more, about = self._more()
         trace_file.write(Path(path), self.blocks, self.launches, facts | about, more)
@@ -189,6 +204,7 @@ class Trace:
             if kind is None:
                 raise TraceError(f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it")
             found = kind(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
+            found.unseen = tuple(str(name) for name in facts.get("unseen", ()))
             found._take(more, facts)
             return found
 
@@ -213,9 +229,10 @@ class Trace:
         blocks = counted(len(self.blocks), "block")
         launches = counted(times_launched(self.blocks), "launch", "launches")
         kernels = counted(len(np.unique(self.blocks["kernel"])), "kernel")
+        unseen = f"; not traced: {', '.join(self.unseen)}" if self.unseen else ""
         return (
             f"<Trace {self.device.name}: {blocks}, {launches} of {kernels} in {readable_time(last - first)}, "
-            f"{self.dropped:,} dropped, {self.unfinished:,} unfinished>"
+            f"{self.dropped:,} dropped, {self.unfinished:,} unfinished{unseen}>"
         )
 
     def _repr_html_(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.compiled import Compiled
 from paellapy.instrument.device.base import Device
-from paellapy.instrument.errors import NestedTraceError, TraceError
+from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
 from paellapy.instrument.ring import Mark, decode
 from paellapy.instrument.trace import DeviceFacts, Trace
@@ -29,6 +30,7 @@ class Session:
         self.first_id = Session._next_id
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
+        self.begin_ns = device.clock_ns()
         self.unreported = 0  # blocks of launches for which there was no descriptor left
 
     def add(
@@ -91,7 +93,7 @@ class trace:
     """Context manager: `with pp.trace() as t:` fills `t` (a `Trace`) when the block is left.
 
     `records_per_sm` is the size of an SM's ring, a power of two; when more blocks run on an SM, the oldest records are
-    overwritten and counted in `t.dropped`.
+    overwritten and counted in `t.dropped`. A trace inside another shares its rings, and holds its own launches only.
     """
 
     def __init__(self, records_per_sm: int = 1 << 14, device: Device | str | None = None) -> None:
@@ -103,14 +105,16 @@ class trace:
         self.device = Device.open(device) if isinstance(device, str) else device
 
     def __enter__(self) -> Trace:
-        self._device = self.device or Device.current()
-        if self._device.session is not None:
-            raise NestedTraceError(
-                f"{self._device.name} is being traced already, and traces cannot be nested: leave the inner trace() out"
-            )
-        self._device.begin_trace(self.records_per_sm)
-        self._begin_ns = self._device.clock_ns()
-        self._device.session = Session(self._device)
+        self._device = device = self.device or Device.current()
+        self._nested = device.session is not None
+        if self._nested:
+            device.synchronize()  # what was launched before belongs to the outer trace alone
+        else:
+            device.begin_trace(self.records_per_sm)
+            device.session = Session(device)
+        self._session: Session = device.session
+        self._first, self._begin_ns = Session._next_id, device.clock_ns()
+        self._watch = _Watch()
         self.result = Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), self._facts())
         return self.result
 
@@ -119,26 +123,54 @@ class trace:
         return DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        session, self._device.session = self._device.session, None
+        if not self._nested:
+            self._device.session = None
+        self._watch.stop()
         if kind is not None and issubclass(kind, Exception):
             # The kernel's own error matters more than a trace of it, which a lost context could not deliver anyway.
             try:
-                self._finish(session)
+                self._finish(self._session)
             except Exception:
                 return
         else:
-            self._finish(session)
+            self._finish(self._session)
 
     def _finish(self, session: Session) -> None:
         device = self._device
-        lines, rings = device.end_trace()
+        lines, rings = device.read_trace() if self._nested else device.end_trace()
         tails = lines["tail"]
         used = rings["launch"][:, : int(min(rings.shape[1], tails.max()))]  # rings are large, and mostly empty
         session.adopt_replayed(used)
         launches, kernels = session.launches()
         # Whatever a graph captured elsewhere left here belongs to no launch we know.
         used[~np.isin(used, launches["launch"])] = 0
-        marks = (Mark(self._begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
+        marks = (Mark(session.begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
         decoded = decode(tails, rings, launches, marks)
+        blocks = decoded.blocks
+        if self._nested:
+            # Launches of graphs that were captured before have earlier numbers; when they ran tells them apart.
+            replayed = (blocks["launch"] < session.first_id) & (blocks["start_ns"] >= self._begin_ns)
+            own = (blocks["launch"] >= self._first) | replayed
+            blocks = blocks[own]
+            launches = launches[(launches["launch"] >= self._first) | np.isin(launches["launch"], blocks["launch"])]
         dropped = decoded.dropped + session.unreported
-        self.result.fill(decoded.blocks, launches, kernels, self._facts(), dropped, decoded.unfinished)
+        unseen = self._watch.names - set(kernels)
+        facts = self._facts()
+        self.result.fill(blocks, launches, kernels, facts, dropped, decoded.unfinished, sorted(unseen))
+
+
+class _Watch:
+    """Names of the kernels that Triton launches itself while a trace runs; those that report are in the trace."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._knobs: Any = getattr(sys.modules.get("triton"), "knobs", None)
+        if self._knobs is not None:
+            self._knobs.runtime.launch_enter_hook.add(self._entered)
+
+    def _entered(self, launch_metadata: Any) -> None:
+        self.names.add(str(launch_metadata.get()["name"]))
+
+    def stop(self) -> None:
+        if self._knobs is not None:
+            self._knobs.runtime.launch_enter_hook.remove(self._entered)

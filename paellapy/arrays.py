@@ -1,4 +1,4 @@
-"""Arrays and streams of the current device: what `pp.array`, `pp.empty` and `pp.stream` make."""
+"""Arrays and streams of the current device: what `pp.array`, `pp.empty`, `pp.zeros` and `pp.stream` make."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def array(data: NDArray[Any]) -> Array:
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
     """Uninitialised memory on the current device."""
     return Device.current().empty(shape, dtype)
+
+
+def zeros(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
+    """Memory of zeros on the current device."""
+    return Device.current().array(np.zeros(shape, dtype))
+
+
+def empty_like(other: Any, dtype: DTypeLike | None = None) -> Array:
+    """Uninitialised memory on the current device, of the shape and type of an array, or of another type."""
+    return Device.current().empty(tuple(other.shape), other.dtype if dtype is None else dtype)
 
 
 def stream(priority: int = 0) -> Stream:

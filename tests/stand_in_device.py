@@ -137,6 +137,9 @@ class StandInDevice(Device):
     def begin_trace(self, records_per_sm: int) -> None:
         pass
 
+    def read_trace(self) -> tuple[Records, Records]:
+        raise NotImplementedError
+
     def end_trace(self) -> tuple[Records, Records]:
         raise NotImplementedError
 

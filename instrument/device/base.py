@@ -270,8 +270,12 @@ class Device(ABC):
         """Starts recording blocks."""
 
     @abstractmethod
+    def read_trace(self) -> tuple[Records, Records]:
+        """What was recorded so far: counters (records.SM_LINE) per SM and rings (records.RING_RECORD), SM × slot."""
+
+    @abstractmethod
     def end_trace(self) -> tuple[Records, Records]:
-        """Stops recording: counters (records.SM_LINE) per SM and rings (records.RING_RECORD), SM × slot."""
+        """Stops recording, and gives what was recorded."""
 
     def tile(self, descriptor: Descriptor, facts: Any) -> Any:
         """A tensor descriptor as this device's kernels take it; `facts` is what Triton's compiler says about it."""

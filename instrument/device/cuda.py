@@ -254,7 +254,12 @@ class CudaDevice(Device):
         self.clock_ns()
 
     def end_trace(self) -> tuple[Records, Records]:
-        rings, self.rings = self.rings, None
+        found = self.read_trace()
+        self.rings = None
+        return found
+
+    def read_trace(self) -> tuple[Records, Records]:
+        rings = self.rings
         assert rings is not None
         self.synchronize()
         lines = self.lines.numpy()

@@ -157,11 +157,14 @@ class VirtualDevice(Device):
         self.model.clear_blocks()
         self._ring_size = records_per_sm
 
-    def end_trace(self) -> tuple[Records, Records]:
+    def read_trace(self) -> tuple[Records, Records]:
         self.synchronize()
-        blocks = self.model.blocks()
+        return _rings(self.model.blocks(), self.sm_ids, self._ring_size)
+
+    def end_trace(self) -> tuple[Records, Records]:
+        found = self.read_trace()
         self.model.clear_blocks()
-        return _rings(blocks, self.sm_ids, self._ring_size)
+        return found
 
 
 def _known(array: VirtualArray) -> VirtualArray:

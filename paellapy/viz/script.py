@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paellapy.instrument.device import Device
-from paellapy.instrument.errors import NestedTraceError, TraceError
+from paellapy.instrument.errors import TraceError
 from paellapy.instrument.trace import Trace
 from paellapy.instrument.tracing import trace
 
@@ -49,21 +49,10 @@ def _run(script: Path) -> int:
             return leaving.code or 0
         print(leaving.code, file=sys.stderr)
         return 1
-    except NestedTraceError as error:
-        where = f"{script}, line {_line(error.__traceback__, script)}"
-        raise TraceError(
-            f"{where}, begins a trace of its own, and `paellapy trace` is one already: run it as `python {script}`, or "
-            "take its own trace out"
-        ) from None
     except BaseException as error:
         traceback.print_exception(error.with_traceback(_from_script(error.__traceback__, script)))
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
-
-
-def _line(frames: TracebackType | None, script: Path) -> int:
-    frames = _from_script(frames, script)
-    return 0 if frames is None else frames.tb_lineno
 
 
 def _from_script(frames: TracebackType | None, script: Path) -> TracebackType | None:

@@ -146,3 +146,33 @@ def test_the_key_of_the_cache_changes_with_the_passes() -> None:
     key, digest = torch_hook._Hook().stages()
     assert torch_hook.passes.pass_version() in key
     assert len(digest) == 64
+
+
+def test_the_caches_of_torch_compile_tell_instrumented_kernels_from_plain_ones() -> None:
+    pytest.importorskip("torch")
+    from torch._inductor import config as inductor
+    from torch.compiler import config
+
+    before = config.cache_key_tag, inductor.compile_threads, inductor.use_static_cuda_launcher
+    instrument_torch()
+    assert "paellapy" in config.cache_key_tag
+    assert inductor.compile_threads == 1
+    assert not inductor.use_static_cuda_launcher
+    instrument_torch(False)
+    assert (config.cache_key_tag, inductor.compile_threads, inductor.use_static_cuda_launcher) == before
+
+
+def test_inductor_asks_for_other_entries_of_its_disk_cache() -> None:
+    torch = pytest.importorskip("torch")
+    from torch._inductor.codecache import FxGraphCachePickler, FxGraphHashDetails
+
+    graph = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+
+    def key() -> str:
+        return FxGraphCachePickler(graph).get_hash(FxGraphHashDetails(graph, [torch.ones(2)], {}, []))
+
+    plain = key()
+    instrument_torch()
+    assert key() != plain
+    instrument_torch(False)
+    assert key() == plain

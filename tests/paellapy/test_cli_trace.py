@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from viz_traces import MIX, make
 
 from paellapy import cli
-from paellapy.instrument.errors import TraceError
 from paellapy.instrument.trace import Trace
 from paellapy.instrument.versions import versions
 from paellapy.output_path import OutputError
@@ -108,15 +107,13 @@ def test_a_script_that_records_nothing_leaves_what_an_earlier_run_wrote(script: 
     assert (Path("trace.pptrace").read_bytes(), Path("trace.html").read_bytes()) == before
 
 
-def test_a_script_that_traces_itself_is_told_what_to_do(script: Path) -> None:
-    script.write_text("import paellapy as pp\nwith pp.trace() as t:\n    pass\n")
+def test_a_script_may_trace_itself(script: Path) -> None:
+    own = SCRIPT.replace("double[(8,)]", "with pp.trace() as t:\n    double[(8,)]")
+    script.write_text(own + "print(len(t.blocks), 'of its own')\n")
     result = trace(script)
-    assert isinstance(result.exception, TraceError)
-    assert str(result.exception) == (
-        f"{script}, line 2, begins a trace of its own, and `paellapy trace` is one already: run it as "
-        f"`python {script}`, or take its own trace out"
-    )
-    assert not Path("trace.pptrace").exists()
+    assert result.exit_code == 0, result.output
+    assert "8 of its own" in result.stdout
+    assert len(Trace.load("trace.pptrace").blocks) == 8
 
 
 @pytest.mark.parametrize(
