@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,23 @@ def _passed(ptx: str, config: PassConfig, name: str) -> str:
     found = passes.apply(ptx, config, name)
     cache.write(where, found.encode())
     return found
+
+
+class Draft:
+    """A kernel as far as it must be compiled to be evaluated: TTIR. The rest is done when somebody asks for it."""
+
+    def __init__(self, name: str, ttir: str, metadata: dict[str, Any], finish: Callable[[], Source]) -> None:
+        self.name, self.ttir, self.metadata = name, ttir, metadata
+        self._finish = finish
+
+    @classmethod
+    def of(cls, source: Source) -> Draft:
+        """A draft of what is finished."""
+        return cls(source.name, source.ttir, source.metadata, lambda: source)
+
+    @functools.cached_property
+    def source(self) -> Source:
+        return self._finish()
 
 
 @dataclass(frozen=True, slots=True)

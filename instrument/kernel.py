@@ -17,7 +17,7 @@ import numpy as np
 from paellapy.instrument import cuda_source, triton_source
 from paellapy.instrument.arguments import Handlers, triton_dtype
 from paellapy.instrument.autotune import Tuner
-from paellapy.instrument.compiled import Compiled, Source
+from paellapy.instrument.compiled import Compiled, Draft, Source
 from paellapy.instrument.cuda_source import CudaSource
 from paellapy.instrument.device.base import Device, Launcher, check_grid
 from paellapy.instrument.device.parts import limits_for_capability
@@ -205,9 +205,12 @@ class TritonKernel(Kernel):
         sliced: bool,
         preempt: bool = False,
     ) -> Launcher:
-        source = self._compile_source(values, key, options, device.target)
+        options = triton_source.split_options(options, self.name, self.arg_names)
+        make = self._source.draft if device.evaluates else self._source.source
+        made = make(values, key, options, device.target)
+        draft = made if isinstance(made, Draft) else Draft.of(made)
         config = self._config(device, sliced, preempt)
-        launcher = device.prepare(source, config, _picker(source, values, device))
+        launcher = device.prepare_draft(draft, config, _picker(draft.metadata, values, device))
         which = (key, device.session is None, not sliced, device)
         self._launchers[(*which, "preempt") if preempt else which] = launcher
         return launcher
@@ -383,11 +386,11 @@ def _everything(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _picker(source: Source, values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Takes the values that travel: without tuples and descriptors by index, which is quick."""
-    signature = source.metadata["signature"]
+    signature = facts["signature"]
     if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
-        return functools.partial(triton_source.launch_values, signature, source.metadata["tiles"], device.tile)
+        return functools.partial(triton_source.launch_values, signature, facts["tiles"], device.tile)
     indices = [i for i, kind in enumerate(signature.values()) if kind != "constexpr"]
     if len(indices) == len(values):
         return _everything

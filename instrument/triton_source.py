@@ -22,7 +22,7 @@ from triton import language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.amd.compiler import HIPOptions
-from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource, CompilationError
 from triton.runtime.autotuner import Autotuner, Heuristics
@@ -40,8 +40,9 @@ from paellapy.instrument.arguments import (
     param_layout,
     triton_dtype,
 )
-from paellapy.instrument.compiled import Source
+from paellapy.instrument.compiled import Draft, Source
 from paellapy.instrument.errors import ArgumentError, CompileError
+from paellapy.instrument.triton_stages import Stage, Translated, translate
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Launch options, and what they must be: Triton takes some that no GPU can run, and fails on others far from the cause.
@@ -135,30 +136,64 @@ class TritonSource:
         attrs = {path: BaseBackend.parse_attr(get_iterable_path(attributes, path)) for path in marked}
         return signature, constants, attrs
 
+    def draft(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Draft:
+        """The kernel as TTIR, and a way to the rest."""
+        cache_key = (key, target)
+        if cache_key in self._sources:
+            return Draft.of(self._sources[cache_key])
+        work = self._specialised(values, key, options, target)
+        made = self._translate(work, "ttir")
+
+        def finish() -> Source:
+            if cache_key not in self._sources:
+                self._sources[cache_key] = self._finished(work)
+            return self._sources[cache_key]
+
+        descriptors = made.ttir.partition("tt.func public")[2].partition("{")[0].count("!tt.tensordesc")
+        facts = {"signature": work.signature, "tiles": [None] * descriptors}
+        return Draft(made.facts["name"], made.ttir, facts, finish)
+
     def _compile(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
+        return self._finished(self._specialised(values, key, options, target))
+
+    def _specialised(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> _Work:
         try:
             signature, constants, attrs = self.specialise(values, key[: len(self.arg_names)])
         except (TypeError, OverflowError) as e:
             raise ArgumentError(f"kernel {self.name!r}: {e}") from None
-        arch = target_capability(target)
         # Asking for the default by name keeps Triton 3.9 from warning that 3.10 will change it.
         options = {"enable_fp_fusion": True, **options}
         # As `triton.jit` does it: @triton.jit(debug=True) and TRITON_DEBUG=1 make device_assert check.
         options["debug"] = bool(options.get("debug", self.fn.debug) or knobs.runtime.debug)
+        return _Work(signature, constants, attrs, options, target_capability(target))
+
+    def _finished(self, work: _Work) -> Source:
+        return _source_of(self._translate(work, "ptx"), work)
+
+    def _translate(self, work: _Work, last: Stage) -> Translated:
         compiling.plain = True
+        source = ASTSource(fn=self.fn, signature=work.signature, constexprs=work.constants, attrs=work.attrs)
         try:
-            built = triton.compile(
-                ASTSource(fn=self.fn, signature=signature, constexprs=constants, attrs=attrs),
-                target=GPUTarget("cuda", arch, 32),
-                options=options,
-            )
+            return translate(source, work.arch, work.options, last)
         except CompilationError as e:
             raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
-        except Exception as e:  # whatever Triton's passes and its ptxas raise
-            raise CompileError(f"kernel {self.name!r} does not compile for {target} with {options}:\n{e}") from e
+        except Exception as e:  # whatever Triton's passes raise
+            raise CompileError(
+                f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
+            ) from e
         finally:
             compiling.plain = False
-        return _source_of(built, signature, constants, arch, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One specialisation, as Triton's compiler takes it."""
+
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attrs: Any
+    options: dict[str, Any]
+    arch: int
 
 
 def target_capability(target: str) -> int:
@@ -169,52 +204,49 @@ def target_capability(target: str) -> int:
     return int(found[1])
 
 
-def _source_of(
-    built: Any, signature: dict[str, Any], constants: dict[Any, Any], arch: int, options: dict[str, Any]
-) -> Source:
-    meta = built.metadata
-    ptx: str = built.asm["ptx"]
+def _source_of(made: Translated, work: _Work) -> Source:
+    meta, ptx = made.facts, made.ptx
     specialised = is_warp_specialised(ptx)
     flags = ["-lineinfo"]
-    if not options["enable_fp_fusion"]:
+    if not work.options["enable_fp_fusion"]:
         flags.append("--fmad=false")
     if TRITON_VERSION >= (3, 7):
         flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
-    tiles = list(getattr(meta, "tensordesc_meta", None) or ())
-    codes = [*_flat_codes(list(signature.values()), bool(tiles)), "Q", "Q"]  # and global_scratch, profile_scratch
+    tiles = list(meta["tensordesc_meta"] or ())
+    codes = [*_flat_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]  # and global_scratch, profile_scratch
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
-        name=meta.name,
+        name=meta["name"],
         ptx=ptx,
-        arch=found[1] if found else f"sm_{arch}",
+        arch=found[1] if found else f"sm_{work.arch}",
         param_format=param_layout(codes),
-        threads=int(threads[1]) if threads else 32 * meta.num_warps,
-        dynamic_shared_bytes=meta.shared,
-        cluster=meta.num_ctas,
+        threads=int(threads[1]) if threads else 32 * meta["num_warps"],
+        dynamic_shared_bytes=meta["shared"],
+        cluster=meta["num_ctas"],
         exits="spare-barrier" if specialised else "barrier",  # Triton branches per block, never per thread
         ptxas_options=tuple(flags),
-        ptxas_path=_triton_ptxas(arch),
-        scratch_bytes=meta.global_scratch_size,
-        scratch_align=meta.global_scratch_align,
-        cooperative=bool(getattr(meta, "launch_cooperative_grid", False)),
-        dependent=bool(getattr(meta, "launch_pdl", False)),
-        ttir=built.asm["ttir"],
+        ptxas_path=_triton_ptxas(work.arch),
+        scratch_bytes=meta["global_scratch_size"],
+        scratch_align=meta["global_scratch_align"],
+        cooperative=bool(meta["launch_cooperative_grid"]),
+        dependent=bool(meta["launch_pdl"]),
+        ttir=made.ttir,
         metadata={
-            "num_warps": meta.num_warps,
-            "num_stages": meta.num_stages,
-            "signature": signature,
+            "num_warps": meta["num_warps"],
+            "num_stages": meta["num_stages"],
+            "signature": work.signature,
             "tiles": tiles,
-            "label": _label(meta, signature, constants),
+            "label": _label(meta, work.signature, work.constants),
         },
     )
 
 
-def _label(meta: Any, signature: dict[str, Any], constants: dict[Any, Any]) -> str:
+def _label(meta: dict[str, Any], signature: dict[str, Any], constants: dict[Any, Any]) -> str:
     """Names a specialisation by what decides how long a block takes, the same under every version of Triton."""
     types = [t for t in signature.values() if isinstance(t, str) and t.startswith("*")]
     values = [repr(v) for path, v in sorted(constants.items()) if v is not None and v != 1]
-    return f"{meta.name}[{','.join(types)}][{','.join(values)}]x{meta.num_warps}"
+    return f"{meta['name']}[{','.join(types)}][{','.join(values)}]x{meta['num_warps']}"
 
 
 def is_warp_specialised(ptx: str) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor, Handlers
-from paellapy.instrument.compiled import Compiled, Source
+from paellapy.instrument.compiled import Compiled, Draft, Source
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
@@ -260,6 +260,14 @@ class Device(ABC):
     @abstractmethod
     def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:
         """Builds and loads a kernel. `pick` takes from the bound values those that travel to the kernel."""
+
+    def prepare_draft(
+        self, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> Launcher:
+        """As `prepare`, for a device that may have use for a kernel that is not compiled to its end."""
+        return self.prepare(draft.source, config, pick)
+
+    evaluates = False  # kernels run from their TTIR
 
     @abstractmethod
     def counts(self) -> Records:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
-from paellapy.instrument.compiled import Source
+from paellapy.instrument.compiled import Draft, Source
 from paellapy.instrument.device.base import Device, Event, Stream
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import part
@@ -32,6 +32,7 @@ from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.ttir.addresses import know
 
+_MOST_LATER = 1024  # launches whose place on the SMs nobody has asked for: they keep their costs and arguments
 _HISTORY = 1 << 16  # finished commands the model remembers
 
 
@@ -63,15 +64,35 @@ class VirtualDevice(Device):
         self.limits, self.capability = self.part.sm, self.part.sm.capability
         self.sm_count = self.sm_ids = self.part.sms
         self.costs = CostModel.for_part(self.part)
-        self.model = SmModel(self.part, timing=self.costs.timing, history=_HISTORY)
+        self._model = SmModel(self.part, timing=self.costs.timing, history=_HISTORY)
+        self._later: list[Callable[[], object]] = []
         self.handlers = Handlers({**SCALARS}, _find_handler)
-        self._default_stream = self.model.stream()
+        self._default_stream = self._model.stream()
         self._streams: list[int] = []
         self._host_ns = 0.0
         self._ring_size = 0
-        self._lines_before = self.model.lines.copy()
         self.noted: list[NotedLaunch] | None = None  # launches with their costs, while somebody wants them
         self.runs: list[VirtualRun] = []  # launches that may be preempted, whose data is not computed yet
+
+    evaluates = True
+
+    @property
+    def model(self) -> SmModel:
+        """The SM model, with everything submitted that was launched so far."""
+        later, self._later = self._later, []
+        for submit in later:
+            submit()
+        return self._model
+
+    def place(self, submit: Callable[[], object]) -> None:
+        """Submits a launch to the SM model once somebody asks what happens there.
+
+        Its place depends on registers and shared memory, which the compiler knows at its very end: where nobody looks
+        at times, kernels are never compiled as far as that.
+        """
+        self._later.append(submit)
+        if len(self._later) >= _MOST_LATER:
+            _ = self.model
 
     # -- memory and order
 
@@ -88,7 +109,7 @@ class VirtualDevice(Device):
         return _known(np.array(data, order="C").view(VirtualArray))
 
     def stream(self, priority: int = 0) -> VirtualStream:
-        return VirtualStream(self, self.model.stream(priority))
+        return VirtualStream(self, self._model.stream(priority))
 
     def current_stream(self) -> int:
         return self._streams[-1] if self._streams else self._default_stream
@@ -113,7 +134,7 @@ class VirtualDevice(Device):
 
     def submit(self) -> float:
         """The time of a submission: a call takes the host as long as a launch does beside the real part."""
-        self._host_ns = max(self._host_ns, self.model.now_ns) + self.part.launch_ns
+        self._host_ns = max(self._host_ns, self._model.now_ns) + self.part.launch_ns
         return self._host_ns
 
     def wait_until(self, ns: float) -> None:
@@ -145,7 +166,12 @@ class VirtualDevice(Device):
     def prepare(
         self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> VirtualLauncher:
-        return VirtualLauncher(self, source.build(config), pick)
+        return VirtualLauncher(self, Draft.of(source), config, pick)
+
+    def prepare_draft(
+        self, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> VirtualLauncher:
+        return VirtualLauncher(self, draft, config, pick)
 
     def counts(self) -> Records:
         self.model.run(max(self._host_ns, self.model.now_ns))

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled
+from paellapy.instrument.compiled import Compiled, Draft
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
-from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.cost_model import CostModel, KernelCost
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.sm_costs import BlockCost
@@ -21,6 +21,7 @@ from paellapy.instrument.device.sm_program import Kernel, Under
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.occupancy import occupancy
+from paellapy.instrument.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
 
@@ -30,18 +31,31 @@ class Gpu(Protocol):
 
     part: Part
     costs: CostModel
-    model: SmModel
     capture: Capture | None
     session: Any
     noted: list[NotedLaunch] | None
-
     runs: list[VirtualRun]
 
+    @property
+    def model(self) -> SmModel: ...
     def submit(self) -> float: ...
+    def place(self, submit: Callable[[], object]) -> None: ...
     def current_stream(self) -> int: ...
     def wait_until(self, ns: float) -> None: ...
     def settle(self) -> None: ...
     def finish(self, stream: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Where and when a launch was submitted, and which of its grid's blocks it runs."""
+
+    grid: tuple[int, int, int]
+    first: int
+    count: int
+    at_ns: float
+    stream: int
+    under: Under | None = None  # the flag it runs under
 
 
 class VirtualNotification:
@@ -72,19 +86,35 @@ class NotedLaunch:
 
 
 class VirtualLauncher(Launcher):
-    def __init__(self, device: Gpu, compiled: Compiled, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        source = compiled.source
-        if not source.ttir:
+    def __init__(
+        self, device: Gpu, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> None:
+        if not draft.ttir:
             raise LaunchError(
-                f"kernel {compiled.name!r} is CUDA C, which the virtual GPU compiles but cannot run: "
+                f"kernel {draft.name!r} is CUDA C, which the virtual GPU compiles but cannot run: "
                 'it evaluates Triton kernels. Run it on a real GPU: pp.Device("cuda").'
             )
-        self.device, self.compiled, self.pick = device, compiled, pick
-        self.program = TtirProgram.parse(source.ttir, compiled.name)
-        assert source.threads is not None
-        self.threads = source.threads
-        self._kernel_cost = device.costs.of_kernel(compiled, self.threads, self.program.dot_dtype)
-        occupancy(device.part, self.threads, compiled.registers, compiled.shared_bytes, source.cluster)
+        self.device, self.config, self.pick = device, config, pick
+        self.name, self._draft = draft.name, draft
+        self.program = TtirProgram.parse(draft.ttir, draft.name)
+
+    @functools.cached_property
+    def compiled(self) -> Compiled:  # type: ignore[override]  # other launchers have it from the beginning
+        """The kernel compiled to its end, for what a block of it takes from an SM; refused where it fits none."""
+        made = self._draft.source.build(self.config)
+        assert made.source.threads is not None
+        occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
+        return made
+
+    @property
+    def threads(self) -> int:
+        threads = self.compiled.source.threads
+        assert threads is not None
+        return threads
+
+    @functools.cached_property
+    def _kernel_cost(self) -> KernelCost:
+        return self.device.costs.of_kernel(self.compiled, self.threads, self.program.dot_dtype)
 
     def __call__(
         self,
@@ -94,19 +124,22 @@ class VirtualLauncher(Launcher):
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
     ) -> VirtualNotification | None:
-        if self.device.capture is not None and self.device.capture.active:
-            return self.device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
+        device = self.device
+        if device.capture is not None and device.capture.active:
+            return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
         gx, gy, gz = (*grid, 1, 1)[:3]
-        check_grid(self.compiled.name, (gx, gy, gz))
+        check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:
             return None  # an empty grid is no work, as in Triton
         first, count = part or (0, gx * gy * gz)
         self.device.finish(self.device.current_stream())
         cost = self.evaluate(values, (gx, gy, gz), first, count)
-        handle = self._place(cost, values, (gx, gy, gz), first, count)
-        if self.compiled.config.notifies:
-            return VirtualNotification(self.device.model, handle)
-        return None
+        submit = Submission((gx, gy, gz), first, count, device.submit(), device.current_stream())
+        if device.session is None and device.noted is None and not self.config.notifies:
+            device.place(functools.partial(self._place, cost, values, submit))
+            return None
+        handle = self._place(cost, values, submit, device.session, device.noted)
+        return VirtualNotification(device.model, handle) if self.config.notifies else None
 
     def under(self, flag: VirtualFlag, work: Work, blocks: Blocks) -> VirtualRun:
         """Launches some blocks under a flag. Their costs are worked out now, their data once it is known who ran."""
@@ -119,7 +152,9 @@ class VirtualLauncher(Launcher):
             ids = np.sort(blocks.left())
             costs = blocks.costs_of(ids)
         under = Under(flag.number, flag.next_epoch(), ids)
-        handle = self._place(costs, work.values, work.grid, int(ids[0]), len(ids), under, work.stream)
+        device = self.device
+        submit = Submission(work.grid, int(ids[0]), len(ids), device.submit(), work.stream, under)
+        handle = self._place(costs, work.values, submit, device.session, device.noted)
         arguments, program = self.pick(work.values), self.program
 
         def compute(ran: NDArray[np.int64]) -> None:
@@ -153,37 +188,35 @@ class VirtualLauncher(Launcher):
         self,
         cost: Records,
         values: Sequence[Any],
-        grid: tuple[int, int, int],
-        first: int,
-        count: int,
-        under: Under | None = None,
-        stream: int | None = None,
+        submit: Submission,
+        session: Any = None,
+        noted: list[NotedLaunch] | None = None,
     ) -> int:
-        device, compiled = self.device, self.compiled
+        """Gives a launch to the SM model. `session` and `noted` are those of its time: placing may come later."""
+        device, compiled, stream = self.device, self.compiled, submit.stream
         cluster = compiled.source.cluster
-        submit = device.submit()
-        session = device.session
-        stream = device.current_stream() if stream is None else stream
-        launch_id = 0
-        if session is not None:
-            gx, gy, gz = grid
-            wide = (gx * cluster, gy, gz)
-            launch_id = session.add(compiled, wide, self.threads, compiled.source.dynamic_shared_bytes,
-                                    first * cluster, count * cluster, stream)  # fmt: skip
+        first, blocks = submit.first * cluster, submit.count * cluster
         kernel = Kernel(
-            count * cluster,
+            blocks,
             self.threads,
             compiled.registers,
             compiled.shared_bytes,
             cost=self.block_cost(cost, values),
             cluster=cluster,
-            first=first * cluster,
-            under=under,
+            first=first,
+            under=submit.under,
         )
-        if device.noted is not None:
-            device.noted.append(NotedLaunch(self, grid, first, count, kernel.cost))
+        if noted is not None:
+            noted.append(NotedLaunch(self, submit.grid, submit.first, submit.count, kernel.cost))
+        launch_id = 0
+        if session is not None:
+            gx, gy, gz = submit.grid
+            shared = compiled.source.dynamic_shared_bytes
+            launch_id = session.add(compiled, (gx * cluster, gy, gz), self.threads, shared, first, blocks, stream)
         traced = session is not None
-        return device.model.launch(stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit)
+        return device.model.launch(
+            stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit.at_ns
+        )
 
     def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
         """The evaluator's counts as the SM model takes them; `values` are the launch's arguments."""

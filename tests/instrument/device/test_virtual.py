@@ -213,8 +213,11 @@ def test_resources_that_fit_no_sm_are_refused_with_the_figures() -> None:
     matmul = next(c for c in TRITON_CASES if c.name == "gemm_fp16")
     call = matmul.make(np.random.default_rng(0), 0.5)
     deep = {**call.constexprs, "BM": 128, "BN": 128, "BK": 256}  # 128 KiB of tiles, an L4 has 99
-    with pp.Device("virtual:l4"), pytest.raises(pp.LaunchError, match="131072"):
+    with pp.Device("virtual:l4") as small:
         pp.kernel(matmul.kernel)[call.grid](**call.args, **deep, num_warps=8)
+        with pytest.raises(pp.LaunchError, match="131072"):
+            small.synchronize()
+        small.synchronize()  # it was refused, and is gone
 
 
 def test_cuda_c_says_that_it_needs_a_real_gpu(device: Any) -> None:

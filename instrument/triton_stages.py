@@ -1,0 +1,100 @@
+"""Triton's compiler, run as far as a result is wanted: to TTIR, which the virtual GPU evaluates, or to PTX.
+
+`triton.compile` goes all the way to machine code. Ours comes from `ptxas` after the passes, so its last stage would be
+done twice; and where only results are wanted, all stages after the first one are for nothing. Results are kept on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import triton
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+
+from paellapy.instrument import cache
+
+Stage = Literal["ttir", "ptx"]
+# What a launcher must know of a kernel, by the names of Triton's metadata, and what it is where Triton does not say.
+_FACTS = {
+    "name": "", "num_warps": 4, "num_stages": 3, "num_ctas": 1, "shared": 0, "global_scratch_size": 0,
+    "global_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": False, "tensordesc_meta": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A kernel as text; `ptx` and most facts are there only where the compiler went as far as that."""
+
+    ttir: str
+    ptx: str
+    facts: dict[str, Any]
+
+
+def translate(source: Any, arch: int, options: dict[str, Any], last: Stage) -> Translated:
+    """Runs the stages up to `last` on an `ASTSource`, or takes what an earlier run left on disk."""
+    target = GPUTarget("cuda", arch, 32)
+    if _wanted_by_others(options):
+        return _by_triton(source, target, options)
+    backend = compiler.make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    environment = sorted(compiler.get_cache_invalidating_env_vars().items())
+    key = cache.digest("triton", installed(), source.hash(), str(target), parsed.hash(), str(environment), last)
+    if stored := cache.read(key):
+        return Translated(**json.loads(stored))
+    made = _run(source, target, backend, parsed, last)
+    cache.write(key, json.dumps(asdict(made)).encode())
+    return made
+
+
+@functools.cache
+def installed() -> str:
+    """Tells this installation of Triton from others.
+
+    Triton's own key for that is a hash of its library of several hundred megabytes, which takes a second or two.
+    """
+    root = Path(triton.__file__).parent
+    files = [*(root / "_C").glob("libtriton*"), *(f for d in ("compiler", "backends", "language", "runtime")
+                                                   for f in (root / d).rglob("*.py"))]  # fmt: skip
+    facts = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    return f"{triton.__version__} {facts}"
+
+
+def _wanted_by_others(options: dict[str, Any]) -> bool:
+    """Whether somebody wants to see or to replace what comes between the stages: only `triton.compile` does that."""
+    asked = knobs.compilation
+    return bool(asked.override or asked.dump_ir or asked.always_compile or asked.listener or options.get("ir_override"))
+
+
+def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Translated:
+    built = triton.compile(source, target=target, options=options)
+    return Translated(built.asm["ttir"], built.asm["ptx"], _facts(built.metadata._asdict()))
+
+
+def _run(source: Any, target: GPUTarget, backend: Any, options: Any, last: Stage) -> Translated:
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata: dict[str, Any] = {"target": target, **options.__dict__, "name": source.name}
+    texts: dict[str, str] = {"ttir": "", "ptx": ""}
+    for stage, run in stages.items():
+        module = run(module, metadata)
+        if stage in texts:
+            texts[stage] = str(module)
+        if stage == last:
+            break
+    return Translated(texts["ttir"], texts["ptx"], _facts(metadata))
+
+
+def _facts(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: metadata.get(name, default) for name, default in _FACTS.items()}
