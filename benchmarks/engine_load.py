@@ -211,9 +211,9 @@ class Generator:
         self.engine, self.names, self.inputs = engine, names, inputs
         state = engine.state
         if not state.call["clock"][0]:  # loops in Python bring their own clock
-            from paellapy.scheduler.core.step import attach_libc
+            from paellapy.scheduler.core.step import attach_loop
 
-            attach_libc(state)
+            attach_loop(state)
         by_name = {loaded.model.name: loaded for loaded in engine.loaded_rows().values()}
         self.loaded = [by_name[name] for name in names]
         self._rows = np.array([loaded.row for loaded in self.loaded], np.int64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@inlined
+@part
 def heap_push(keys: Floats, ids: Ints, base: int, count: int, key: float, identity: int) -> None:
     """Add to the heap of `count` entries that starts at `base`; the caller keeps the count. Ties go to the lower id."""
     i = count
@@ -27,7 +27,7 @@ def heap_push(keys: Floats, ids: Ints, base: int, count: int, key: float, identi
     ids[base + i] = identity
 
 
-@inlined
+@part
 def heap_pop(keys: Floats, ids: Ints, base: int, count: int) -> None:
     """Remove the least of `count` entries, which the caller has read at `base`."""
     last = count - 1
@@ -54,7 +54,7 @@ def heap_pop(keys: Floats, ids: Ints, base: int, count: int) -> None:
     ids[base + i] = identity
 
 
-@inlined
+@part
 def tree_set(keys: Floats, leaf: int, key: float) -> None:
     """Change one leaf's key; `keys[1]` is then the least of all."""
     node = leaf + keys.shape[0] // 2
@@ -69,7 +69,7 @@ def tree_set(keys: Floats, leaf: int, key: float) -> None:
         keys[node] = least
 
 
-@inlined
+@part
 def tree_first(keys: Floats) -> int:
     """The leaf with the least key, the lowest on a tie."""
     width: int = keys.shape[0] // 2
@@ -81,7 +81,7 @@ def tree_first(keys: Floats) -> int:
     return node - width
 
 
-@inlined
+@part
 def tree_rebuild(keys: Floats) -> None:
     """Make the tree true after its leaves, the upper half of `keys`, were written directly."""
     for node in range(keys.shape[0] // 2 - 1, 0, -1):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+
+from paellapy.instrument.device.jit_cache import EntryCache
+from paellapy.instrument.device.jit_library import EntryCompiler, PartCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,30 +18,34 @@ _OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrap
 
 def compiled(function: Function) -> Function:
     """Compile an entry point: no Python objects, free of the GIL, kept on disk between runs."""
-    result: Function = numba.njit(cache=True, **_OPTIONS)(function)
-    return result
+    entry: Any = numba.njit(pipeline_class=EntryCompiler, **_OPTIONS)(function)
+    entry._cache = EntryCache(function)
+    return entry  # type: ignore[no-any-return]
 
 
-def inlined(function: Function) -> Function:
-    """A part of entry points, folded into them: passing a state of thirty arrays costs more than most bodies.
+def part(function: Function) -> Function:
+    """A part of entry points, which LLVM folds in where that pays.
 
-    It has no wrapper of its own, so Python reaches it as `.py_func` only. It is on disk with the entry points, and not
-    by itself.
+    It has no machine code of its own, so Python reaches it as `.py_func` only. It is on disk with the entry points.
     """
-    result: Function = numba.njit(forceinline=True, no_cpython_wrapper=True, **_OPTIONS)(function)
+    result: Function = numba.njit(no_cpython_wrapper=True, pipeline_class=PartCompiler, **_OPTIONS)(function)
     return result
+
+
+def reachable(function: Function) -> Function:
+    """An entry point that others call by its address (`address_of`), and so need not hold a copy of."""
+    entry: Any = numba.njit(pipeline_class=EntryCompiler, **{**_OPTIONS, "no_cfunc_wrapper": False})(function)
+    entry._cache = EntryCache(function)
+    return entry  # type: ignore[no-any-return]
+
+
+def address_of(entry: Any, *kinds: Any) -> int:
+    """Where the machine code of a reachable entry point is, for arguments of these types: a C function."""
+    entry.compile(kinds)
+    made = entry.overloads[kinds]
+    return int(made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name))
 
 
 def compile_for(entry: Any, *given: Any) -> None:
     """Have an entry point ready for such arguments, from the disk or compiled now, without calling it."""
     entry.compile(tuple(entry.typeof_pyval(each) for each in given))
-
-
-def notice_edits(*entries: Any, parts: Iterable[Path]) -> None:
-    """The disk cache looks at the file of an entry point only: let it see those that are folded into it too."""
-    for entry in entries:
-        files = (Path(entry.py_func.__code__.co_filename), *parts)
-        stamp = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-        cache: Any = getattr(entry, "_cache", None)
-        if hasattr(cache, "_cache_file"):
-            cache._cache_file._source_stamp = stamp

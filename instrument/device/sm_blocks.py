@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     ACTIVE,
     B_BLOCK,
@@ -61,7 +61,7 @@ from paellapy.instrument.device.sm_streams import finish_work, set_timer
 from paellapy.instrument.records import WARP_SHIFT
 
 
-@inlined
+@part
 def jitter(seed: int, handle: int, block: int, width: float) -> float:
     """A factor in 1 ± width, from a hash (splitmix64): the same whatever the order in which blocks are placed."""
     x = np.uint64(seed) ^ (np.uint64(handle) << np.uint64(32)) ^ np.uint64(block)
@@ -72,7 +72,7 @@ def jitter(seed: int, handle: int, block: int, width: float) -> float:
     return 1.0 + width * (np.float64(x >> np.uint64(11)) * 2.0**-52 - 1.0)
 
 
-@inlined
+@part
 def change_warps(s: State, sm: int, warps: int) -> None:
     """So many warps more are resident from now on, or less."""
     now = s.t[NOW]
@@ -85,7 +85,7 @@ def change_warps(s: State, sm: int, warps: int) -> None:
     s.use[sm, U_WARPS] = before + warps
 
 
-@inlined
+@part
 def start_block(s: State, handle: int, sm: int) -> None:
     i = handle & (s.ci.shape[0] - 1)
     now = s.t[NOW]
@@ -133,7 +133,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
     set_timer(s, now + max(duration, 1.0), slot)
 
 
-@inlined
+@part
 def slot_timer(s: State, slot: int) -> None:
     """A block's timer ran out: its recorded duration is over, or it does not run, or its work begins to flow."""
     if s.slot[slot, B_PENDING] < 0:
@@ -157,7 +157,7 @@ def slot_timer(s: State, slot: int) -> None:
         end_block(s, slot)
 
 
-@inlined
+@part
 def make_dirty(s: State, sm: int) -> None:
     """The SM has more or less room than the placement tree says, whatever footprint that is for."""
     if s.dirty[1, sm] == 0:
@@ -166,7 +166,7 @@ def make_dirty(s: State, sm: int) -> None:
         s.g[DIRTY_N] += 1
 
 
-@inlined
+@part
 def end_block(s: State, slot: int) -> None:
     handle = s.slot[slot, B_COMMAND]
     i = handle & (s.ci.shape[0] - 1)
@@ -193,7 +193,7 @@ def end_block(s: State, slot: int) -> None:
         finish_work(s, handle)
 
 
-@inlined
+@part
 def pool_serve(s: State, r: int, sm: int) -> None:
     """The SM's next block has all it wanted from this pool."""
     pool_sync(s, r, sm)

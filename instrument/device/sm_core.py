@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paellapy.instrument.device.heaps import Floats, Ints, heap_pop, tree_first
-from paellapy.instrument.device.jit import compiled, inlined, notice_edits
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.instrument.device.sm_blocks import pool_serve, slot_timer
 from paellapy.instrument.device.sm_layout import (
     ACTIVE,
@@ -43,7 +43,7 @@ from paellapy.instrument.device.sm_program import Commands
 from paellapy.instrument.device.sm_streams import drain_todo, finish_work, link_new, look_at
 
 
-@inlined
+@part
 def next_time(s: State) -> float:
     at = INF
     if s.g[TIMED_N] > 0:
@@ -57,7 +57,7 @@ def next_time(s: State) -> float:
     return at
 
 
-@inlined
+@part
 def advance(s: State, at: float) -> None:
     """Move the time and the pools' clocks; a clock whose next completion is due stands exactly there."""
     for r in range(POOLS):
@@ -71,7 +71,7 @@ def advance(s: State, at: float) -> None:
     s.t[NOW] = at
 
 
-@inlined
+@part
 def step(s: State, at: float) -> None:
     """Everything that happens at one time: ends first, so that placement sees all that is free and ready."""
     advance(s, at)
@@ -156,4 +156,3 @@ def fetch_completed(g: Ints, ci: Ints, into: Ints) -> None:
 PARTS = tuple(Path(__file__).with_name(f"{m}.py") for m in (
     "heaps", "sm_blocks", "sm_core", "sm_layout", "sm_place", "sm_pools", "sm_program", "sm_streams"
 ))  # fmt: skip
-notice_edits(run, next_event, submit_again, fetch_completed, parts=PARTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_blocks import make_dirty, start_block
 from paellapy.instrument.device.sm_layout import (
     ACTIVE,
@@ -43,7 +43,7 @@ from paellapy.instrument.device.sm_layout import (
 )
 
 
-@inlined
+@part
 def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
     """The SM's rank for a block of this footprint: the one with the most room first; infinite where it does not fit."""
     if (
@@ -56,7 +56,7 @@ def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
     return -np.float64(s.free[sm, F_THREADS])
 
 
-@inlined
+@part
 def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
     """Make the placement tree true for this footprint: only dirty SMs have changed if it was the last one too."""
     if s.g[FP_THREADS] != threads or s.g[FP_REGISTERS] != registers or s.g[FP_SHARED] != shared:
@@ -74,7 +74,7 @@ def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
     s.g[DIRTY_N] = 0
 
 
-@inlined
+@part
 def place_one(s: State, handle: int) -> bool:
     """Place the grid's next block on the SM with the most room."""
     i = handle & (s.ci.shape[0] - 1)
@@ -88,7 +88,7 @@ def place_one(s: State, handle: int) -> bool:
     return True
 
 
-@inlined
+@part
 def place_confined(s: State, handle: int) -> bool:
     """Place the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
     i = handle & (s.ci.shape[0] - 1)
@@ -109,7 +109,7 @@ def place_confined(s: State, handle: int) -> bool:
     return True
 
 
-@inlined
+@part
 def in_window(s: State, window: int, sm: int) -> bool:
     after = sm - s.window[window, W_FIRST]
     if after < 0:
@@ -118,7 +118,7 @@ def in_window(s: State, window: int, sm: int) -> bool:
     return inside
 
 
-@inlined
+@part
 def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
     """How many blocks of this footprint still fit the SM."""
     n: int = min(s.free[sm, F_BLOCKS], s.free[sm, F_THREADS] // threads)
@@ -129,7 +129,7 @@ def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
     return n
 
 
-@inlined
+@part
 def place_cluster(s: State, handle: int) -> bool:
     """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window."""
     i = handle & (s.ci.shape[0] - 1)
@@ -160,7 +160,7 @@ def place_cluster(s: State, handle: int) -> bool:
     return True
 
 
-@inlined
+@part
 def place(s: State) -> None:
     """Hand out blocks: the first waiting grid until it has no more or fits nowhere; with backfill, then the next.
 
@@ -201,7 +201,7 @@ def place(s: State) -> None:
     s.g[PLACE] = 0
 
 
-@inlined
+@part
 def start_grid(s: State, handle: int) -> None:
     """The grid joins those with blocks to place: behind all of its priority and above."""
     i = handle & (s.ci.shape[0] - 1)

@@ -9,7 +9,7 @@ per SM therefore give processor sharing of the whole GPU at O(log) per block, wh
 from __future__ import annotations
 
 from paellapy.instrument.device.heaps import heap_push, tree_set
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     C_ACTIVE,
     C_CLOCK,
@@ -25,7 +25,7 @@ from paellapy.instrument.device.sm_layout import (
 )
 
 
-@inlined
+@part
 def pool_rekey(s: State, r: int, sm: int) -> None:
     """Bring the SM's share up to the pool's clock; then say at which clock its next block is served."""
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
@@ -36,7 +36,7 @@ def pool_rekey(s: State, r: int, sm: int) -> None:
         tree_set(s.tree[r], sm, s.clock[r, C_CLOCK] + max(left, 0.0))
 
 
-@inlined
+@part
 def pool_sync(s: State, r: int, sm: int) -> None:
     if s.pool_n[r, sm] > 0:
         gained = s.clock[r, C_CLOCK] - s.pool[r, sm, P_CLOCK]
@@ -47,7 +47,7 @@ def pool_sync(s: State, r: int, sm: int) -> None:
     s.pool[r, sm, P_CLOCK] = s.clock[r, C_CLOCK]
 
 
-@inlined
+@part
 def pool_activate(s: State, r: int, change: int) -> None:
     s.clock[r, C_ACTIVE] += change
     active = s.clock[r, C_ACTIVE]
@@ -57,7 +57,7 @@ def pool_activate(s: State, r: int, change: int) -> None:
         s.clock[r, C_CLOCK] = 0.0  # nobody holds a time on this clock: restart it, so that it keeps its precision
 
 
-@inlined
+@part
 def pool_add(s: State, r: int, sm: int, slot: int, amount: float, weight: int) -> None:
     pool_sync(s, r, sm)
     n = s.pool_n[r, sm]
@@ -70,7 +70,7 @@ def pool_add(s: State, r: int, sm: int, slot: int, amount: float, weight: int) -
     pool_rekey(s, r, sm)
 
 
-@inlined
+@part
 def pool_due(s: State, r: int) -> float:
     if s.clock[r, C_ACTIVE] == 0.0:
         return INF

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paellapy.instrument.device.heaps import heap_push
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     COPY,
     DONE,
@@ -57,13 +57,13 @@ from paellapy.instrument.device.sm_layout import (
 )
 
 
-@inlined
+@part
 def set_timer(s: State, at: float, identity: int) -> None:
     heap_push(s.timed, s.timed_id, 0, s.g[TIMED_N], at, identity)
     s.g[TIMED_N] += 1
 
 
-@inlined
+@part
 def look_at(s: State, queue: int) -> None:
     if s.queue[queue, Q_TODO] == 0:
         s.queue[queue, Q_TODO] = 1
@@ -71,7 +71,7 @@ def look_at(s: State, queue: int) -> None:
         s.g[TODO_N] += 1
 
 
-@inlined
+@part
 def finish_work(s: State, handle: int) -> None:
     """A launch or copy is over: its stream may go on."""
     i = handle & (s.ci.shape[0] - 1)
@@ -93,7 +93,7 @@ def finish_work(s: State, handle: int) -> None:
     look_at(s, s.stream[stream, S_QUEUE])
 
 
-@inlined
+@part
 def ready_ns(s: State, i: int) -> float:
     """When the command at the head of its queue may go, now that its stream is free."""
     stream = s.ci[i, STREAM]
@@ -107,7 +107,7 @@ def ready_ns(s: State, i: int) -> float:
     return max(submit + launch, last + gap)
 
 
-@inlined
+@part
 def fire(s: State, event: int) -> None:
     """The event happens: the queues that wait for it may go on."""
     s.event[event, E_FIRED] = 1
@@ -118,7 +118,7 @@ def fire(s: State, event: int) -> None:
         waiter = s.queue[waiter, Q_NEXT_WAITER]
 
 
-@inlined
+@part
 def advance_queue(s: State, queue: int) -> None:
     """Let go of the queue's head as long as it may: a queue is first in, first out, over all streams mapped onto it."""
     while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
@@ -169,7 +169,7 @@ def advance_queue(s: State, queue: int) -> None:
                 fire(s, event)
 
 
-@inlined
+@part
 def drain_todo(s: State) -> None:
     while s.g[TODO_N] > 0:
         queue = s.todo[s.g[TODO_HEAD]]
@@ -179,7 +179,7 @@ def drain_todo(s: State) -> None:
         advance_queue(s, queue)
 
 
-@inlined
+@part
 def link_new(s: State) -> None:
     """Append the commands written since the last call to their queues."""
     while s.g[LINKED] < s.g[NEXT]:

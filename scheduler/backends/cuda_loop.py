@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.core.atomics import call_write, load_at, store_at
+from paellapy.scheduler.core.atomics import call_step, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import FAIL_MODE
 from paellapy.scheduler.core.lanes import reading_matters
-from paellapy.scheduler.core.loop import arm, notice_edits
+from paellapy.scheduler.core.loop import arm
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.step import run, step, wake_fronts
+from paellapy.scheduler.core.step import run, wake_fronts
 from paellapy.scheduler.core.tables import Words
 
 _ZERO = np.uint64(0)
@@ -32,18 +32,16 @@ def serve(
     Idle for `linger_ns`, it sleeps by reading the eventfd `bell`, `read` being the address of the C function. Before
     that it arms the bell and looks once more: what was posted before is seen, what comes after rings.
     """
+    core = s.core[0]
     while True:
         if run(s, stop, linger_ns, scratch) != 0:
             return INTERRUPTED
-        if s.core[0].mode == FAIL_MODE and s.core[0].error != 0 and not reported:
+        if core.mode == FAIL_MODE and core.error != 0 and not reported:
             return BROKEN
         arm(armed.ctypes.data, reading_matters(s))
-        happened = step(s, read_clock(s, scratch))
+        happened = call_step(s.call[0].step, s, read_clock(s, scratch))
         wake_fronts(s, scratch)
         # A live request may expire, so the loop sleeps only where there is none.
-        if happened == 0 and s.core[0].live == 0 and s.core[0].flight == 0 and load_at(stop.ctypes.data) == _ZERO:
+        if happened == 0 and core.live == 0 and core.flight == 0 and load_at(stop.ctypes.data) == _ZERO:
             call_write(np.uint64(read), np.int32(bell), scratch[3:].ctypes.data, np.uint64(8))  # read has its shape
         store_at(armed.ctypes.data, _ZERO)
-
-
-notice_edits(serve)

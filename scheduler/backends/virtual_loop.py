@@ -11,17 +11,17 @@ import numpy as np
 
 from paellapy.instrument.device import sm_core
 from paellapy.instrument.device.heaps import Ints
-from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.instrument.device.sm_layout import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
 from paellapy.instrument.device.sm_layout import NOW as SM_NOW
 from paellapy.instrument.device.sm_layout import State as SmState
-from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_write, load_at, store_at
+from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_step, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.lanes import reading_matters
-from paellapy.scheduler.core.loop import arm, notice_edits
+from paellapy.scheduler.core.loop import arm
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.step import step, wake_fronts
+from paellapy.scheduler.core.step import wake_fronts
 from paellapy.scheduler.core.tables import Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
@@ -32,17 +32,18 @@ ORDER = ("lane", "size", "segment", "word", "handle", "stream", "draining")
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
-@inlined
+@part
 def note_orders(s: State, orders: Ints, in_flight: Ints) -> None:
-    for k in range(s.core[0].out):
+    core = s.core[0]
+    for k in range(core.out):
         o = s.out[k]
         to = s.whole[o.lane, o.size] if o.segment == WHOLE else s.launch[o.lane, o.size, o.segment]
         orders[k, 0], orders[k, 1], orders[k, 2], orders[k, 3] = o.lane, o.size, o.segment, np.int64(o.word)
         a = s.lane[o.lane]
         orders[k, 4], orders[k, 5] = np.int64(o.handle), np.int64(s.stream[a.pool, a.stream_at])
         orders[k, 6] = np.int64(to.draining)
-    in_flight[2] = s.core[0].out
-    s.core[0].out = 0
+    in_flight[2] = core.out
+    core.out = 0
 
 
 @compiled
@@ -55,6 +56,7 @@ def serve(
     `flight` has `in_flight[0]` rows, `drain` `in_flight[1]`. `offset_ns`: the host's clock less the GPU's. Idle for
     `linger_ns`, with nothing due soon, it arms the bell, looks once more, and sleeps. `scratch` is 8 int64.
     """
+    core = s.core[0]
     bell = s.bell.ctypes.data
     last = read_clock(s, scratch)
     armed = False
@@ -81,12 +83,12 @@ def serve(
                     break
             handle = sm.ci[i, DONE_LINK]
         sm.g[UNREPORTED] = 0
-        happened = step(s, now)
+        happened = call_step(s.call[0].step, s, now)
         wake_fronts(s, scratch)
-        if s.core[0].out > 0 or load_at(stop.ctypes.data) != _ZERO:
+        if core.out > 0 or load_at(stop.ctypes.data) != _ZERO:
             store_at(bell, _ZERO)
             armed = False
-            if s.core[0].out == 0:
+            if core.out == 0:
                 return
             note_orders(s, orders, in_flight)
             if call_back(np.uint64(launch)) != 0:
@@ -99,8 +101,8 @@ def serve(
                 armed = False
             last = now
             continue
-        soonest = min(sm_core.next_event(sm) + offset_ns, s.core[0].room_at_ns, float(NEVER))
-        if s.core[0].due > 0:
+        soonest = min(sm_core.next_event(sm) + offset_ns, core.room_at_ns, float(NEVER))
+        if core.due > 0:
             soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
         if soonest - now < SPIN_NS or now - last < linger_ns:
             continue
@@ -118,6 +120,3 @@ def serve(
         call_write(np.uint64(read), np.int32(bell_fd), scratch[7:].ctypes.data, np.uint64(8))  # read has its shape
         store_at(bell, _ZERO)
         armed = False
-
-
-notice_edits(serve, also=sm_core.PARTS)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import EXPIRED, OK
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
@@ -51,7 +51,7 @@ def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
 # is a row of TUNING, or a `Tuning`.
 
 
-@inlined
+@part
 def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int, tuning: Any) -> float:
     """Longest predicted latency still admitted, given the time on an idle GPU and the live requests."""
     w = allowance[m]
@@ -64,7 +64,7 @@ def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now:
     return float(shortest + margin * (limit - shortest))
 
 
-@inlined
+@part
 def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int, tuning: Any) -> None:
     """A request, one of so many in flight, is done, or its deadline has passed: the allowance follows."""
     w = allowance[m]
@@ -92,7 +92,7 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
         w.size = min(tuning.largest_window, w.size + 1.0 / w.size)
 
 
-@inlined
+@part
 def lets_in(
     s: State, allowance: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
 ) -> bool:
@@ -107,7 +107,7 @@ def lets_in(
     return True
 
 
-@inlined
+@part
 def leaves(
     s: State, allowance: Table, m: int, entered: int, finish: int, limit: float, status: int
 ) -> None:

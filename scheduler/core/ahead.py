@@ -7,19 +7,19 @@ longer than alone the one before it took.
 
 from __future__ import annotations
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import load_at
 from paellapy.scheduler.core.state import State
 
 
-@inlined
+@part
 def began_ns(s: State, lane: int, segment: int) -> int:
     """On the GPU: once it was launched, and the one before it was done."""
     launched = s.segment_ns[lane, segment, 0]
     return int(launched if segment == 0 else max(launched, s.segment_ns[lane, segment - 1, 1]))
 
 
-@inlined
+@part
 def ends_soon_at(s: State, lane: int) -> float:
     """When the oldest segment in flight is about to end. A whole number: simulated time comes to it exactly."""
     a = s.lane[lane]
@@ -32,7 +32,7 @@ def ends_soon_at(s: State, lane: int) -> float:
     return began_ns(s, lane, k) + float(int(stretch * s.segment[a.model, a.size, k].time_ns - tuning.just_ahead_ns))
 
 
-@inlined
+@part
 def may_go_on(s: State, lane: int) -> bool:
     """Whether a lane in flight has a next segment that could be sent before this one is done."""
     a = s.lane[lane]
@@ -40,17 +40,20 @@ def may_go_on(s: State, lane: int) -> bool:
     return bool(one_ahead and not a.draining and not a.whole and a.issued < a.segments)
 
 
-@inlined
+@part
 def note_room(s: State, lane: int) -> None:
     """Where it is a matter of time only: what simulates time, or sleeps, is to come back then."""
-    if may_go_on(s, lane) and not s.launch[lane, s.lane[lane].size, s.lane[lane].done].draining:
-        s.core[0].room_at_ns = min(s.core[0].room_at_ns, ends_soon_at(s, lane))
+    core = s.core[0]
+    a = s.lane[lane]
+    if may_go_on(s, lane) and not s.launch[lane, a.size, a.done].draining:
+        core.room_at_ns = min(core.room_at_ns, ends_soon_at(s, lane))
 
 
-@inlined
+@part
 def leaves_room(s: State, lane: int, now: int) -> bool:
     """Whether it is time for the next segment of a lane in flight."""
+    a = s.lane[lane]
     if not may_go_on(s, lane):
         return False
-    word = s.launch[lane, s.lane[lane].size, s.lane[lane].done].draining
+    word = s.launch[lane, a.size, a.done].draining
     return bool(load_at(word)) if word else ends_soon_at(s, lane) <= now

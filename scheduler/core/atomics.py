@@ -91,7 +91,7 @@ def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], ir.FunctionType(returns, parameters).as_pointer())
         passed = [
-            builder.inttoptr(arg, parameter) if isinstance(parameter, ir.PointerType) else arg
+            builder.inttoptr(arg, parameter) if isinstance(parameter, ir.PointerType) and arg.type == _I64 else arg
             for arg, parameter in zip(args[1:], parameters, strict=True)
         ]
         return builder.call(function, passed)
@@ -115,6 +115,12 @@ def call_admit(typing: Any, function: Any, job: Any, gpu: Any) -> _Generated:
 def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> _Generated:
     """CUresult cuGraphLaunch(CUgraphExec, CUstream), or anything with that shape."""
     return _call(_I32, [_I64, _I64], types.int32(types.uint64, types.uint64, types.uint64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_step(typing: Any, function: Any, state: Any, now: Any) -> _Generated:
+    """int64 step(state, now)"""
+    return _call(_I64, [_I64.as_pointer(), _I64], types.int64(types.uint64, state, types.int64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_clock
 from paellapy.scheduler.core.state import State
 
 CLOCK_MONOTONIC = 1
 
 
-@inlined
+@part
 def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
     """By the address of clock_gettime."""
     call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
     return int(scratch[0] * 1_000_000_000 + scratch[1])
 
 
-@inlined
+@part
 def read_clock(s: State, scratch: NDArray[np.int64]) -> int:
     return monotonic_ns(s.call[0].clock, scratch)

@@ -18,7 +18,7 @@ from paellapy.scheduler.core.atomics import add_at, call_write, load_at, or_at, 
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_HEAD, COPY_TAIL, NONE
 from paellapy.scheduler.core.cpus import usable_cpus
-from paellapy.scheduler.core.loop import Bell, notice_edits, wakes
+from paellapy.scheduler.core.loop import Bell, wakes
 from paellapy.scheduler.core.rings import address, bit_at, bit_of
 from paellapy.scheduler.core.slots import copy_inputs
 from paellapy.scheduler.core.state import State
@@ -93,6 +93,3 @@ class Copier:
         os.eventfd_write(self._fd, 1)
         self._thread.join()
         os.close(self._fd)
-
-
-notice_edits(copy_until)

@@ -14,13 +14,13 @@ the others all the time would only cost throughput.
 
 from __future__ import annotations
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import can_be_confined
 
 
-@inlined
+@part
 def watch_queue(s: State, now: int) -> None:
     """How many jobs have been waiting, and how often some had to stand back, over about `queue_memory_ns`."""
     part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
@@ -28,7 +28,7 @@ def watch_queue(s: State, now: int) -> None:
     s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
 
 
-@inlined
+@part
 def has_room(s: State, lane: int) -> bool:
     """Whether a lane may be active beside those that are, by what they demand."""
     m = s.lane[lane].model
@@ -45,26 +45,27 @@ def has_room(s: State, lane: int) -> bool:
     return bool(s.core[0].demand + demand <= min(max(most, limit), limit * (1.0 + growth)))
 
 
-@inlined
+@part
 def is_crowded(s: State) -> bool:
     return bool(s.core[0].demand > s.tuning[0].crowd_factor * s.core[0].demand_limit)
 
 
-@inlined
+@part
 def is_quiet(s: State, lane: int) -> bool:
     """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs where more would go to windows
     of them. Every segment costs, and nobody waits that would gain by it being held back.
     """
-    if s.core[0].ready > 0 or s.core[0].queued > 0:
+    core = s.core[0]
+    if core.ready > 0 or core.queued > 0:
         return False
-    if s.core[0].active == 1 and s.core[0].flight == 0:
+    if core.active == 1 and core.flight == 0:
         return True
     few = s.core[0].active <= s.tuning[0].roomy_jobs
     short = s.lane[lane].segments <= s.tuning[0].short_job_segments
     return bool(few and short and can_be_confined(s, lane))
 
 
-@inlined
+@part
 def in_one_piece(s: State, lane: int) -> bool:
     """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
@@ -74,7 +75,7 @@ def in_one_piece(s: State, lane: int) -> bool:
     return bool(s.core[0].short_often >= s.tuning[0].often_share or not is_crowded(s))
 
 
-@inlined
+@part
 def look_ahead(s: State) -> int:
     """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
     already cannot stand back; where nobody does, the host would only come late with the next.
@@ -82,12 +83,13 @@ def look_ahead(s: State) -> int:
     return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].look_ahead)
 
 
-@inlined
+@part
 def length_ns(s: State, lane: int) -> float:
-    return float(s.size[s.lane[lane].model, s.lane[lane].size].total_ns)
+    a = s.lane[lane]
+    return float(s.size[a.model, a.size].total_ns)
 
 
-@inlined
+@part
 def find_shortest(s: State) -> int:
     """The shortest active lane, in a crowd; else NONE."""
     found = NONE
@@ -98,7 +100,7 @@ def find_shortest(s: State) -> int:
     return int(found)
 
 
-@inlined
+@part
 def gives_way(s: State, lane: int, shortest: int) -> bool:
     """Whether a lane may have to stand back for the shortest."""
     if shortest < 0 or length_ns(s, lane) < s.tuning[0].much_longer * length_ns(s, shortest):
@@ -106,25 +108,26 @@ def gives_way(s: State, lane: int, shortest: int) -> bool:
     return bool(s.lane[lane].rank > s.lane[shortest].rank)
 
 
-@inlined
+@part
 def choose_who_stands_back(s: State) -> None:
     """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
     far as they fit into what the limit without a queue leaves them.
     """
-    if s.core[0].standing_back == 0 and not is_crowded(s):
+    core = s.core[0]
+    if core.standing_back == 0 and not is_crowded(s):
         return
     shortest = find_shortest(s)
-    s.core[0].standing_back = 0
-    room = s.core[0].demand_limit
-    for k in range(s.core[0].active):
+    core.standing_back = 0
+    room = core.demand_limit
+    for k in range(core.active):
         a = s.lane[s.active[k]]
         a.back = 1 if gives_way(s, s.active[k], shortest) else 0
-        s.core[0].standing_back += a.back
+        core.standing_back += a.back
         if a.back == 0:
             room -= a.demand
-    while s.core[0].standing_back > 0:
+    while core.standing_back > 0:
         best = NONE
-        for k in range(s.core[0].active):
+        for k in range(core.active):
             lane = s.active[k]
             if s.lane[lane].back > 0 and (best < 0 or s.lane[lane].rank < s.lane[best].rank):
                 best = lane
@@ -132,9 +135,9 @@ def choose_who_stands_back(s: State) -> None:
         if room < 0.0:
             break
         s.lane[best].back = 0
-        s.core[0].standing_back -= 1
+        core.standing_back -= 1
 
 
-@inlined
+@part
 def stands_back(s: State, lane: int) -> bool:
     return bool(s.lane[lane].back > 0 and s.core[0].short_often < s.tuning[0].often_share)

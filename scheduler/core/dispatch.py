@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.ahead import leaves_room, note_room
 from paellapy.scheduler.core.atomics import call_admit, call_launch, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
@@ -34,12 +34,13 @@ _ZERO = np.uint64(0)
 # --- occupancy: what launched segments hold -------------------------------------------------------------------------
 
 
-@inlined
+@part
 def account(s: State, lane: int, segment: int, resident: float, pending: float) -> None:
     """Add a segment's footprint this many times to what is resident and to what is pending."""
-    m, size = s.lane[lane].model, s.lane[lane].size
+    a = s.lane[lane]
+    m, size = a.model, a.size
     gpu = s.gpu[0]
-    if s.lane[lane].whole:
+    if a.whole:
         # At any moment one of its kernels runs: the first segment's footprint stands for all.
         segment = 0
     f = s.segment[m, size, segment]
@@ -56,31 +57,33 @@ def account(s: State, lane: int, segment: int, resident: float, pending: float) 
     gpu.pending_issue += pending * issue
 
 
-@inlined
+@part
 def measure(s: State) -> None:
     """The fullest resource, and who is where."""
+    core = s.core[0]
     gpu = s.gpu[0]
-    if s.core[0].flight == 0:  # an empty GPU holds nothing: what rounding has left over goes
+    if core.flight == 0:  # an empty GPU holds nothing: what rounding has left over goes
         gpu.resident_issue = gpu.pending_issue = 0.0
     gpu.occupancy = max(
         max(gpu.resident_blocks / gpu.capacity_blocks, gpu.resident_warps / gpu.capacity_warps),
         max(gpu.resident_registers / gpu.capacity_registers, gpu.resident_shared_bytes / gpu.capacity_shared_bytes),
         gpu.resident_issue / gpu.capacity_issue,
     )
-    gpu.active_jobs = s.core[0].active
-    gpu.waiting_jobs = s.core[0].ready
-    gpu.max_active = s.core[0].max_active
+    gpu.active_jobs = core.active
+    gpu.waiting_jobs = core.ready
+    gpu.max_active = core.max_active
 
 
 # --- launching -----------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def take_stream(s: State, lane: int) -> None:
     """One that no other job in flight has, if there is one: on a stream jobs wait for each other. It is of the window
     that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing in flight it may
     change. Where the hardware decides (`core.whole_always`) every lane has its own, as in programs without a scheduler.
     """
+    a = s.lane[lane]
     at = QUEUES + lane % OWN_STREAMS
     if not s.core[0].whole_always:
         at = 0
@@ -90,32 +93,34 @@ def take_stream(s: State, lane: int) -> None:
             if s.stream_jobs[at] == 0:
                 break
     s.stream_jobs[at] += 1
-    window = s.lane[lane].window
-    s.lane[lane].stream_at = at if window < 0 else OF_WINDOWS + window * QUEUES + at
+    window = a.window
+    a.stream_at = at if window < 0 else OF_WINDOWS + window * QUEUES + at
 
 
-@inlined
+@part
 def queue_of(stream: int) -> int:
     """Where the jobs on a stream are counted."""
     return (stream - OF_WINDOWS) % QUEUES if stream >= OF_WINDOWS else stream
 
 
-@inlined
+@part
 def leave_stream(s: State, lane: int) -> None:
-    s.stream_jobs[queue_of(s.lane[lane].stream_at)] -= 1
-    s.lane[lane].stream_at = NONE
+    a = s.lane[lane]
+    s.stream_jobs[queue_of(a.stream_at)] -= 1
+    a.stream_at = NONE
     leave_window(s, lane)
 
 
-@inlined
+@part
 def launch(s: State, lane: int, now: int) -> bool:
     """Launch the lane's next segment, or all of it; False when the backend refuses."""
+    core = s.core[0]
     a = s.lane[lane]
     k = a.issued
     if a.issued == a.done:
-        s.flight[s.core[0].flight] = lane
-        a.flight_at = s.core[0].flight
-        s.core[0].flight += 1
+        s.flight[core.flight] = lane
+        a.flight_at = core.flight
+        core.flight += 1
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
@@ -127,37 +132,38 @@ def launch(s: State, lane: int, now: int) -> bool:
     s.segment_ns[lane, k, 0] = began
     if not a.whole and s.launch[lane, a.size, k].draining != _ZERO:
         store_at(s.launch[lane, a.size, k].draining, _ZERO)
-    s.core[0].launches += 1
-    s.core[0].whole_launches += a.whole
+    core.launches += 1
+    core.whole_launches += a.whole
     what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
     handle = choose_handle(s, lane, k, what.handle)
     if a.stream_at < 0:
         take_stream(s, lane)
-    if s.core[0].backend == VIRTUAL:
-        out = s.out[s.core[0].out]
+    if core.backend == VIRTUAL:
+        out = s.out[core.out]
         out.lane, out.size, out.segment = lane, a.size, WHOLE if a.whole else k
         out.word, out.handle = what.word, handle
-        s.core[0].out += 1
+        core.out += 1
         return True
     called = read_clock(s, s.clock)
     error = call_launch(s.call[0].graph_launch, handle, s.stream[a.pool, a.stream_at])
     took = read_clock(s, s.clock) - called
-    s.core[0].launch_ns += took
-    s.core[0].longest_launch_ns = max(s.core[0].longest_launch_ns, float(took))
+    core.launch_ns += took
+    core.longest_launch_ns = max(core.longest_launch_ns, float(took))
     if error != 0:
-        s.core[0].error = error
+        core.error = error
     return bool(error == 0)
 
 
-@inlined
+@part
 def feed(s: State, lane: int, now: int) -> bool:
     """Launch as far ahead as an active lane may."""
+    core = s.core[0]
     a = s.lane[lane]
     if a.issued == 0:
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
-        first = a.priority >= s.core[0].top_priority
-        quiet = s.core[0].whole_idle == 1 and is_quiet(s, lane)
-        if s.core[0].whole_always or (first and (quiet or in_one_piece(s, lane))):
+        first = a.priority >= core.top_priority
+        quiet = core.whole_idle == 1 and is_quiet(s, lane)
+        if core.whole_always or (first and (quiet or in_one_piece(s, lane))):
             a.whole = 1
             a.segments = 1
     while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
@@ -170,85 +176,92 @@ def feed(s: State, lane: int, now: int) -> bool:
 # --- choosing ------------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def refresh(s: State, n: int, now: int) -> None:
     """Rank the heap's top afresh, and n others in turn: so a rank that depends on the time is never old for long."""
-    if s.core[0].timeless:
+    core = s.core[0]
+    if core.timeless:
         return
-    for k in range(min(n + 1, s.core[0].ready)):
+    for k in range(min(n + 1, core.ready)):
         i = 0
         if k > 0:
-            s.core[0].refresh_at += 1
-            if s.core[0].refresh_at >= s.core[0].ready:
-                s.core[0].refresh_at = 0
-            i = s.core[0].refresh_at
+            core.refresh_at += 1
+            if core.refresh_at >= core.ready:
+                core.refresh_at = 0
+            i = core.refresh_at
         make_ready(s, s.ready[i], rank_lane(s, s.ready[i], now))
 
 
-@inlined
+@part
 def activate(s: State, lane: int) -> bool:
     """It is the lane's turn; False when it must wait for its inputs."""
+    core = s.core[0]
+    a = s.lane[lane]
     unready(s, lane)
-    s.core[0].decisions += 1
-    if s.lane[lane].state == FILLING:
+    core.decisions += 1
+    if a.state == FILLING:
         complete = close_lane(s, lane)
-        ask(s, s.lane[lane].model)
+        ask(s, a.model)
         if not complete:
             return False
         set_running(s, lane)
-    s.active[s.core[0].active] = lane
-    s.lane[lane].active_at = s.core[0].active
-    s.core[0].active += 1
-    s.lane[lane].back = 0
-    s.lane[lane].demand = s.size[s.lane[lane].model, s.lane[lane].size].demand
-    s.core[0].demand += s.lane[lane].demand
+    s.active[core.active] = lane
+    a.active_at = core.active
+    core.active += 1
+    a.back = 0
+    a.demand = s.size[a.model, a.size].demand
+    core.demand += a.demand
     return True
 
 
-@inlined
+@part
 def worst(s: State, now: int) -> int:
     """The active lane of greatest rank, by what was last seen of each, among those with something left to launch."""
+    core = s.core[0]
     found = NONE
-    for k in range(s.core[0].active):
+    for k in range(core.active):
         lane = s.active[k]
         a = s.lane[lane]
         if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
             found = lane
-    if found >= 0 and not s.core[0].timeless:
+    if found >= 0 and not core.timeless:
         s.lane[found].rank = rank_lane(s, found, now)
     return found
 
 
-@inlined
+@part
 def admitted(s: State, lane: int, now: int) -> bool:
     """Whether the policy lets the lane launch now. An idle GPU takes it anyway: policies order work, and lose none."""
-    others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
-    if s.call[0].admit == _ZERO or (s.core[0].flight == 0 and others == 0):
+    core = s.core[0]
+    a = s.lane[lane]
+    others = core.active - (1 if a.active_at >= 0 else 0)
+    if s.call[0].admit == _ZERO or (core.flight == 0 and others == 0):
         return True
     measure(s)
-    top = s.lane[lane].priority if s.lane[lane].active_at >= 0 else -NEVER
-    for k in range(s.core[0].active):
+    top = a.priority if a.active_at >= 0 else -NEVER
+    for k in range(core.active):
         top = max(top, s.lane[s.active[k]].priority)
     s.gpu[0].active_priority = top
     fill_lane_job(s, lane, now)
     return bool(call_admit(s.call[0].admit, s.job.ctypes.data, s.gpu.ctypes.data) != 0)
 
 
-@inlined
+@part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     """The lane whose turn comes next, with a place made for it in the active set; NONE: all is as it should be."""
+    core = s.core[0]
     settle(s, now)
-    if s.core[0].ready == 0:
+    if core.ready == 0:
         return NONE
-    full = s.core[0].active >= s.core[0].max_active
+    full = core.active >= core.max_active
     # Launched whole, none of them can be held back any more.
-    if full and (s.core[0].whole_always or s.core[0].preemptions >= swaps):
+    if full and (core.whole_always or core.preemptions >= swaps):
         return NONE
     refresh(s, n, now)
     lane = int(s.ready[0])
-    if not full and s.core[0].active > 0:
+    if not full and core.active > 0:
         full = not has_room(s, lane)
-        if full and (s.core[0].whole_always or s.core[0].preemptions >= swaps):
+        if full and (core.whole_always or core.preemptions >= swaps):
             return NONE
     other = NONE
     if full:
@@ -260,11 +273,11 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
     if other >= 0:
         deactivate(s, other)
         touch(s, other)
-        s.core[0].preemptions += 1
+        core.preemptions += 1
     return lane
 
 
-@inlined
+@part
 def goes_on(s: State, lane: int, now: int) -> bool:
     """Whether an active lane stays: a policy with `admit` may stop it between segments."""
     a = s.lane[lane]
@@ -275,13 +288,14 @@ def goes_on(s: State, lane: int, now: int) -> bool:
     return False
 
 
-@inlined
+@part
 def choose(s: State, now: int) -> bool:
     """Fill the active set with the best that wait, and launch what active lanes may; False when the backend fails."""
-    n = s.core[0].refresh
-    swaps = s.core[0].preemptions + s.core[0].max_active
+    core = s.core[0]
+    n = core.refresh
+    swaps = core.preemptions + core.max_active
     k = NONE
-    while k < s.core[0].active:
+    while k < core.active:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
             lane = next_turn(s, n, swaps, now)
             if lane < 0:
@@ -302,46 +316,48 @@ def choose(s: State, now: int) -> bool:
                 continue
         if not feed(s, lane, now):
             return False
-    s.core[0].changed = 0
+    core.changed = 0
     return True
 
 
 # --- completing ----------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def segment_done(s: State, lane: int, now: int) -> None:
+    core = s.core[0]
     a = s.lane[lane]
     m = a.model
     s.segment_ns[lane, a.done, 1] = now
     account(s, lane, a.done, -1.0, 0.0)
     charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
     a.done += 1
-    s.core[0].segments_done += 1
+    core.segments_done += 1
     touch(s, lane)
     if a.issued > a.done:
         account(s, lane, a.done, 1.0, -1.0)
         return
     leave_stream(s, lane)
-    s.core[0].flight -= 1
-    last = s.flight[s.core[0].flight]
+    core.flight -= 1
+    last = s.flight[core.flight]
     s.flight[a.flight_at] = last
     s.lane[last].flight_at = a.flight_at
     a.flight_at = NONE
 
 
-@inlined
+@part
 def poll(s: State, now: int) -> None:
     """Read the completion words of what is in flight: each lane's oldest launch."""
-    s.core[0].room_at_ns = np.inf
+    core = s.core[0]
+    core.room_at_ns = np.inf
     k = 0
-    while k < s.core[0].flight:
+    while k < core.flight:
         lane = s.flight[k]
         a = s.lane[lane]
         word = s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word
         if load_at(word) == _ZERO:
             if leaves_room(s, lane, now):
-                a.draining = s.core[0].changed = 1
+                a.draining = core.changed = 1
             else:
                 note_room(s, lane)
             k += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import NONE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
@@ -17,7 +17,7 @@ from paellapy.scheduler.core.tables import Table
 # --- binary heap: `ids` in heap order, `at` each member's index, least (key, tie) first -----------------------------
 
 
-@inlined
+@part
 def heap_up(ids: Any, at: Any, key: Any, tie: Any, i: int) -> int:
     """Move the member at `i` towards the top as far as it belongs; where it is then."""
     me = ids[i]
@@ -34,7 +34,7 @@ def heap_up(ids: Any, at: Any, key: Any, tie: Any, i: int) -> int:
     return i
 
 
-@inlined
+@part
 def heap_down(ids: Any, n: int, at: Any, key: Any, tie: Any, i: int) -> None:
     me = ids[i]
     while True:
@@ -55,14 +55,14 @@ def heap_down(ids: Any, n: int, at: Any, key: Any, tie: Any, i: int) -> None:
     at[me] = i
 
 
-@inlined
+@part
 def heap_add(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
     """Add to a heap of n; the caller keeps the count."""
     ids[n] = member
     heap_up(ids, at, key, tie, n)
 
 
-@inlined
+@part
 def heap_remove(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
     """Take a member out of a heap of n; the caller keeps the count."""
     i = at[member]
@@ -77,13 +77,13 @@ def heap_remove(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> N
 # --- leftist heap of request rows, least (order, sequence) first ---------------------------------------------------
 
 
-@inlined
+@part
 def before(r: Table, a: int, b: int) -> bool:
     first: bool = r[a].order < r[b].order or (r[a].order == r[b].order and r[a].sequence < r[b].sequence)
     return first
 
 
-@inlined
+@part
 def balance(r: Table, node: int) -> bool:
     """Put the higher child left; whether the node's height changed."""
     left, right = r[node].left, r[node].right
@@ -97,7 +97,7 @@ def balance(r: Table, node: int) -> bool:
     return changed
 
 
-@inlined
+@part
 def queue_merge(r: Table, a: int, b: int) -> int:
     """One heap of two; its root."""
     if a < 0 or b < 0:
@@ -120,7 +120,7 @@ def queue_merge(r: Table, a: int, b: int) -> int:
     return root
 
 
-@inlined
+@part
 def heap_out(r: Table, root: int, row: int) -> int:
     """Take any row out of a leftist heap; the new root."""
     up, left, right = r[row].up, r[row].left, r[row].right
@@ -145,47 +145,50 @@ def heap_out(r: Table, root: int, row: int) -> int:
 # --- a model's queue ------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def queue_add(s: State, m: int, row: int) -> None:
+    model = s.model[m]
     r = s.request
     r[row].left, r[row].right, r[row].up = NONE, NONE, NONE
-    last = s.model[m].last
+    last = model.last
     if last < 0 or not before(r, row, last):
         r[row].height = 0
         r[row].left = last
         if last < 0:
-            s.model[m].first = row
+            model.first = row
         else:
             r[last].right = row
-        s.model[m].last = row
+        model.last = row
     else:
         r[row].height = 1
-        s.model[m].root = queue_merge(r, s.model[m].root, row)
+        model.root = queue_merge(r, model.root, row)
 
 
-@inlined
+@part
 def queue_first(s: State, m: int) -> int:
     """The row that comes next, or NONE."""
-    first, root = s.model[m].first, s.model[m].root
+    model = s.model[m]
+    first, root = model.first, model.root
     if first < 0 or (root >= 0 and before(s.request, root, first)):
         return int(root)
     return int(first)
 
 
-@inlined
+@part
 def queue_remove(s: State, m: int, row: int) -> None:
     """Take any row out."""
+    model = s.model[m]
     r = s.request
     if r[row].height > 0:
-        s.model[m].root = heap_out(r, s.model[m].root, row)
+        model.root = heap_out(r, model.root, row)
     else:
         left, right = r[row].left, r[row].right
         if left < 0:
-            s.model[m].first = right
+            model.first = right
         else:
             r[left].right = right
         if right < 0:
-            s.model[m].last = left
+            model.last = left
         else:
             r[right].left = left
     r[row].left, r[row].right, r[row].up = NONE, NONE, NONE

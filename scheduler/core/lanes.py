@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     ABSENT,
@@ -45,96 +45,106 @@ _ZERO = np.uint64(0)
 _ALL = np.uint64((1 << 64) - 1)
 
 
-@inlined
+@part
 def touch(s: State, lane: int) -> None:
     """Something about the lane changed: settle it before the next decision."""
-    if s.lane[lane].touched == 0:
-        s.lane[lane].touched = 1
-        s.touched[s.core[0].touched] = lane
-        s.core[0].touched += 1
-    s.core[0].changed = 1
+    core = s.core[0]
+    a = s.lane[lane]
+    if a.touched == 0:
+        a.touched = 1
+        s.touched[core.touched] = lane
+        core.touched += 1
+    core.changed = 1
 
 
-@inlined
+@part
 def ask(s: State, m: int) -> None:
     """The model may have requests for a lane, or a lane for requests; or be done, if it is closing."""
-    if s.model[m].asking == 0:
-        s.model[m].asking = 1
-        s.asking[s.core[0].asking] = m
-        s.core[0].asking += 1
-    s.core[0].changed = 1
+    core = s.core[0]
+    model = s.model[m]
+    if model.asking == 0:
+        model.asking = 1
+        s.asking[core.asking] = m
+        core.asking += 1
+    core.changed = 1
 
 
 # --- the heap of lanes that wait for their turn, and the set of those whose turn it is ------------------------------
 
 
-@inlined
+@part
 def make_ready(s: State, lane: int, rank: float) -> None:
     """Let the lane compete with this rank."""
-    s.lane[lane].rank = rank
+    core = s.core[0]
+    a = s.lane[lane]
+    a.rank = rank
     keys, ties, at = s.lane["rank"], s.lane["arrival_ns"], s.lane["ready_at"]
-    if s.lane[lane].ready_at < 0:
-        s.ready[s.core[0].ready] = lane
-        s.lane[lane].ready_at = s.core[0].ready
-        s.core[0].ready += 1
-    i = heap_up(s.ready, at, keys, ties, s.lane[lane].ready_at)
-    heap_down(s.ready, s.core[0].ready, at, keys, ties, i)
+    if a.ready_at < 0:
+        s.ready[core.ready] = lane
+        a.ready_at = core.ready
+        core.ready += 1
+    i = heap_up(s.ready, at, keys, ties, a.ready_at)
+    heap_down(s.ready, core.ready, at, keys, ties, i)
 
 
-@inlined
+@part
 def unready(s: State, lane: int) -> None:
+    core = s.core[0]
     if s.lane[lane].ready_at >= 0:
-        heap_remove(s.ready, s.core[0].ready, s.lane["ready_at"], s.lane["rank"], s.lane["arrival_ns"], lane)
-        s.core[0].ready -= 1
+        heap_remove(s.ready, core.ready, s.lane["ready_at"], s.lane["rank"], s.lane["arrival_ns"], lane)
+        core.ready -= 1
 
 
-@inlined
+@part
 def deactivate(s: State, lane: int) -> None:
-    i = s.lane[lane].active_at
+    core = s.core[0]
+    a = s.lane[lane]
+    i = a.active_at
     if i >= 0:
-        s.core[0].active -= 1
-        last = s.active[s.core[0].active]
+        core.active -= 1
+        last = s.active[core.active]
         s.active[i] = last
         s.lane[last].active_at = i
-        s.lane[lane].active_at = NONE
-        s.core[0].demand = s.core[0].demand - s.lane[lane].demand if s.core[0].active > 0 else 0.0
+        a.active_at = NONE
+        core.demand = core.demand - a.demand if core.active > 0 else 0.0
 
 
 # --- a lane's life -------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def fill_lane(s: State, m: int) -> None:
     """Move the model's queue into its filling lane; open one if there is none and one is free."""
-    lane = s.model[m].filling
+    model = s.model[m]
+    lane = model.filling
     if lane < 0:
-        idle = s.model[m].queued == 0
-        if s.model[m].free_n == 0 or s.core[0].mode == FAIL_MODE or s.model[m].state == ABSENT:
+        idle = model.queued == 0
+        if model.free_n == 0 or s.core[0].mode == FAIL_MODE or model.state == ABSENT:
             return
-        if idle and s.model[m].state == CLOSING:
+        if idle and model.state == CLOSING:
             return
-        s.model[m].free_n -= 1
-        lane = s.free_lane[m, s.model[m].free_n]
+        model.free_n -= 1
+        lane = s.free_lane[m, model.free_n]
         a = s.lane[lane]
         a.state, a.size, a.taken, a.live, a.issued, a.done, a.whole = FILLING, 0, 0, 0, 0, 0, 0
         a.segments = NONE
         a.started_ns = NEVER
         a.generation = (a.generation + 1) & GENERATION_MASK
-        s.model[m].filling = lane
-        s.model[m].warm = 0
+        model.filling = lane
+        model.warm = 0
         for k in range(s.lane_ready.shape[1]):
             s.lane_ready[lane, k] = s.lane_hold[lane, k] = s.lane_known[lane, k] = _ZERO
         store_at(address(s.lane_word, lane), np.uint64(a.generation) << _GENERATION_SHIFT)
-    if s.model[m].queued > 0:
-        while s.model[m].queued > 0 and move_in(s, lane, queue_first(s, m)):
+    if model.queued > 0:
+        while model.queued > 0 and move_in(s, lane, queue_first(s, m)):
             pass
         touch(s, lane)
-    if s.model[m].state != CLOSING:  # after the queue has had its part: who waited goes first
-        slots = s.size[m, s.model[m].n_sizes - 1].batch
+    if model.state != CLOSING:  # after the queue has had its part: who waited goes first
+        slots = s.size[m, model.n_sizes - 1].batch
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(lane + 1))
 
 
-@inlined
+@part
 def all_in(s: State, lane: int) -> bool:
     """Every reserved slot is known to the core and written."""
     word = load_at(address(s.lane_word, lane))
@@ -151,7 +161,7 @@ def all_in(s: State, lane: int) -> bool:
     return True
 
 
-@inlined
+@part
 def all_read(s: State, lane: int) -> bool:
     """Nobody reads the lane's outputs any more."""
     bits = _ZERO
@@ -160,22 +170,24 @@ def all_read(s: State, lane: int) -> bool:
     return bool(bits == _ZERO)
 
 
-@inlined
+@part
 def close_lane(s: State, lane: int) -> bool:
     """No more requests for this lane; whether it is complete. If not it waits, READY_WAIT, among the held."""
-    m = s.lane[lane].model
+    core = s.core[0]
+    a = s.lane[lane]
+    m = a.model
     store_at(address(s.filling, m), _ZERO)
     or_at(address(s.lane_word, lane), _CLOSED)
     s.model[m].filling = NONE
-    s.lane[lane].state = READY_WAIT
+    a.state = READY_WAIT
     if all_in(s, lane):
         return True
-    s.held[s.core[0].held] = lane
-    s.core[0].held += 1
+    s.held[core.held] = lane
+    core.held += 1
     return False
 
 
-@inlined
+@part
 def set_running(s: State, lane: int) -> None:
     a = s.lane[lane]
     fit(s, lane)
@@ -183,31 +195,33 @@ def set_running(s: State, lane: int) -> None:
     a.segments = s.size[a.model, a.size].segments
 
 
-@inlined
+@part
 def free_lane(s: State, lane: int) -> None:
     """Nobody's lane."""
-    m = s.lane[lane].model
-    s.lane[lane].state = FREE
-    s.lane[lane].taken = s.lane[lane].live = 0
+    a = s.lane[lane]
+    m = a.model
+    a.state = FREE
+    a.taken = a.live = 0
     s.free_lane[m, s.model[m].free_n] = lane
     s.model[m].free_n += 1
     s.model[m].warm = 1
 
 
-@inlined
+@part
 def end_lane(s: State, lane: int, now: int) -> None:
     """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
+    core = s.core[0]
     a = s.lane[lane]
     deactivate(s, lane)
-    if s.core[0].hold and a.live > 0:
+    if core.hold and a.live > 0:
         # Set before the first completion shows: front ends clear their bits from then on.
         for k in range(a.taken):
             if s.slot[lane, k] >= 0:
                 s.lane_hold[lane, k >> 6] |= bit_of(k)
         a.state = HELD
-        s.held[s.core[0].held] = lane
-        s.core[0].held += 1
-    s.core[0].first = 1
+        s.held[core.held] = lane
+        core.held += 1
+    core.first = 1
     for k in range(a.taken):
         row = s.slot[lane, k]
         s.slot[lane, k] = NONE
@@ -216,7 +230,7 @@ def end_lane(s: State, lane: int, now: int) -> None:
     a.live = 0
 
 
-@inlined
+@part
 def take_out(s: State, row: int, status: int, now: int) -> None:
     """Cancel or expire a request, wherever it is."""
     r = s.request[row]
@@ -235,7 +249,7 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
     complete(s, row, status, now)
 
 
-@inlined
+@part
 def settle_lane(s: State, lane: int, now: int) -> None:
     """Move a lane on to where it belongs: into the heap with its rank of today, to its end, or back to be filled."""
     a = s.lane[lane]
@@ -265,11 +279,12 @@ def settle_lane(s: State, lane: int, now: int) -> None:
         ask(s, a.model)
 
 
-@inlined
+@part
 def look_at_held(s: State) -> None:
     """Lanes that wait for a front end: to read outputs, or to write inputs."""
+    core = s.core[0]
     k = 0
-    while k < s.core[0].held:
+    while k < core.held:
         lane = s.held[k]
         a = s.lane[lane]
         if a.state == HELD:
@@ -279,8 +294,8 @@ def look_at_held(s: State) -> None:
         if not over:
             k += 1
             continue
-        s.core[0].held -= 1
-        s.held[k] = s.held[s.core[0].held]
+        core.held -= 1
+        s.held[k] = s.held[core.held]
         if a.state == HELD:
             free_lane(s, lane)
             ask(s, a.model)
@@ -289,57 +304,62 @@ def look_at_held(s: State) -> None:
             touch(s, lane)
 
 
-@inlined
+@part
 def reading_matters(s: State) -> bool:
     """Whether anything waits for a lane whose outputs are being read. Else the core may hear of it later."""
-    if s.core[0].mode != RUN_MODE:
-        return bool(s.core[0].held > 0)
-    for k in range(s.core[0].held):
+    core = s.core[0]
+    if core.mode != RUN_MODE:
+        return bool(core.held > 0)
+    for k in range(core.held):
         m = s.model[s.lane[s.held[k]].model]
         if m.state != OPEN or m.queued > 0 or m.filling < 0:
             return True
     return False
 
 
-@inlined
+@part
 def stay_warm(s: State, m: int) -> None:
     """Open the lane that ran last instead of one that nobody is in: its memory is in the GPU's cache. On the H200 two
     lanes in turn took densenet121, one request at a time, 3 to 4 % longer than one. Not where the hardware decides:
     there a program without a scheduler is what is measured, and it has no such care.
     """
-    lane = s.model[m].filling
-    if s.model[m].warm == 0 or lane < 0 or s.lane[lane].taken > 0:
+    core = s.core[0]
+    model = s.model[m]
+    lane = model.filling
+    if model.warm == 0 or lane < 0 or s.lane[lane].taken > 0:
         return
-    if s.model[m].state != OPEN or s.core[0].mode != RUN_MODE or s.core[0].whole_always:
+    if model.state != OPEN or core.mode != RUN_MODE or core.whole_always:
         return
     if (load_at(address(s.lane_word, lane)) >> _SHIFT) & _MASK == _ZERO and close_lane(s, lane):
         free_lane(s, lane)
-        top = s.model[m].free_n - 1
+        top = model.free_n - 1
         s.free_lane[m, top], s.free_lane[m, top - 1] = s.free_lane[m, top - 1], s.free_lane[m, top]
 
 
-@inlined
+@part
 def settle_model(s: State, m: int, now: int) -> None:
+    model = s.model[m]
     stay_warm(s, m)
     fill_lane(s, m)
-    lane = s.model[m].filling
-    if s.model[m].state == CLOSING and lane >= 0 and s.lane[lane].live == 0:
+    lane = model.filling
+    if model.state == CLOSING and lane >= 0 and s.lane[lane].live == 0:
         touch(s, lane)
-    if s.model[m].state == CLOSING and s.model[m].live == 0 and s.model[m].free_n == s.model[m].n_lanes:
-        s.model[m].state = ABSENT
+    if model.state == CLOSING and model.live == 0 and model.free_n == model.n_lanes:
+        model.state = ABSENT
         post_done(s, NONE, m, MODEL_CLOSED, now)
 
 
-@inlined
+@part
 def settle(s: State, now: int) -> None:
-    while s.core[0].touched + s.core[0].asking > 0:
-        if s.core[0].touched > 0:
-            s.core[0].touched -= 1
-            lane = s.touched[s.core[0].touched]
+    core = s.core[0]
+    while core.touched + core.asking > 0:
+        if core.touched > 0:
+            core.touched -= 1
+            lane = s.touched[core.touched]
             s.lane[lane].touched = 0
             settle_lane(s, lane, now)
         else:
-            s.core[0].asking -= 1
-            m = s.asking[s.core[0].asking]
+            core.asking -= 1
+            m = s.asking[core.asking]
             s.model[m].asking = 0
             settle_model(s, m, now)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device import jit
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import add_at, exchange_at, store_at
 from paellapy.scheduler.core.tables import Words
 
@@ -19,7 +15,7 @@ from paellapy.scheduler.core.tables import Words
 AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
-@inlined
+@part
 def wakes(word: int, for_request: bool) -> bool:
     """Whether the caller has to write to the bell's descriptor.
 
@@ -29,15 +25,10 @@ def wakes(word: int, for_request: bool) -> bool:
     return bool(exchange_at(word, ANYTHING, AWAKE)) or (for_request and bool(exchange_at(word, REQUESTS, AWAKE)))
 
 
-@inlined
+@part
 def arm(word: int, for_anything: bool) -> None:
     store_at(word, ANYTHING if for_anything else REQUESTS)
     add_at(word, 0)  # a full barrier
-
-
-def notice_edits(*entries: Any, also: Iterable[Path] = ()) -> None:
-    """What is compiled with the core in it is compiled anew after an edit of the core, or of `also`."""
-    jit.notice_edits(*entries, parts=(*sorted(Path(__file__).parent.glob("*.py")), *also))
 
 
 class Bell:

@@ -16,28 +16,30 @@ _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_S
 
 @compiled
 def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
-    lane = s.model[m].filling
+    core = s.core[0]
+    model = s.model[m]
+    lane = model.filling
     joins = 1
     queued_before = 0.0
-    slots = s.size[m, s.model[m].n_sizes - 1].batch
+    slots = s.size[m, model.n_sizes - 1].batch
     if lane < 0:
-        queued_before = s.model[m].queued / slots
+        queued_before = model.queued / slots
     else:
         # Front ends may have taken slots that the core is yet to hear of.
         reserved = np.int64((load_at(address(s.lane_word, lane)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
         joins = max(s.lane[lane].taken, reserved) + 1
         if joins > slots:  # it is full: it goes before, with what is queued behind it
-            joins, queued_before = 1, 1.0 + s.model[m].queued / slots
+            joins, queued_before = 1, 1.0 + model.queued / slots
     k = 0
     while s.size[m, k].batch < joins:
         k += 1
     alone = s.size[m, k].total_ns
-    fill_job(s, 1, m, 0, now, deadline, priority, s.core[0].client_virtual_ns, now)
+    fill_job(s, 1, m, 0, now, deadline, priority, core.client_virtual_ns, now)
     s.job[1].total_ns = s.job[1].remaining_ns = alone
     s.job[1].batch = joins
     s.job[1].started = 0.0
     mine = call_rank(s.call[0].rank, s.job[1:].ctypes.data)
-    ahead = queued_before * s.size[m, s.model[m].n_sizes - 1].total_ns
+    ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.lane.shape[0]):
         a = s.lane[other]
@@ -62,7 +64,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     least = alone
     if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
         least *= max(1.0, demand / max(1.0 - idle, 1e-3))
-    return float(now + max(least, (ahead + alone) / max(s.core[0].gain, 1.0)))
+    return float(now + max(least, (ahead + alone) / max(core.gain, 1.0)))
 
 
 def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:

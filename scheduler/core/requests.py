@@ -2,82 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_rank, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def called(function: Function) -> Function:
-    """A rare part of entry points: called, at the cost of passing all of the state, instead of folded in."""
-    result: Function = numba.njit(nogil=True, _nrt=False, error_model="numpy", no_cpython_wrapper=True)(function)
-    return result
-
-
 # --- fair sharing: start-time fair queueing over GPU time, once for models and once for clients ---------------------
 
 
-@inlined
+@part
 def enter(s: State, m: int, c: int) -> None:
     """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
-    if s.model[m].live == 0:
-        s.core[0].shares += s.model[m].share
-        s.model[m].virtual_ns = max(s.model[m].virtual_ns, s.core[0].virtual_ns)
-    s.model[m].live += 1
-    if s.client[c].live == 0:
-        s.core[0].client_shares += s.client[c].share
-        s.client[c].virtual_ns = max(s.client[c].virtual_ns, s.core[0].client_virtual_ns)
-    s.client[c].live += 1
-    s.core[0].live += 1
+    core = s.core[0]
+    model = s.model[m]
+    client = s.client[c]
+    if model.live == 0:
+        core.shares += model.share
+        model.virtual_ns = max(model.virtual_ns, core.virtual_ns)
+    model.live += 1
+    if client.live == 0:
+        core.client_shares += client.share
+        client.virtual_ns = max(client.virtual_ns, core.client_virtual_ns)
+    client.live += 1
+    core.live += 1
 
 
-@inlined
+@part
 def leave(s: State, m: int, c: int) -> None:
-    s.core[0].live -= 1
-    s.model[m].live -= 1
-    if s.model[m].live == 0:
-        s.core[0].shares -= s.model[m].share
-    s.client[c].live -= 1
-    if s.client[c].live == 0:
-        s.core[0].client_shares -= s.client[c].share
-    if s.core[0].live == 0:  # what additions and subtractions in another order have left over
-        s.core[0].shares = 0.0
-        s.core[0].client_shares = 0.0
+    core = s.core[0]
+    model = s.model[m]
+    client = s.client[c]
+    core.live -= 1
+    model.live -= 1
+    if model.live == 0:
+        core.shares -= model.share
+    client.live -= 1
+    if client.live == 0:
+        core.client_shares -= client.share
+    if core.live == 0:  # what additions and subtractions in another order have left over
+        core.shares = 0.0
+        core.client_shares = 0.0
 
 
-@inlined
+@part
 def charge(s: State, lane: int, time_ns: float) -> None:
     """A segment is done: its model, and the clients of its slots alike, have had its time alone."""
-    m = s.lane[lane].model
-    s.core[0].served_ns += time_ns
+    core = s.core[0]
+    a = s.lane[lane]
+    m = a.model
+    core.served_ns += time_ns
     s.model[m].used_ns += time_ns
     s.model[m].virtual_ns += time_ns / s.model[m].share
-    if s.core[0].shares > 0.0:
-        s.core[0].virtual_ns += time_ns / s.core[0].shares
-    taken = s.lane[lane].taken
+    if core.shares > 0.0:
+        core.virtual_ns += time_ns / core.shares
+    taken = a.taken
     each = time_ns / taken
     for k in range(taken):
         c = s.slot_client[lane, k]
         s.client[c].used_ns += each
         s.client[c].virtual_ns += each / s.client[c].share
-    if s.core[0].client_shares > 0.0:
-        s.core[0].client_virtual_ns += time_ns / s.core[0].client_shares
+    if core.client_shares > 0.0:
+        core.client_virtual_ns += time_ns / core.client_shares
 
 
 # --- completions ---------------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def count(s: State, entry: Any) -> None:
     """For statistics, whichever front end the request came from."""
     m = entry.model
@@ -91,27 +88,29 @@ def count(s: State, entry: Any) -> None:
     s.outcome[m, entry.status] += 1
 
 
-@inlined
+@part
 def undue(s: State, row: int) -> None:
     """The request's deadline no longer matters."""
+    core = s.core[0]
     if s.request[row].due_at >= 0:
-        heap_remove(s.due, s.core[0].due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
-        s.core[0].due -= 1
+        heap_remove(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        core.due -= 1
 
 
-@inlined
+@part
 def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
     """One entry for the front end; the row is its own again. NONE: about the model."""
+    core = s.core[0]
     front = s.request[row].front if row >= 0 else 0
     tail = s.ring[front, DONE_TAIL, 0]
     entry = s.done[front, np.int64(tail) & (s.done.shape[1] - 1)]
     entry.request, entry.model, entry.status, entry.finish_ns = row, model, status, now
-    entry.error = s.core[0].error
+    entry.error = core.error
     entry.lane, entry.slot, entry.batch, entry.size, entry.started_ns = NONE, NONE, 0, NONE, NEVER
     entry.client, entry.priority, entry.arrival_ns, entry.deadline_ns = NONE, 0, now, NEVER
     entry.serial = entry.tag = np.uint64(0)
-    entry.first = s.core[0].first
-    s.core[0].first = 0
+    entry.first = core.first
+    core.first = 0
     if row >= 0:
         r = s.request[row]
         entry.serial, entry.tag, entry.client, entry.priority = r.serial, r.tag, r.client, r.priority
@@ -124,20 +123,21 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
         r.lane = r.slot = NONE
         r.leaving = 0
         count(s, entry)
-        if s.core[0].tapped > 0:
-            s.tap[s.core[0].tap_tail & (s.tap.shape[0] - 1)] = entry
-            s.core[0].tap_tail += 1
+        if core.tapped > 0:
+            s.tap[core.tap_tail & (s.tap.shape[0] - 1)] = entry
+            core.tap_tail += 1
     store_at(address(s.ring[front], DONE_TAIL), tail + np.uint64(1))
     if status == OK:
-        s.core[0].done_ok += 1
+        core.done_ok += 1
 
 
-@inlined
+@part
 def complete(s: State, row: int, status: int, now: int) -> None:
     """End an accepted request. Its queue or slot is the caller's to clear."""
+    r = s.request[row]
     undue(s, row)
-    m = s.request[row].model
-    leave(s, m, s.request[row].client)
+    m = r.model
+    leave(s, m, r.client)
     s.model[m].completed += 1
     post_done(s, row, m, status, now)
 
@@ -145,11 +145,12 @@ def complete(s: State, row: int, status: int, now: int) -> None:
 # --- what a policy sees --------------------------------------------------------------------------------------------
 
 
-@inlined
+@part
 def fill_job(
     s: State, k: int, m: int, client: int, arrival: int, deadline: int, priority: int, client_start: float, now: int
 ) -> None:
     """The facts that a lane and a request have in common, into the scratch row k."""
+    core = s.core[0]
     job = s.job[k]
     model = s.model[m]
     job.now_ns = now
@@ -158,15 +159,15 @@ def fill_job(
     job.deadline_ns = deadline if deadline < NEVER else arrival + job.target_ns
     job.priority = priority
     job.share = model.share
-    job.deficit_ns = (s.core[0].virtual_ns - model.virtual_ns) * model.share
+    job.deficit_ns = (core.virtual_ns - model.virtual_ns) * model.share
     job.client = client
-    job.client_deficit_ns = (s.core[0].client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
+    job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.client_start_ns = client_start
     job.occupancy = s.gpu[0].occupancy
     job.model = m
 
 
-@inlined
+@part
 def fill_lane_job(s: State, lane: int, now: int) -> None:
     """Scratch row 0: the lane as it stands."""
     a = s.lane[lane]
@@ -183,7 +184,7 @@ def fill_lane_job(s: State, lane: int, now: int) -> None:
     job.started = a.issued > 0
 
 
-@inlined
+@part
 def checked_rank(s: State, function: int, k: int) -> float:
     """What the policy says of scratch row k; what is no number goes last, and is counted."""
     rank = call_rank(function, s.job[k : k + 1].ctypes.data)
@@ -193,7 +194,7 @@ def checked_rank(s: State, function: int, k: int) -> float:
     return float(rank)
 
 
-@inlined
+@part
 def rank_lane(s: State, lane: int, now: int) -> float:
     fill_lane_job(s, lane, now)
     return checked_rank(s, s.call[0].rank, 0)

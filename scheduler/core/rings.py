@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core.atomics import and_at, exchange_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     CLOSED,
@@ -49,26 +49,26 @@ _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
 
 
-@inlined
+@part
 def address(words: Words, row: int) -> int:
     """Of the first word of a row."""
     found: int = words[row].ctypes.data
     return found
 
 
-@inlined
+@part
 def bit_at(masks: Words, lane: int, slot: int) -> int:
     """The address of the word that has the slot's bit."""
     found: int = masks[lane, slot >> 6 :].ctypes.data
     return found
 
 
-@inlined
+@part
 def bit_of(slot: int) -> Any:
     return ONE << (np.uint64(slot) & _BITS)
 
 
-@inlined
+@part
 def note_front(where: Any, word: Any) -> None:
     """Write down who reserved the last slot of the word, before another does and its name is gone from the word.
 
@@ -84,7 +84,7 @@ def note_front(where: Any, word: Any) -> None:
             return
 
 
-@inlined
+@part
 def front_of(lane_word: Words, slot_front: Words, lane: int, slot: int) -> int:
     """Who reserved the slot of a lane that is open, runs or is held."""
     word = load_at(address(lane_word, lane))
@@ -93,13 +93,13 @@ def front_of(lane_word: Words, slot_front: Words, lane: int, slot: int) -> int:
     return int(np.int64(load_at(slot_front[lane, slot:].ctypes.data) & _FRONT_MASK))
 
 
-@inlined
+@part
 def reserve(lane_word: Words, slot_front: Words, lane: int, slots: int, front: int) -> int:
     """The next slot of a lane that is open, or NONE."""
     return int(reserve_at(np.uint64(address(lane_word, lane)), np.uint64(address(slot_front, lane)), slots, front))
 
 
-@inlined
+@part
 def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
     """`reserve`, by the addresses of the lane's word and of its row of `slot_front`.
 

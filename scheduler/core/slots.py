@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, NEVER, SLOTTED
@@ -17,27 +17,30 @@ from paellapy.scheduler.core.state import State
 _ZERO = np.uint64(0)
 
 
-@inlined
+@part
 def fit(s: State, lane: int) -> None:
     """The smallest captured size that holds what the lane holds."""
-    m = s.lane[lane].model
+    a = s.lane[lane]
+    m = a.model
     k = 0
-    while s.size[m, k].batch < s.lane[lane].taken and k + 1 < s.model[m].n_sizes:
+    while s.size[m, k].batch < a.taken and k + 1 < s.model[m].n_sizes:
         k += 1
-    s.lane[lane].size = k
+    a.size = k
 
 
-@inlined
+@part
 def count_queued(s: State, m: int, n: int) -> None:
     """So many requests more in the model's queue."""
-    s.model[m].queued += n
-    s.core[0].queued += n
-    s.core[0].queued_jobs += n / s.size[m, s.model[m].n_sizes - 1].batch
-    if s.core[0].queued == 0:
-        s.core[0].queued_jobs = 0.0  # without what rounding has left over
+    core = s.core[0]
+    model = s.model[m]
+    model.queued += n
+    core.queued += n
+    core.queued_jobs += n / s.size[m, model.n_sizes - 1].batch
+    if core.queued == 0:
+        core.queued_jobs = 0.0  # without what rounding has left over
 
 
-@inlined
+@part
 def put(s: State, lane: int, slot: int, row: int) -> None:
     """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
     a = s.lane[lane]
@@ -64,7 +67,7 @@ def put(s: State, lane: int, slot: int, row: int) -> None:
     a.live += 1
 
 
-@inlined
+@part
 def look_again(s: State, lane: int) -> None:
     """A request left: the facts of those that remain."""
     a = s.lane[lane]
@@ -81,7 +84,7 @@ def look_again(s: State, lane: int) -> None:
             a.client_start_ns = min(a.client_start_ns, r.client_start_ns)
 
 
-@inlined
+@part
 def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
     for k in range(s.model[m].n_inputs):
         n = s.input_bytes[m, k]
@@ -89,7 +92,7 @@ def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
         source += np.uint64(n)
 
 
-@inlined
+@part
 def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
     """Another thread copies, and marks the slot ready as a front end would; here decisions go on."""
     tail = load_at(address(s.copy_ring, COPY_TAIL))
@@ -102,7 +105,7 @@ def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
         call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
 
 
-@inlined
+@part
 def wait_for_copy(s: State, row: int) -> None:
     """Before a request is given up whose inputs are being copied: afterwards they may be gone."""
     r = s.request[row]
@@ -111,17 +114,18 @@ def wait_for_copy(s: State, row: int) -> None:
             pass
 
 
-@inlined
+@part
 def move_in(s: State, lane: int, row: int) -> bool:
     """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
+    r = s.request[row]
     m = s.lane[lane].model
     slots = s.size[m, s.model[m].n_sizes - 1].batch
-    slot = reserve(s.lane_word, s.slot_front, lane, slots, s.request[row].front)
+    slot = reserve(s.lane_word, s.slot_front, lane, slots, r.front)
     if slot < 0:
         return False
     queue_remove(s, m, row)
     count_queued(s, m, -1)
-    source = s.request[row].source
+    source = r.source
     n = np.int64(0)
     for k in range(s.model[m].n_inputs):
         n += s.input_bytes[m, k]

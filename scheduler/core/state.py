@@ -27,12 +27,14 @@ the lane gets its turn, closes, is launched in segments, and one DONE entry per 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
@@ -69,6 +71,9 @@ from paellapy.scheduler.core.tables import (
 )
 from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
 
+Ints = NDArray[np.int64]
+INT, WORD = np.int64, np.uint64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -85,65 +90,108 @@ class Limits:
     inputs: int = 8  # per model
     fronts: int = 1  # front ends: this process, and processes beside it that share the tables' memory
 
+    @property
+    def launches(self) -> int:
+        """Of a program: its segments one by one, then all of it in one piece."""
+        return self.segments + 1
 
-class State(NamedTuple):
-    """See the module's text. First dimensions: models M, lanes L, requests R; sizes B, segments S, slots P."""
+    @property
+    def out_cells(self) -> int:
+        return self.lanes * self.launches
 
-    core: Table  # CORE[1]
-    call: Table  # CALLS[1]
-    gpu: Table  # GPU[1]
-    tuning: Table  # TUNING[1], written before the core runs
-    model: Table  # MODEL[M]
-    size: Table  # SIZE[M, B]
-    segment: Table  # SEGMENT[M, B, S]
-    model_lane: NDArray[np.int64]  # [M, K] lanes of a model, by the installer
-    free_lane: NDArray[np.int64]  # [M, K] stack
-    input_bytes: NDArray[np.int64]  # [M, inputs] of one item, by the installer
-    filling: Words  # [M, 8] column 0: the lane open to front ends + 1, with its slots << 32; 0: none. Atomic
-    lane: Table  # LANE[L]
-    lane_word: Words  # [L, 8] column 0: see CLOSED … FRONT_MASK. Atomic
-    lane_ready: Words  # [L, 8] a bit for every slot whose inputs are written. Atomic
-    lane_hold: Words  # [L, 8] a bit for every slot whose outputs are still to be read. Atomic
-    lane_known: Words  # [L, 8] a bit for every slot the core has heard of
-    slot: NDArray[np.int64]  # [L, P] request row, or NONE: empty or its request is completed
-    slot_front: Words  # [L, P] who reserved it; of the last one, the lane's word says it. Atomic
-    slot_client: NDArray[np.int64]  # [L, P] who pays for it
-    input_address: Words  # [L, inputs] of slot 0, by the installer; slot k is k · input_bytes further
-    launch: Table  # LAUNCH[L, B, S], by the installer
-    whole: Table  # LAUNCH[L, B], by the installer
-    stream: Words  # [POOLS, POOL_STREAMS] what the backend launches on, by the installer
-    stream_jobs: NDArray[np.int64]  # [OF_WINDOWS] lanes in flight on each, in whichever pool and window: by queue
-    confined: Words  # [L, B, S + 1, CHOICES] handles of the same in each of the lane's windows, the whole last; 0: none
-    lane_window: NDArray[np.int64]  # [L, CHOICES] which windows these are, by the installer; NONE: no more
-    overlap: NDArray[np.int64]  # [WINDOWS, WINDOWS] SMs that two of them share, by the installer
-    window_load: NDArray[np.int64]  # [WINDOWS] for each lane in flight that is confined, the SMs its window shares
-    segment_ns: NDArray[np.int64]  # [L, S, 2] launch and end of each segment of the lane's latest run; whole: segment 0
-    word: Words  # [L, S + 1] completion words for backends that have no pinned memory of their own
-    request: Table  # REQUEST[R]
-    client: Table  # CLIENT
-    ready: NDArray[np.int64]  # [L] heap of lanes that wait for their turn, least rank first
-    active: NDArray[np.int64]  # [L] lanes whose turn it is
-    flight: NDArray[np.int64]  # [L] lanes with launched, uncompleted segments
-    held: NDArray[np.int64]  # [L] lanes that wait for a front end: HELD and READY_WAIT
-    touched: NDArray[np.int64]  # [L] lanes to be settled within this step
-    asking: NDArray[np.int64]  # [M] models that may want a lane opened, or closed for good, within this step
-    leaving: NDArray[np.int64]  # [R] requests cancelled within this step
-    due: NDArray[np.int64]  # [R] heap of requests with a deadline, earliest first
-    submit: Table  # [F, …] SUBMISSION rings, capacity a power of two
-    done: Table  # [F, …] COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
-    ring: Words  # [F, 4, 8] heads and tails. Atomic
-    copy: Table  # COPY ring, with a cell for every request row: it never overflows
-    copy_ring: Words  # [3, 8] Atomic
-    wake: Words  # [F, 8] column 0: 1: the front end wants to be woken by the next completion. Atomic
-    wake_fd: NDArray[np.int64]  # [F, 2] eventfd of each front end, or -1; and the tail it was last woken for
-    bell: Words  # [8] column 0: the core's loop sleeps, or is about to. Atomic
-    client_key: Words  # [C] whose client number it is: a hash of the name; 0: nobody's. Atomic
-    outcome: NDArray[np.int64]  # [M, STATUS + 1] requests by how they ended; last, the sum of OK ones' batch sizes
-    recent_ns: NDArray[np.int64]  # [M, RECENT, 2] latency and wait of the latest OK requests
-    tap: Table  # COMPLETION: the latest of all front ends, while core.tapped
-    out: Table  # OUT
-    job: Table  # JOB[2]: the core's scratch; readers bring their own
-    clock: NDArray[np.int64]  # [8] scratch of the core's thread
+    # Capacities of rings are powers of two. A completion ring never overflows: it has a cell for every request row of
+    # its front end, and for every model.
+
+    @property
+    def submit_cells(self) -> int:
+        return _power_of_two(2 * self._most_rows)
+
+    @property
+    def done_cells(self) -> int:
+        return _power_of_two(self._most_rows + self.models)
+
+    @property
+    def copy_cells(self) -> int:
+        return _power_of_two(self.requests)
+
+    @property
+    def tap_cells(self) -> int:
+        return TAP_SIZE if self.fronts > 1 else 1
+
+    @property
+    def _most_rows(self) -> int:
+        return max(len(front_rows(self, front)) for front in range(self.fronts))
+
+
+@table_set
+class State(TableSet):
+    """See the module's text. A dimension given by a name is that attribute of `Limits`."""
+
+    core: Table = table(CORE, 1)
+    call: Table = table(CALLS, 1)
+    gpu: Table = table(GPU, 1)
+    tuning: Table = table(TUNING, 1)  # written before the core runs
+    model: Table = table(MODEL, "models")
+    size: Table = table(SIZE, "models", "sizes")
+    segment: Table = table(SEGMENT, "models", "sizes", "segments")
+    model_lane: Ints = table(INT, "models", "lanes_per_model")  # lanes of a model, by the installer
+    free_lane: Ints = table(INT, "models", "lanes_per_model")  # stack
+    input_bytes: Ints = table(INT, "models", "inputs")  # of one item, by the installer
+    # column 0: the lane open to front ends + 1, with its slots << 32; 0: none. Atomic
+    filling: Words = table(WORD, "models", 8)
+    lane: Table = table(LANE, "lanes")
+    lane_word: Words = table(WORD, "lanes", 8)  # column 0: see CLOSED … FRONT_MASK. Atomic
+    lane_ready: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot whose inputs are written. Atomic
+    # a bit for every slot whose outputs are still to be read. Atomic
+    lane_hold: Words = table(WORD, "lanes", MASK_WORDS)
+    lane_known: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot the core has heard of
+    slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty or its request is completed
+    # who reserved it; of the last one, the lane's word says it. Atomic
+    slot_front: Words = table(WORD, "lanes", "batch")
+    slot_client: Ints = table(INT, "lanes", "batch")  # who pays for it
+    # of slot 0, by the installer; slot k is k · input_bytes further
+    input_address: Words = table(WORD, "lanes", "inputs")
+    launch: Table = table(LAUNCH, "lanes", "sizes", "segments")  # by the installer
+    whole: Table = table(LAUNCH, "lanes", "sizes")  # by the installer
+    stream: Words = table(WORD, POOLS, POOL_STREAMS)  # what the backend launches on, by the installer
+    stream_jobs: Ints = table(INT, OF_WINDOWS)  # lanes in flight on each, in whichever pool and window: by queue
+    # handles of the same in each of the lane's windows, the whole last; 0: none
+    confined: Words = table(WORD, "lanes", "sizes", "launches", CHOICES)
+    lane_window: Ints = table(INT, "lanes", CHOICES)  # which windows these are, by the installer; NONE: no more
+    overlap: Ints = table(INT, WINDOWS, WINDOWS)  # SMs that two of them share, by the installer
+    window_load: Ints = table(INT, WINDOWS)  # for each lane in flight that is confined, the SMs its window shares
+    # launch and end of each segment of the lane's latest run; whole: segment 0
+    segment_ns: Ints = table(INT, "lanes", "segments", 2)
+    # completion words for backends that have no pinned memory of their own
+    word: Words = table(WORD, "lanes", "launches")
+    request: Table = table(REQUEST, "requests")
+    client: Table = table(CLIENT, "clients")
+    ready: Ints = table(INT, "lanes")  # heap of lanes that wait for their turn, least rank first
+    active: Ints = table(INT, "lanes")  # lanes whose turn it is
+    flight: Ints = table(INT, "lanes")  # lanes with launched, uncompleted segments
+    held: Ints = table(INT, "lanes")  # lanes that wait for a front end: HELD and READY_WAIT
+    touched: Ints = table(INT, "lanes")  # lanes to be settled within this step
+    asking: Ints = table(INT, "models")  # models that may want a lane opened, or closed for good, within this step
+    leaving: Ints = table(INT, "requests")  # requests cancelled within this step
+    due: Ints = table(INT, "requests")  # heap of requests with a deadline, earliest first
+    submit: Table = table(SUBMISSION, "fronts", "submit_cells")  # SUBMISSION rings, capacity a power of two
+    # COMPLETION rings, capacity a power of two, at least rows + M: they never overflow
+    done: Table = table(COMPLETION, "fronts", "done_cells")
+    ring: Words = table(WORD, "fronts", 4, 8)  # heads and tails. Atomic
+    copy: Table = table(COPY, "copy_cells")  # COPY ring, with a cell for every request row: it never overflows
+    copy_ring: Words = table(WORD, 3, 8)  # Atomic
+    # column 0: 1: the front end wants to be woken by the next completion. Atomic
+    wake: Words = table(WORD, "fronts", 8)
+    wake_fd: Ints = table(INT, "fronts", 2)  # eventfd of each front end, or -1; and the tail it was last woken for
+    bell: Words = table(WORD, 8)  # column 0: the core's loop sleeps, or is about to. Atomic
+    client_key: Words = table(WORD, "clients")  # whose client number it is: a hash of the name; 0: nobody's. Atomic
+    # requests by how they ended; last, the sum of OK ones' batch sizes
+    outcome: Ints = table(INT, "models", len(STATUS) + 1)
+    recent_ns: Ints = table(INT, "models", RECENT, 2)  # latency and wait of the latest OK requests
+    tap: Table = table(COMPLETION, "tap_cells")  # COMPLETION: the latest of all front ends, while core.tapped
+    out: Table = table(OUT, "out_cells")
+    job: Table = table(JOB, 2)  # the core's scratch; readers bring their own
+    clock: Ints = table(INT, 8)  # scratch of the core's thread
 
 
 def _power_of_two(n: int) -> int:
@@ -163,72 +211,17 @@ def front_rows(limits: Limits, front: int) -> range:
     return range(own) if front == 0 else range(own + (front - 1) * each, own + front * each)
 
 
-def _layout(n: Limits) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and type of every table."""
-    ints, words = np.int64, np.uint64
-    rows = max(len(front_rows(n, front)) for front in range(n.fronts))
-    return {
-        "core": ((1,), CORE),
-        "call": ((1,), CALLS),
-        "gpu": ((1,), GPU),
-        "tuning": ((1,), TUNING),
-        "model": ((n.models,), MODEL),
-        "size": ((n.models, n.sizes), SIZE),
-        "segment": ((n.models, n.sizes, n.segments), SEGMENT),
-        "model_lane": ((n.models, n.lanes_per_model), ints),
-        "free_lane": ((n.models, n.lanes_per_model), ints),
-        "input_bytes": ((n.models, n.inputs), ints),
-        "filling": ((n.models, 8), words),
-        "lane": ((n.lanes,), LANE),
-        "lane_word": ((n.lanes, 8), words),
-        "lane_ready": ((n.lanes, MASK_WORDS), words),
-        "lane_hold": ((n.lanes, MASK_WORDS), words),
-        "lane_known": ((n.lanes, MASK_WORDS), words),
-        "slot": ((n.lanes, n.batch), ints),
-        "slot_front": ((n.lanes, n.batch), words),
-        "slot_client": ((n.lanes, n.batch), ints),
-        "input_address": ((n.lanes, n.inputs), words),
-        "launch": ((n.lanes, n.sizes, n.segments), LAUNCH),
-        "whole": ((n.lanes, n.sizes), LAUNCH),
-        "stream": ((POOLS, POOL_STREAMS), words),
-        "stream_jobs": ((OF_WINDOWS,), ints),
-        "confined": ((n.lanes, n.sizes, n.segments + 1, CHOICES), words),
-        "lane_window": ((n.lanes, CHOICES), ints),
-        "overlap": ((WINDOWS, WINDOWS), ints),
-        "window_load": ((WINDOWS,), ints),
-        "segment_ns": ((n.lanes, n.segments, 2), ints),
-        "word": ((n.lanes, n.segments + 1), words),
-        "request": ((n.requests,), REQUEST),
-        "client": ((n.clients,), CLIENT),
-        "ready": ((n.lanes,), ints),
-        "active": ((n.lanes,), ints),
-        "flight": ((n.lanes,), ints),
-        "held": ((n.lanes,), ints),
-        "touched": ((n.lanes,), ints),
-        "asking": ((n.models,), ints),
-        "leaving": ((n.requests,), ints),
-        "due": ((n.requests,), ints),
-        "submit": ((n.fronts, _power_of_two(2 * rows)), SUBMISSION),
-        "done": ((n.fronts, _power_of_two(rows + n.models)), COMPLETION),
-        "ring": ((n.fronts, 4, 8), words),
-        "copy": ((_power_of_two(n.requests),), COPY),
-        "copy_ring": ((3, 8), words),
-        "wake": ((n.fronts, 8), words),
-        "wake_fd": ((n.fronts, 2), ints),
-        "bell": ((8,), words),
-        "client_key": ((n.clients,), words),
-        "outcome": ((n.models, len(STATUS) + 1), ints),
-        "recent_ns": ((n.models, RECENT, 2), ints),
-        "tap": ((TAP_SIZE if n.fronts > 1 else 1,), COMPLETION),
-        "out": ((n.lanes * (n.segments + 1),), OUT),
-        "job": ((2,), JOB),
-        "clock": ((8,), ints),
-    }
+def _shapes(limits: Limits) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Every table's name, shape and type."""
+    for each in fields(State):
+        dimensions = each.metadata["dimensions"]
+        shape = tuple(getattr(limits, n) if isinstance(n, str) else n for n in dimensions)
+        yield each.name, shape, each.metadata["dtype"]
 
 
 def state_bytes(limits: Limits) -> int:
     """How much memory the tables take."""
-    return sum(_aligned(math.prod(shape) * np.dtype(kind).itemsize) for shape, kind in _layout(limits).values())
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for _, shape, dtype in _shapes(limits))
 
 
 def _aligned(nbytes: int) -> int:
@@ -238,9 +231,9 @@ def _aligned(nbytes: int) -> int:
 def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
     """The tables in memory that is there already: another process's, or fresh and zero (then `new_state` fills it)."""
     tables, at = {}, 0
-    for name, (shape, kind) in _layout(limits).items():
-        nbytes = math.prod(shape) * np.dtype(kind).itemsize
-        tables[name] = memory[at : at + nbytes].view(kind).reshape(shape)
+    for name, shape, dtype in _shapes(limits):
+        nbytes = math.prod(shape) * dtype.itemsize
+        tables[name] = memory[at : at + nbytes].view(dtype).reshape(shape)
         at += _aligned(nbytes)
     return State(**tables)
 

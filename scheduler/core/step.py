@@ -9,18 +9,18 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled, inlined
-from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at
+from paellapy.instrument.device.jit import address_of, compiled, part, reachable
+from paellapy.scheduler.core.atomics import call_step, call_write, exchange_at, load_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.dispatch import choose, measure, poll
 from paellapy.scheduler.core.lanes import look_at_held, take_out
-from paellapy.scheduler.core.loop import notice_edits
-from paellapy.scheduler.core.predict import predict, predict_finish
+from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
 from paellapy.scheduler.core.requests import undue
 from paellapy.scheduler.core.rings import address
@@ -28,24 +28,25 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
 from paellapy.scheduler.core.tables import Words
 
-__all__ = ["attach_libc", "predict_finish", "reclaim", "run", "step", "step_and_wake"]
+__all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 
 
-@inlined
+@part
 def expire(s: State, now: int) -> None:
     """Take out who is cancelled and who is too late."""
+    core = s.core[0]
     while True:
         status = EXPIRED
-        if s.core[0].leaving > 0:
-            s.core[0].leaving -= 1
-            row = s.leaving[s.core[0].leaving]
+        if core.leaving > 0:
+            core.leaving -= 1
+            row = s.leaving[core.leaving]
             status = CANCELLED
             if s.request[row].leaving == 0:  # it got another answer in the meantime
                 continue
-        elif s.core[0].due > 0 and s.request[s.due[0]].deadline_ns <= now:
+        elif core.due > 0 and s.request[s.due[0]].deadline_ns <= now:
             row = s.due[0]
         else:
             break
@@ -61,38 +62,40 @@ def expire(s: State, now: int) -> None:
             take_out(s, row, status, now)
 
 
-@inlined
+@part
 def watch_gain(s: State, now: int) -> None:
     """How much more than one job's worth of work the GPU does while several share it: for predictions."""
-    if s.core[0].flight < 2:
-        s.core[0].busy_ns = s.core[0].served_ns = 0.0
+    core = s.core[0]
+    if core.flight < 2:
+        core.busy_ns = core.served_ns = 0.0
     else:
-        s.core[0].busy_ns += now - s.core[0].last_ns
-        if s.core[0].busy_ns > s.tuning[0].gain_window_ns:
-            s.core[0].gain += 0.25 * (min(max(s.core[0].served_ns / s.core[0].busy_ns, 0.25), 64.0) - s.core[0].gain)
-            s.core[0].busy_ns = s.core[0].served_ns = 0.0
-    s.core[0].last_ns = now
+        core.busy_ns += now - core.last_ns
+        if core.busy_ns > s.tuning[0].gain_window_ns:
+            core.gain += 0.25 * (min(max(core.served_ns / core.busy_ns, 0.25), 64.0) - core.gain)
+            core.busy_ns = core.served_ns = 0.0
+    core.last_ns = now
 
 
-@compiled
+@reachable
 def step(s: State, now: int) -> int:
     """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
-    before = s.core[0].launches + s.core[0].segments_done
-    s.core[0].steps += 1
+    core = s.core[0]
+    before = core.launches + core.segments_done
+    core.steps += 1
     watch_queue(s, now)
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)
     look_at_held(s)
     expire(s, now)
-    if s.core[0].changed or (s.core[0].ready > 0 and s.call[0].admit != _ZERO):
+    if core.changed or (core.ready > 0 and s.call[0].admit != _ZERO):
         while not choose(s, now):
             fail_all(s, now)
         measure(s)
-    return int(news + s.core[0].launches + s.core[0].segments_done - before)
+    return int(news + core.launches + core.segments_done - before)
 
 
-@inlined
+@part
 def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
     """Write to the eventfd of every front end with new completions that has asked for it: once, until it asks again.
 
@@ -108,24 +111,17 @@ def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
 
 
 @compiled
-def step_and_wake(s: State, now: int, scratch: NDArray[np.int64]) -> int:
-    """`step`, for a loop that is not compiled itself."""
-    happened = step(s, now)
-    wake_fronts(s, scratch)
-    return int(happened)
-
-
-@compiled
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
     """Step in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was to do for `linger_ns`; 0 when idle.
 
     Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it sleeps on an
     eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
     """
+    core = s.core[0]
     last = read_clock(s, scratch)
     while load_at(stop.ctypes.data) == _ZERO:
         now = read_clock(s, scratch)
-        if step(s, now) > 0 or s.core[0].live > 0 or s.core[0].flight > 0:
+        if call_step(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0:
             last = now
         elif now - last >= linger_ns:
             return 0
@@ -137,11 +133,14 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def attach_libc(state: State) -> None:
-    """What `run` needs of the C library."""
+def attach_step(state: State) -> None:
+    """Loops call the step by its address: each would otherwise have a copy of the whole core compiled into it."""
+    state.call["step"][0] = address_of(step, State.numba_type, numba.types.int64)
+
+
+def attach_loop(state: State) -> None:
+    """What loops in real time call: the step, and the C library."""
+    attach_step(state)
     libc = ctypes.CDLL(None)
     state.call["clock"][0] = _address(libc.clock_gettime)
     state.call["write"][0] = _address(libc.write)
-
-
-notice_edits(step, step_and_wake, run, predict, reclaim)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import load_at, store_at
 from paellapy.scheduler.core.codes import (
     CANCEL,
@@ -37,7 +37,7 @@ from paellapy.scheduler.core.codes import (
 )
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
-from paellapy.scheduler.core.requests import called, checked_rank, complete, enter, fill_job, post_done
+from paellapy.scheduler.core.requests import checked_rank, complete, enter, fill_job, post_done
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
@@ -47,12 +47,13 @@ _ONE = np.uint64(1)
 SUBMISSIONS_PER_STEP = 1024  # so that a flood of them does not keep completions waiting
 
 
-@inlined
+@part
 def verdict(s: State, cell: Any, now: int) -> int:
     """OK, or why the request is refused."""
+    core = s.core[0]
     m = cell.model
-    if s.core[0].mode != RUN_MODE:
-        return FAILED if s.core[0].mode == FAIL_MODE else DRAINING
+    if core.mode != RUN_MODE:
+        return FAILED if core.mode == FAIL_MODE else DRAINING
     if m < 0 or m >= s.model.shape[0] or s.model[m].state != OPEN:
         return NO_MODEL
     if cell.generation != _ZERO and cell.generation != s.model[m].generation:
@@ -68,7 +69,7 @@ def verdict(s: State, cell: Any, now: int) -> int:
     return OK
 
 
-@inlined
+@part
 def enqueue(s: State, row: int, now: int) -> None:
     """Into its model's queue, in the policy's order."""
     r = s.request[row]
@@ -85,8 +86,9 @@ def enqueue(s: State, row: int, now: int) -> None:
     ask(s, m)
 
 
-@inlined
+@part
 def submitted(s: State, front: int, cell: Any, now: int) -> None:
+    core = s.core[0]
     row = cell.request
     r = s.request[row]
     r.front = front
@@ -95,8 +97,8 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     r.priority, r.arrival_ns, r.deadline_ns = cell.priority, cell.arrival_ns, cell.deadline_ns
     r.lane = r.slot = r.due_at = NONE
     r.leaving = 0
-    r.sequence = s.core[0].sequence
-    s.core[0].sequence += 1
+    r.sequence = core.sequence
+    core.sequence += 1
     lane = cell.lane
     status = verdict(s, cell, now)
     if status != OK:
@@ -107,11 +109,11 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
         return
     c = s.client[r.client]
     enter(s, r.model, r.client)
-    r.client_start_ns = max(s.core[0].client_virtual_ns, c.tag_ns)
+    r.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
     c.tag_ns = r.client_start_ns + s.size[r.model, 0].total_ns / c.share
     if r.deadline_ns < NEVER:
-        heap_add(s.due, s.core[0].due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
-        s.core[0].due += 1
+        heap_add(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
+        core.due += 1
     if lane < 0:
         enqueue(s, row, now)
         return
@@ -122,44 +124,48 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
 # Rare, and so called instead of folded in: the step stays small.
 
 
-@inlined
+@part
 def look_for_top(s: State) -> None:
     """The highest priority of an open model: programs of lower ones are not launched in one piece."""
-    s.core[0].top_priority = -NEVER
+    core = s.core[0]
+    core.top_priority = -NEVER
     for m in range(s.model.shape[0]):
         if s.model[m].state == OPEN:
-            s.core[0].top_priority = max(s.core[0].top_priority, s.model[m].priority)
+            core.top_priority = max(core.top_priority, s.model[m].priority)
 
 
-@called
+@part
 def opened(s: State, m: int) -> None:
-    s.model[m].state = OPEN
-    s.model[m].root = s.model[m].first = s.model[m].last = s.model[m].filling = NONE
-    s.model[m].queued = s.model[m].live = s.model[m].completed = 0
-    s.model[m].used_ns = s.model[m].virtual_ns = 0.0
-    s.model[m].free_n = s.model[m].n_lanes
-    s.model[m].warm = 0
-    for k in range(s.model[m].n_lanes):
-        s.free_lane[m, k] = s.model_lane[m, s.model[m].n_lanes - 1 - k]
+    model = s.model[m]
+    model.state = OPEN
+    model.root = model.first = model.last = model.filling = NONE
+    model.queued = model.live = model.completed = 0
+    model.used_ns = model.virtual_ns = 0.0
+    model.free_n = model.n_lanes
+    model.warm = 0
+    for k in range(model.n_lanes):
+        s.free_lane[m, k] = s.model_lane[m, model.n_lanes - 1 - k]
     look_for_top(s)
     ask(s, m)
 
 
-@called
+@part
 def closed(s: State, m: int) -> None:
     """Refuse the model's new requests; MODEL_CLOSED follows when the accepted ones are done."""
-    if s.model[m].state != OPEN:
+    model = s.model[m]
+    if model.state != OPEN:
         return
-    s.model[m].state = CLOSING
+    model.state = CLOSING
     look_for_top(s)
     store_at(address(s.filling, m), _ZERO)
     ask(s, m)
 
 
-@called
+@part
 def fail_all(s: State, now: int) -> None:
     """The GPU is gone: everybody gets an answer, and nothing is launched again."""
-    s.core[0].mode = FAIL_MODE
+    core = s.core[0]
+    core.mode = FAIL_MODE
     for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
             if s.request[row].state == SLOTTED:
@@ -170,8 +176,8 @@ def fail_all(s: State, now: int) -> None:
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
         s.model[m].queued = 0
         ask(s, m)
-    s.core[0].queued = s.core[0].ready = s.core[0].active = s.core[0].flight = s.core[0].out = 0
-    s.core[0].demand = s.core[0].queued_jobs = 0.0
+    core.queued = core.ready = core.active = core.flight = core.out = 0
+    core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0
     s.window_load[...] = 0
     for lane in range(s.lane.shape[0]):
@@ -187,24 +193,26 @@ def fail_all(s: State, now: int) -> None:
     gpu.resident_issue = gpu.pending_issue = 0.0
 
 
-@inlined
+@part
 def next_front(s: State) -> int:
     """A front end with something published, the others before the same one again; or NONE."""
+    core = s.core[0]
     mask = np.uint64(s.submit.shape[1] - 1)
     fronts = s.submit.shape[0]
     for k in range(fronts):
-        front = (s.core[0].turn + k) % fronts
+        front = (core.turn + k) % fronts
         head = s.ring[front, SUBMIT_HEAD, 0]
         at = np.int64(head & mask)
         if load_at(s.submit[front, at : at + 1].ctypes.data) == head + _ONE:
-            s.core[0].turn = (front + 1) % fronts
+            core.turn = (front + 1) % fronts
             return int(front)
     return NONE
 
 
-@inlined
+@part
 def take_submissions(s: State, now: int) -> int:
     """Everything published on the submission rings, each in order; how much."""
+    core = s.core[0]
     n = 0
     mask = np.uint64(s.submit.shape[1] - 1)
     while n < SUBMISSIONS_PER_STEP:
@@ -221,16 +229,16 @@ def take_submissions(s: State, now: int) -> int:
             r = s.request[cell.request]
             if r.serial == cell.serial and r.state != UNUSED and r.leaving == 0:
                 r.leaving = 1
-                s.leaving[s.core[0].leaving] = cell.request
-                s.core[0].leaving += 1
+                s.leaving[core.leaving] = cell.request
+                core.leaving += 1
         elif cell.kind == OPEN_MODEL:
             opened(s, cell.model)
         elif cell.kind == CLOSE_MODEL:
             closed(s, cell.model)
         elif cell.kind == DRAIN:
-            s.core[0].mode = max(s.core[0].mode, DRAIN_MODE)
-        elif cell.kind == FAIL and s.core[0].mode != FAIL_MODE:
-            s.core[0].error = np.int64(cell.tag)
+            core.mode = max(core.mode, DRAIN_MODE)
+        elif cell.kind == FAIL and core.mode != FAIL_MODE:
+            core.error = np.int64(cell.tag)
             fail_all(s, now)
         store_at(where, head + mask + _ONE)
         s.ring[front, SUBMIT_HEAD, 0] = head + _ONE

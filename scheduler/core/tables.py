@@ -86,6 +86,7 @@ CALLS = np.dtype(
         ("rank", "u8"),  # the policy's
         ("admit", "u8"),
         ("order", "u8"),
+        ("step", "u8"),  # the core's own, for loops
         ("graph_launch", "u8"),
         ("write", "u8"),  # the C library's
         ("clock", "u8"),  # clock_gettime

@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import CHOICES, NONE, OF_WINDOWS, QUEUES
 from paellapy.scheduler.core.state import State
 
 _ZERO = np.uint64(0)
 
 
-@inlined
+@part
 def fill_window(s: State, window: int, change: int) -> None:
     """A job more or less in a window, and so in those that it shares SMs with."""
     for other in range(s.core[0].windows):
         s.window_load[other] += change * s.overlap[window, other]
 
 
-@inlined
+@part
 def leave_window(s: State, lane: int) -> None:
     a = s.lane[lane]
     if a.window >= 0:
@@ -37,21 +37,22 @@ def leave_window(s: State, lane: int) -> None:
         a.window = NONE
 
 
-@inlined
+@part
 def can_be_confined(s: State, lane: int) -> bool:
     return bool(s.core[0].windows > 0 and s.confined[lane, s.lane[lane].size, s.confined.shape[2] - 1, 0] != _ZERO)
 
 
-@inlined
+@part
 def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
     """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
 
     Where the hardware decides, everything has all SMs.
     """
+    core = s.core[0]
     leave_window(s, lane)
     a = s.lane[lane]
     at = s.confined.shape[2] - 1 if a.whole else segment
-    if s.core[0].whole_always or s.core[0].flight <= s.tuning[0].roomy_jobs or s.lane_window[lane, 0] < 0:
+    if core.whole_always or core.flight <= s.tuning[0].roomy_jobs or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
     least = np.inf
@@ -68,5 +69,5 @@ def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
         return wide
     a.window = s.lane_window[lane, best]
     fill_window(s, a.window, 1)
-    s.core[0].confined_launches += 1
+    core.confined_launches += 1
     return handle

@@ -116,7 +116,7 @@ class Engine(Requester):
         self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since = time.monotonic()
-        step.attach_libc(self.state)
+        step.attach_loop(self.state)
         self._backend.start(self.state, self.bell, self._fail)
         _engines.add(self)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.atomics import (
     add_at,
@@ -24,7 +24,7 @@ from paellapy.scheduler.core.atomics import (
     or_at,
     store_at,
 )
-from paellapy.scheduler.core.loop import notice_edits, wakes
+from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.rings import SLOTS, STAGED, reserve_at
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Words
@@ -90,7 +90,7 @@ def claim(view: Words, model: int) -> int:
     return STAGED if slot < 0 else int(np.int64(lane) * SLOTS + slot)
 
 
-@inlined
+@part
 def publish(
     view: Words, kind: int, request: int, serial: int, model: int, generation: int, lane: int, slot: int, client: int,
     priority: int, arrival_ns: int, deadline_ns: int, source: int,
@@ -115,14 +115,14 @@ def publish(
     return True
 
 
-@inlined
+@part
 def wake_core(view: Words, for_request: bool) -> None:
     if wakes(view[V_BELL], for_request):
         store_at(view[V_SCRATCH], _ONE)
         call_write(view[V_WRITE], np.int32(view[V_BELL_FD]), view[V_SCRATCH], _WORD)
 
 
-@inlined
+@part
 def written(view: Words, lane: int, slot: int) -> None:
     word = view[V_READY] + _LINE * np.uint64(lane) + _WORD * (np.uint64(slot) >> _SIX)
     or_at(word, _ONE << (np.uint64(slot) & _SIXTY_THREE))
@@ -219,6 +219,3 @@ def warm_up(state: State) -> None:
     ring_read(view)
     take(view, np.zeros((1, COMPLETION_WORDS), np.int64))
     find_client(state.client_key, state.client, 1)
-
-
-notice_edits(claim, post, post_written, ready, ring_read, release, take, find_client)

@@ -6,17 +6,12 @@ modelled too: the core launches one graph after the other, and decides nothing w
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from paellapy.instrument.device import heaps
-from paellapy.instrument.device.jit import compiled, inlined
-from paellapy.scheduler.core.atomics import store_at
+from paellapy.instrument.device.jit import compiled, part
+from paellapy.scheduler.core.atomics import call_step, store_at
 from paellapy.scheduler.core.codes import WHOLE
-from paellapy.scheduler.core.loop import notice_edits
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
 from paellapy.scheduler.sim.fluid_state import Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
@@ -24,51 +19,55 @@ from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
 
 
-@inlined
+@part
 def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
-    m, size = s.lane[lane].model, s.lane[lane].size
+    a = s.lane[lane]
+    m, size = a.model, a.size
     f.segment[lane] = segment
     k = f.work.shape[2] - 1 if segment == WHOLE else segment
     f.left[lane] = f.work[m, size, k]
     f.delay[lane] = delay
 
 
-@inlined
+@part
 def note(f: Fluid, s: State, ns: float) -> None:
     """Add an interval to the occupancy over time."""
+    sim = f.sim[0]
     use = (0.0, 0.0, 0.0)
     last = f.work.shape[2] - 1
-    for k in range(f.sim[0].running):
+    for k in range(sim.running):
         lane = f.run[k]
         seg = last if f.segment[lane] == WHOLE else f.segment[lane]
         u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
         r = f.rate[lane]
         use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
     # Where what a whole program keeps busy was measured, its segments' parts are estimates, and may add up to more.
-    occupy(f, f.sim[0].now_ns, ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), f.sim[0].running)
+    occupy(f, sim.now_ns, ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), sim.running)
 
 
-@inlined
+@part
 def next_event(f: Fluid) -> float:
     """When the GPU, or the load, does something next."""
+    sim = f.sim[0]
     at = np.inf
-    for k in range(f.sim[0].running):
+    for k in range(sim.running):
         lane = f.run[k]
         if f.delay[lane] > 0.0:
             at = min(at, f.delay[lane])
         elif f.rate[lane] > 0.0:
             at = min(at, f.left[lane] / f.rate[lane])
-    return float(min(at + f.sim[0].now_ns, next_load(f)))
+    return float(min(at + sim.now_ns, next_load(f)))
 
 
-@inlined
+@part
 def progress(f: Fluid, s: State, until: float) -> None:
     """Let the GPU run; completion words are written, and what was queued behind starts."""
-    ns = until - f.sim[0].now_ns
+    sim = f.sim[0]
+    ns = until - sim.now_ns
     note(f, s, ns)
-    f.sim[0].now_ns = until
+    sim.now_ns = until
     k = 0
-    while k < f.sim[0].running:
+    while k < sim.running:
         lane = f.run[k]
         if f.delay[lane] > 0.0:
             f.delay[lane] = max(0.0, f.delay[lane] - ns)
@@ -80,8 +79,8 @@ def progress(f: Fluid, s: State, until: float) -> None:
         if f.left[lane] > least_ns(f):
             k += 1
             continue
-        f.sim[0].events += 1
-        f.sim[0].news = 1
+        sim.events += 1
+        sim.news = 1
         size = s.lane[lane].size
         if f.segment[lane] == WHOLE:
             store_at(s.whole[lane, size].word, np.uint64(1))
@@ -90,46 +89,50 @@ def progress(f: Fluid, s: State, until: float) -> None:
         if f.behind[lane] > 0:
             f.behind[lane] -= 1
             # Between two graphs of a stream the lane uses nothing: others may.
-            start(f, s, lane, f.segment[lane] + 1, f.sim[0].segment_gap_ns)
+            start(f, s, lane, f.segment[lane] + 1, sim.segment_gap_ns)
             k += 1
         else:
             f.idle[lane] = 1
-            f.sim[0].running -= 1
-            f.run[k] = f.run[f.sim[0].running]
+            sim.running -= 1
+            f.run[k] = f.run[sim.running]
 
 
-@inlined
+@part
 def note_opened(f: Fluid, s: State, lane: int) -> None:
-    if f.generation[lane] != s.lane[lane].generation:
-        f.generation[lane] = s.lane[lane].generation
+    a = s.lane[lane]
+    if f.generation[lane] != a.generation:
+        f.generation[lane] = a.generation
         f.opened[lane] = f.sim[0].now_ns
 
 
-@inlined
+@part
 def hand_over(f: Fluid, s: State, lane: int) -> float:
     """How long a lane's first launch waits for the inputs of those that came before it was opened: they are copied from
     then on, one after the other. The others' were copied when they came.
     """
+    a = s.lane[lane]
     note_opened(f, s, lane)
-    copy = f.copy[s.lane[lane].model]
+    copy = f.copy[a.model]
     if copy == 0.0:
         return 0.0
     ns = 0.0
-    for k in range(s.lane[lane].taken):
+    for k in range(a.taken):
         row = s.slot[lane, k]
         if row >= 0 and s.request[row].arrival_ns < f.opened[lane]:
             ns += copy
     return max(0.0, f.opened[lane] + s.tuning[0].hand_over_ns + ns - f.sim[0].now_ns) if ns > 0.0 else 0.0
 
 
-@inlined
+@part
 def launch(f: Fluid, s: State) -> None:
     """Carry out what the core launched: one after the other, each taking the host's time."""
-    f.sim[0].core_free_ns = max(f.sim[0].core_free_ns, f.sim[0].now_ns)
-    for k in range(s.core[0].out):
+    core = s.core[0]
+    sim = f.sim[0]
+    sim.core_free_ns = max(sim.core_free_ns, sim.now_ns)
+    for k in range(core.out):
         out = s.out[k]
         lane = out.lane
-        f.sim[0].core_free_ns += f.sim[0].launch_ns
+        sim.core_free_ns += sim.launch_ns
         first = out.segment <= 0
         if first:
             f.idle[lane] = 1
@@ -137,47 +140,44 @@ def launch(f: Fluid, s: State) -> None:
             f.behind[lane] += 1
             continue
         # A program's time alone holds its first launch's way to the GPU; one that ran dry pays it again.
-        delay = f.sim[0].core_free_ns - f.sim[0].now_ns - f.sim[0].launch_ns
-        delay += hand_over(f, s, lane) if first else f.sim[0].resume_ns
+        delay = sim.core_free_ns - sim.now_ns - sim.launch_ns
+        delay += hand_over(f, s, lane) if first else sim.resume_ns
         f.idle[lane] = 0
-        f.order[lane] = f.sim[0].launched
-        f.sim[0].launched += 1
-        f.run[f.sim[0].running] = lane
-        f.sim[0].running += 1
+        f.order[lane] = sim.launched
+        sim.launched += 1
+        f.run[sim.running] = lane
+        sim.running += 1
         start(f, s, lane, out.segment, delay)
-    s.core[0].out = 0
+    core.out = 0
 
 
 @compiled
 def run_fluid(f: Fluid, s: State) -> int:
     """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+    core = s.core[0]
+    sim = f.sim[0]
     while True:
         if not load(f, s):
             return MORE_RECORDS
-        if f.sim[0].news and f.sim[0].core_free_ns <= f.sim[0].now_ns:
-            f.sim[0].news = 0
-            step(s, int(f.sim[0].now_ns))
+        if sim.news and sim.core_free_ns <= sim.now_ns:
+            sim.news = 0
+            call_step(s.call[0].step, s, int(sim.now_ns))
             while record_some(f, s) == f.taken.shape[0]:
                 pass
-            if s.core[0].out > 0:
+            if core.out > 0:
                 launch(f, s)
             for m in range(f.copy.shape[0]):
                 if s.model[m].filling >= 0:
                     note_opened(f, s, s.model[m].filling)
         share(f, s)
-        at = min(next_event(f), f.sim[0].now_ns + next_in_queue(f, s))
-        if f.sim[0].news:
-            at = min(at, f.sim[0].core_free_ns)
+        at = min(next_event(f), sim.now_ns + next_in_queue(f, s))
+        if sim.news:
+            at = min(at, sim.core_free_ns)
         else:
             soonest = next_for_core(s)
             if soonest <= at:
                 at = soonest
-                f.sim[0].news = 1
+                sim.news = 1
         if at == np.inf:
             return DONE
-        progress(f, s, max(at, f.sim[0].now_ns))
-
-
-_HERE = Path(__file__).parent
-_PARTS = [*(_HERE / f"{name}.py" for name in ("fluid_state", "fluid_rates", "load")), Path(heaps.__file__)]
-notice_edits(run_fluid, also=_PARTS)
+        progress(f, s, max(at, sim.now_ns))

@@ -27,73 +27,77 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import inlined
+from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.demand import MOST_BUSY
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, SLOTS, Fluid
 
 
-@inlined
+@part
 def least_ns(f: Fluid) -> float:
     """Less of something is nothing, and late in simulated time would not move the clock."""
     return float(max(1e-3, 4.5e-16 * f.sim[0].now_ns))
 
 
-@inlined
+@part
 def holds_ns(f: Fluid, s: State, lane: int) -> float:
     """How much of what a lane has launched others of its queue wait for, in time alone."""
-    m, size = s.lane[lane].model, s.lane[lane].size
+    a = s.lane[lane]
+    m, size = a.model, a.size
     return float(f.left[lane] - s.tuning[0].deep_kernels * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
 
 
-@inlined
+@part
 def is_before(f: Fluid, other: int, lane: int) -> bool:
     """Whether it was dealt to the same queue, sooner."""
     apart = f.order[lane] - f.order[other]
     return bool(apart > 0 and apart % f.sim[0].queues == 0)
 
 
-@inlined
+@part
 def line_up(f: Fluid, s: State) -> None:
     """Who waits in a hardware queue."""
-    if f.sim[0].queues == 0:
+    sim = f.sim[0]
+    if sim.queues == 0:
         return
-    for lane in f.run[: f.sim[0].running]:
+    for lane in f.run[: sim.running]:
         f.waits[lane] = 0
-    for other in f.run[: f.sim[0].running]:
+    for other in f.run[: sim.running]:
         if holds_ns(f, s, other) > least_ns(f):
-            for lane in f.run[: f.sim[0].running]:
+            for lane in f.run[: sim.running]:
                 if is_before(f, other, lane):
                     f.waits[lane] = 1
 
 
-@inlined
+@part
 def next_in_queue(f: Fluid, s: State) -> float:
     """How long it takes until a graph has so few kernels left that others need not wait for it any more."""
+    sim = f.sim[0]
     found = np.inf
-    if f.sim[0].queues > 0:
-        for lane in f.run[: f.sim[0].running]:
+    if sim.queues > 0:
+        for lane in f.run[: sim.running]:
             holds = holds_ns(f, s, lane)
             if f.rate[lane] > 0.0 and holds > least_ns(f):
                 found = min(found, holds / f.rate[lane])
     return float(found)
 
 
-@inlined
+@part
 def runs(f: Fluid, lane: int) -> bool:
     return bool(f.delay[lane] <= 0.0 and f.waits[lane] == 0)
 
 
-@inlined
+@part
 def share(f: Fluid, s: State) -> None:
     """Everybody's rate, from what all want."""
+    sim = f.sim[0]
     line_up(f, s)
     slots = 0.0
     memory = 0.0
     issue = 0.0
     last = f.work.shape[2] - 1
-    for k in range(f.sim[0].running):
+    for k in range(sim.running):
         lane = f.run[k]
         if runs(f, lane):
             seg = last if f.segment[lane] == WHOLE else f.segment[lane]
@@ -102,7 +106,7 @@ def share(f: Fluid, s: State) -> None:
             issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
     common = 1.0 / max(1.0, slots, memory)
     level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
-    for k in range(f.sim[0].running):
+    for k in range(sim.running):
         lane = f.run[k]
         f.rate[lane] = 0.0
         if runs(f, lane):
@@ -112,7 +116,7 @@ def share(f: Fluid, s: State) -> None:
     share_measured(f, s)
 
 
-@inlined
+@part
 def issue_level(f: Fluid, s: State, common: float) -> float:
     """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
     last = f.work.shape[2] - 1
@@ -137,18 +141,20 @@ def issue_level(f: Fluid, s: State, common: float) -> float:
         level = higher
 
 
-@inlined
+@part
 def share_measured(f: Fluid, s: State) -> None:
     """Rates of programs whose part of the GPU was measured: all together keep it busy as if they did not know of each
     other, and each gets its part of that by what it wants.
     """
+    core = s.core[0]
+    sim = f.sim[0]
     idle = 1.0
     wants = 0.0
     last = f.work.shape[2] - 1
     apart = 1.0
-    if s.core[0].windows > 0 and not s.core[0].whole_always:  # where the hardware decides, nobody keeps to one
-        apart += s.tuning[0].apart_share * max(0, f.sim[0].running - s.tuning[0].roomy_jobs)
-    for k in range(f.sim[0].running):
+    if core.windows > 0 and not core.whole_always:  # where the hardware decides, nobody keeps to one
+        apart += s.tuning[0].apart_share * max(0, sim.running - s.tuning[0].roomy_jobs)
+    for k in range(sim.running):
         lane = f.run[k]
         if runs(f, lane):
             m, size = s.lane[lane].model, s.lane[lane].size
@@ -159,7 +165,7 @@ def share_measured(f: Fluid, s: State) -> None:
                 busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
             idle *= 1.0 - busy
             wants -= np.log1p(-busy)
-    for k in range(f.sim[0].running):
+    for k in range(sim.running):
         lane = f.run[k]
         busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
         if runs(f, lane) and busy > 0.0:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paellapy.instrument.device.heaps import Floats, Ints
+from paellapy.instrument.device.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.admission import ALLOWANCE
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, Table
@@ -67,35 +68,38 @@ class Programs(NamedTuple):
     kernels: Floats
 
 
-class Fluid(NamedTuple):
-    """The simulated GPU, its load, and what came of it. L lanes, M models, B sizes, S segments."""
+@table_set
+class Fluid(TableSet):
+    """The simulated GPU, its load, and what came of it."""
 
-    sim: Table  # SIM[1]
-    use: Floats  # [M, B, S + 1, 3] share of each resource at rate 1; the last row is the whole program's
-    work: Floats  # [M, B, S + 1] time alone
-    busy: Floats  # [M, B] part of its time that a program wants the GPU, where that was measured; else 0
-    copy: Floats  # [M] time it takes to copy a request's inputs into a lane
-    kernels: Floats  # [M, B] of a whole program
-    run: Ints  # [L] lanes with something launched
-    segment: Ints  # [L] what runs, or WHOLE
-    behind: Ints  # [L] launches queued behind it
-    left: Floats  # [L] work
-    delay: Floats  # [L] until the launch reaches the GPU
-    rate: Floats  # [L]
-    order: Ints  # [L] its launch was the so-manieth
-    waits: Ints  # [L] 1: it waits for others in its hardware queue
-    idle: Ints  # [L] 1: the lane has been started and has run dry
-    opened: Floats  # [L] when it last began to take requests
-    generation: Ints  # [L] the lane's own, at that time
-    arrivals: Table  # ARRIVAL, by time
-    clients: Table  # LOOP_CLIENT: each has one request at a time
-    timer: Floats  # heap: when loop clients come back
-    timer_id: Ints
-    free: Ints  # request rows
-    records: Table  # RECORD
-    taken: Table  # COMPLETION, scratch
-    allowance: Table  # ALLOWANCE[M]; without rows everything is let in
-    bins: Floats  # [bins, 4] time × occupancy of slots, memory and issue, and time × jobs running
+    sim: Table = table(SIM, 1)
+    # share of each resource at rate 1; the last row is the whole program's
+    use: Floats = table(np.float64, "models", "sizes", "launches", 3)
+    work: Floats = table(np.float64, "models", "sizes", "launches")  # time alone
+    # part of its time that a program wants the GPU, where that was measured; else 0
+    busy: Floats = table(np.float64, "models", "sizes")
+    copy: Floats = table(np.float64, "models")  # time it takes to copy a request's inputs into a lane
+    kernels: Floats = table(np.float64, "models", "sizes")  # of a whole program
+    run: Ints = table(np.int64, "lanes")  # lanes with something launched
+    segment: Ints = table(np.int64, "lanes")  # what runs, or WHOLE
+    behind: Ints = table(np.int64, "lanes")  # launches queued behind it
+    left: Floats = table(np.float64, "lanes")  # work
+    delay: Floats = table(np.float64, "lanes")  # until the launch reaches the GPU
+    rate: Floats = table(np.float64, "lanes")
+    order: Ints = table(np.int64, "lanes")  # its launch was the so-manieth
+    waits: Ints = table(np.int64, "lanes")  # 1: it waits for others in its hardware queue
+    idle: Ints = table(np.int64, "lanes")  # 1: the lane has been started and has run dry
+    opened: Floats = table(np.float64, "lanes")  # when it last began to take requests
+    generation: Ints = table(np.int64, "lanes")  # the lane's own, at that time
+    arrivals: Table = table(ARRIVAL, "arrivals")  # by time
+    clients: Table = table(LOOP_CLIENT, "clients")  # each has one request at a time
+    timer: Floats = table(np.float64, "timers")  # heap: when loop clients come back
+    timer_id: Ints = table(np.int64, "timers")
+    free: Ints = table(np.int64, "requests")  # request rows
+    records: Table = table(RECORD, "records")
+    taken: Table = table(COMPLETION, BATCH)  # scratch
+    allowance: Table = table(ALLOWANCE, "models")  # without rows everything is let in
+    bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × jobs running
 
 
 def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> Fluid:

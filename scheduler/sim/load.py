@@ -5,39 +5,35 @@ The fluid model has these functions in its own compiled loop; the block model ca
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from paellapy.instrument.device import heaps
 from paellapy.instrument.device.heaps import heap_pop, heap_push
-from paellapy.instrument.device.jit import compiled, inlined
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core.admission import leaves, lets_in
 from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT
-from paellapy.scheduler.core.loop import notice_edits
 from paellapy.scheduler.core.rings import RING_FULL, post, take_done
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.sim import fluid_state
 from paellapy.scheduler.sim.fluid_state import Fluid
 
 
-@inlined
+@part
 def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
     """How long a request may take: until its deadline, or as long as its model aims at."""
     return float(deadline - arrival if deadline < NEVER else s.model[m].target_ns)
 
 
-@inlined
+@part
 def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
     """One request, recorded and submitted; refused where the tables are full."""
-    n = f.sim[0].records
+    sim = f.sim[0]
+    n = sim.records
     record = f.records[n]
     record.model, record.client, record.priority, record.source = m, client, priority, source
     record.arrival_ns, record.deadline_ns, record.started_ns, record.finish_ns = at, deadline, NEVER, at
     record.batch = 0
     record.status = QUEUE_FULL
-    f.sim[0].records += 1
-    if f.sim[0].free == 0:
+    sim.records += 1
+    if sim.free == 0:
         back(f, source, at)
         return
     limit = limit_ns(s, m, at, deadline)
@@ -45,7 +41,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
     if asks and not lets_in(s, f.allowance, m, m, priority, deadline, at, limit, at):
         back(f, source, at)
         return
-    row = f.free[f.sim[0].free - 1]
+    row = f.free[sim.free - 1]
     answer = post(
         s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
         deadline, 0, False,
@@ -55,54 +51,57 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
             f.allowance[m].in_flight -= 1
         back(f, source, at)
     else:
-        f.sim[0].free -= 1
-        f.sim[0].news = 1
+        sim.free -= 1
+        sim.news = 1
 
 
-@inlined
+@part
 def back(f: Fluid, source: int, at: int) -> None:
     """A closed-loop client thinks, then asks again."""
+    sim = f.sim[0]
     if source >= 0:
         again = at + max(f.clients[source].think_ns, 1)
-        if again < f.sim[0].horizon_ns:
-            heap_push(f.timer, f.timer_id, 0, f.sim[0].timers, np.float64(again), source)
-            f.sim[0].timers += 1
+        if again < sim.horizon_ns:
+            heap_push(f.timer, f.timer_id, 0, sim.timers, np.float64(again), source)
+            sim.timers += 1
 
 
-@inlined
+@part
 def load(f: Fluid, s: State) -> bool:
     """Submit all that is due; False when the records are full."""
-    now = f.sim[0].now_ns
-    while f.sim[0].next_arrival < f.arrivals.shape[0] and f.arrivals[f.sim[0].next_arrival].time_ns <= now:
-        if f.sim[0].records == f.records.shape[0]:
+    sim = f.sim[0]
+    now = sim.now_ns
+    while sim.next_arrival < f.arrivals.shape[0] and f.arrivals[sim.next_arrival].time_ns <= now:
+        if sim.records == f.records.shape[0]:
             return False
-        a = f.arrivals[f.sim[0].next_arrival]
-        f.sim[0].next_arrival += 1
+        a = f.arrivals[sim.next_arrival]
+        sim.next_arrival += 1
         arrive(f, s, a.model, a.client, a.priority, a.deadline_ns, a.time_ns, NONE)
-    while f.sim[0].timers > 0 and f.timer[0] <= now:
-        if f.sim[0].records == f.records.shape[0]:
+    while sim.timers > 0 and f.timer[0] <= now:
+        if sim.records == f.records.shape[0]:
             return False
         who = f.timer_id[0]
         at = int(f.timer[0])
-        heap_pop(f.timer, f.timer_id, 0, f.sim[0].timers)
-        f.sim[0].timers -= 1
+        heap_pop(f.timer, f.timer_id, 0, sim.timers)
+        sim.timers -= 1
         c = f.clients[who]
         arrive(f, s, c.model, c.client, c.priority, NEVER, at, who)
     return True
 
 
-@inlined
+@part
 def next_load(f: Fluid) -> float:
     """When the next request comes, or a closed-loop client is back."""
+    sim = f.sim[0]
     at = np.inf
-    if f.sim[0].next_arrival < f.arrivals.shape[0]:
-        at = np.float64(f.arrivals[f.sim[0].next_arrival].time_ns)
-    if f.sim[0].timers > 0:
+    if sim.next_arrival < f.arrivals.shape[0]:
+        at = np.float64(f.arrivals[sim.next_arrival].time_ns)
+    if sim.timers > 0:
         at = min(at, f.timer[0])
     return float(at)
 
 
-@inlined
+@part
 def next_for_core(s: State) -> float:
     """When a deadline passes, or the core has room for another job."""
     at = s.core[0].room_at_ns
@@ -111,9 +110,10 @@ def next_for_core(s: State) -> float:
     return float(at)
 
 
-@inlined
+@part
 def record_some(f: Fluid, s: State) -> int:
     """Some completions into the records, how many: rows become free, closed-loop clients come back."""
+    sim = f.sim[0]
     n = take_done(s.ring[0], s.done[0], f.taken)
     for k in range(n):
         entry = f.taken[k]
@@ -123,26 +123,27 @@ def record_some(f: Fluid, s: State) -> int:
         limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
         if f.allowance.shape[0] > 0 and limit < NEVER:
             leaves(s, f.allowance, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)
-        f.free[f.sim[0].free] = entry.request
-        f.sim[0].free += 1
+        f.free[sim.free] = entry.request
+        sim.free += 1
         back(f, record.source, entry.finish_ns)
     return int(n)
 
 
-@inlined
+@part
 def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
     """Add an interval to the bins. Where it goes beyond the last, two become one: they cover the whole run."""
+    sim = f.sim[0]
     n = f.bins.shape[0]
     end = since + ns
-    while end > n * f.sim[0].bin_ns:
+    while end > n * sim.bin_ns:
         for b in range(n):
             for c in range(4):
                 f.bins[b, c] = f.bins[2 * b, c] + f.bins[2 * b + 1, c] if 2 * b + 1 < n else 0.0
-        f.sim[0].bin_ns *= 2.0
+        sim.bin_ns *= 2.0
     at = since
-    b = min(int(at / f.sim[0].bin_ns), n - 1)
+    b = min(int(at / sim.bin_ns), n - 1)
     while at < end:
-        until = end if b == n - 1 else min(end, (b + 1) * f.sim[0].bin_ns)
+        until = end if b == n - 1 else min(end, (b + 1) * sim.bin_ns)
         part = max(until - at, 0.0)
         f.bins[b, 0] += slots * part
         f.bins[b, 1] += memory * part
@@ -179,7 +180,3 @@ def note_warps(f: Fluid, since: float, ns: float, share: float, jobs: int) -> No
     """Add an interval to the occupancy over time, in which this share of the warps was resident."""
     occupy(f, since, ns, share, 0.0, 0.0, jobs)
 
-
-notice_edits(
-    load_until, next_news, record_batch, note_warps, also=[Path(fluid_state.__file__), Path(heaps.__file__)]
-)

@@ -22,6 +22,7 @@ from paellapy.scheduler.core.admission import new_allowances
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
+from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, Rank
@@ -149,6 +150,7 @@ def _prepare(
     state.tuning[:] = asked.tuning_for(gpu).row()
     set_capacity(state, Capacity.of(gpu.sms, gpu.sm, Timing.for_part(gpu)))
     attach_policy(state, policy)
+    attach_step(state)
     demand = asked.demand
     if demand is None and policy.active is None and all(each.demand for each in models):
         demand = float(state.tuning["demand_limit"][0])

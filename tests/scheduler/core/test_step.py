@@ -254,7 +254,7 @@ def test_a_launch_that_the_backend_refuses_fails_the_engine() -> None:
     bench = Bench([profile(lanes=2)])
     bench.state.call["graph_launch"][0] = ctypes.cast(launch, ctypes.c_void_p).value
     bench.state.core["backend"][0] = codes.CUDA
-    step.attach_libc(bench.state)
+    step.attach_loop(bench.state)
     bench.state.whole["handle"], bench.state.launch["handle"] = 77, 78
     bench.state.stream[0, :2] = 5, 6
     first = bench.submit()
@@ -317,7 +317,7 @@ class RealTime:
             return 0
 
         self._launch = launch
-        step.attach_libc(s)
+        step.attach_loop(s)
         s.call["graph_launch"][0] = ctypes.cast(launch, ctypes.c_void_p).value
         s.core["backend"][0] = codes.CUDA
         s.launch["handle"], s.whole["handle"] = s.launch["word"], s.whole["word"]

@@ -1,0 +1,138 @@
+"""Compiled entry points on disk: found again only if nothing that went into them has changed.
+
+Numba looks at the file of an entry point. Here the code of every function that an entry point calls counts, directly or
+not, and the value of every name that these functions take from their modules. An edit of a comment recompiles nothing;
+an edit of a constant in another file recompiles what uses it.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import inspect
+import pickle
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core.caching import FunctionCache
+
+_OURS = __name__.partition(".")[0] + "."
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.generic, np.dtype)
+
+
+class EntryCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one entry point, with a stamp of all that is in it."""
+
+    def _stamp(self) -> None:
+        self._cache_file._source_stamp = fingerprint(self._py_func)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        self._stamp()
+        found = None
+        try:
+            found = super().load_overload(sig, target_context)
+        except (AttributeError, ImportError, EOFError, TypeError, ValueError, pickle.UnpicklingError):
+            self.flush()  # written by another version, whose classes are no longer there
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self._stamp()
+        super().save_overload(sig, data)
+
+
+def fingerprint(function: FunctionType) -> str:
+    """A digest of the function and of all that it refers to.
+
+    >>> def area(radius): return radius * radius * FACTOR
+    >>> area.__globals__["FACTOR"] = 3.0
+    >>> before = fingerprint(area)
+    >>> area.__globals__["FACTOR"] = 3.14
+    >>> before == fingerprint(area)
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for each in _versions():
+        digest.update(each.encode())
+    for each in _facts(function, set()):
+        digest.update(each.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Of what compiles, and the sources that decide how: they are no part of what is compiled."""
+    here = Path(__file__).parent
+    sources = (here / name for name in ("jit.py", "jit_library.py", "table_set.py"))
+    return (numba.__version__, llvmlite.__version__, np.__version__, *(each.read_text() for each in sources))
+
+
+def _facts(function: FunctionType, seen: set[int]) -> Iterator[str]:
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    yield function.__qualname__
+    yield from _code(function.__code__)
+    for name, value in sorted(_names(function)):
+        yield name
+        yield from _value(value, seen)
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    """Instructions and constants, without line numbers and documentation."""
+    for step in dis.get_instructions(code):
+        if step.opname not in ("NOP", "RESUME", "CACHE", "EXTENDED_ARG"):
+            yield step.opname
+            if isinstance(step.argval, CodeType):
+                yield from _code(step.argval)
+            else:
+                yield repr(step.argval)
+
+
+def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What the function takes from its module, and from those modules of ours that it names."""
+    outside = inspect.getclosurevars(function)
+    for name, value in {**outside.globals, **outside.nonlocals}.items():
+        if isinstance(value, ModuleType) and value.__name__.startswith(_OURS):
+            known = vars(value)
+            for attribute in sorted(_all_names(function.__code__) & known.keys()):
+                yield f"{name}.{attribute}", known[attribute]
+        else:
+            yield name, value
+
+
+def _all_names(code: CodeType) -> set[str]:
+    inside = [_all_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inside)
+
+
+def _value(value: Any, seen: set[int]) -> Iterator[str]:
+    if isinstance(getattr(value, "py_func", None), FunctionType):  # a compiled function
+        yield from _facts(value.py_func, seen)
+    elif isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _value(each, seen)
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape} {value.tobytes()!r}"
+    elif callable(value) or isinstance(value, ModuleType | numba.types.Type):
+        yield from _by_module(value)
+    else:
+        raise TypeError(f"compiled code uses {value!r}: whether that changes cannot be told")
+
+
+def _by_module(value: Any) -> Iterator[str]:
+    """What is not compiled itself: of a library, known by its version; or ours, an intrinsic, by all of its file."""
+    where = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
+    yield f"{where}.{getattr(value, '__qualname__', '')}"
+    file = getattr(sys.modules.get(where), "__file__", None)
+    if where.startswith(_OURS) and file:
+        yield Path(file).read_text()

@@ -1,0 +1,155 @@
+"""How compiled functions are put together: each part is translated once, and each entry point optimised once.
+
+Numba links every function with all that it calls, and optimises the result, for every function anew: what lies five
+calls deep is optimised five times and more. Here a *part* is only translated to LLVM's language. An *entry point* links
+all parts below it, each once, and has LLVM optimise the whole once.
+
+This uses Numba's internals: the classes below override how its code libraries are finalised, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from numba import _dynfunc
+from numba.core import codegen, compiler
+
+
+class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """A function that is not compiled by itself: entry points link it."""
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def finalize(self) -> None:
+        self._raise_if_finalized()
+        self._finalized = True
+
+    def own_module(self) -> Any:
+        """The function alone, to be linked together with all others that it calls."""
+        return super()._get_module_for_linking()
+
+    def _get_module_for_linking(self) -> Any:
+        """For functions that Numba compiles in its own way (a test's): with all that it calls."""
+        module = self.own_module().clone()
+        for each in callers_first(self._linking_libraries):
+            module.link_in(module_of(each), preserve=True)
+        return module
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+
+class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """An entry point: what Python, a thread or other entry points call."""
+
+    _linking_libraries: list[Any]
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        # Nothing else calls the parts: LLVM may fold them in, specialise and drop them.
+        for function in self._final_module.functions:
+            if not function.is_declaration and str(function.linkage).endswith("linkonce_odr"):
+                function.linkage = "internal"
+        passes, builder = self._codegen._module_pass_manager(loop_vectorize=False, slp_vectorize=False)
+        with self._recorded_timings.record("Module passes", builder):
+            passes.run(self._final_module, builder)
+
+    def finalize(self) -> None:
+        for each in callers_first(self._linking_libraries):
+            self._final_module.link_in(module_of(each), preserve=True)
+        self._linking_libraries = []
+        super().finalize()
+
+
+def callers_first(libraries: list[Any]) -> list[Any]:
+    """These and all parts that they call, each once; LLVM links only what is already referred to."""
+    seen: set[Any] = set()
+    order: list[Any] = []
+
+    def visit(each: Any) -> None:
+        if each not in seen:
+            seen.add(each)
+            if isinstance(each, PartLibrary):
+                for below in each._linking_libraries:
+                    visit(below)
+            order.append(each)
+
+    for each in libraries:
+        visit(each)
+    return order[::-1]
+
+
+def module_of(library: Any) -> Any:
+    return library.own_module() if isinstance(library, PartLibrary) else library._get_module_for_linking()
+
+
+def _not_executable(library: Any, description: Any, environment: Any) -> Any:
+    """In place of a function that Python can call: a part has no machine code of its own."""
+    name = description.qualname.split(".")[-1]
+    return _dynfunc.make_function(description.lookup_module(), name, name, 0, environment, (library,))
+
+
+class _Flags(compiler.Flags):  # type: ignore[misc]
+    """Options of a compilation. Numba compares and hashes them for every call it looks at: copies are shared."""
+
+    _copies: ClassVar[list[_Flags]] = []
+    _hash: int | None = None
+
+    def copy(self) -> _Flags:
+        """A copy, which nobody changes."""
+        for known in self._copies:
+            if self == known:
+                return known
+        made = type(self)(self)
+        made.__dict__["_hash"] = hash(self)
+        self._copies.append(made)
+        return made
+
+    def __hash__(self) -> int:
+        return super().__hash__() if self._hash is None else self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(super().__eq__(other))
+
+
+# Passes for what the code compiled here does not have: closures, comprehensions, generated branches, array expressions.
+_UNNEEDED = {
+    "WithLift", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
+    "InlineInlinables", "FindLiterallyCalls", "LiteralUnroll", "InlineOverloads", "NopythonRewrites",
+    "LiteralPropagationSubPipelinePass",
+}  # fmt: skip
+
+
+class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
+    """Numba's pipeline without what is not needed, for an entry point."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.state.flags = _Flags(self.state.flags)
+        self.state.library = self.new_library(self.state.targetctx.codegen())
+
+    def new_library(self, codegen_: Any) -> Any:
+        library = EntryLibrary(codegen_, "entry")
+        library.enable_object_caching()
+        return library
+
+    def define_pipelines(self) -> list[Any]:
+        whole = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+        slim = compiler.PassManager("slim")
+        slim.passes = [each for each in whole.passes if each[0].__name__ not in _UNNEEDED]
+        slim.finalize()
+        return [slim]
+
+
+class PartCompiler(EntryCompiler):
+    """The same for a part, which gets no machine code."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.state.targetctx = self.state.targetctx.subtarget(get_executable=_not_executable)
+
+    def new_library(self, codegen_: Any) -> Any:
+        return PartLibrary(codegen_, "part")
