@@ -11,11 +11,7 @@ import pytest
 from engine_models import scale_model
 from serving_server import DEVICE, infer_body, running
 
-from paellapy.scheduler.core.admission import (
-    FEW_MARGIN,
-    new_allowances,
-    note_latency,
-)
+from paellapy.scheduler.core.admission import new_allowances, note_latency
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.admission import Admission, Allowance
@@ -134,10 +130,10 @@ def test_the_first_margin_holds_however_long_the_machine_has_been_up(up_s):
     now = up_s * SECOND + 10 * MS
     allowance, table = Allowance(64.0, TUNING), new_allowances([32], TUNING)
     allowance.in_flight = 32
-    allowance.done(now - 10 * MS, now, 100 * MS, 1, TUNING)
+    allowance.done(now - 10 * MS, now, 100 * MS, 1)
     note_latency.py_func(table.view(np.recarray), 0, now - 10 * MS, now, 100 * MS, 1, TUNING)
     assert margin(allowance, now) == pytest.approx(TUNING.first_margin, rel=0.01)
-    assert margin(allowance, now, live=2) == pytest.approx(FEW_MARGIN)
+    assert margin(allowance, now, live=2) == pytest.approx(TUNING.few_margin)
     assert table["margin"][0] == allowance.margin
 
 
@@ -154,7 +150,7 @@ def test_a_margin_grows_also_while_nothing_is_let_in(engine):
 def test_a_model_of_which_none_is_in_flight_is_tried():
     allowance = Allowance(64.0, TUNING)
     allowance.done(0, 10 * MS, 100 * MS, 1)
-    assert margin(allowance, 20 * MS) == pytest.approx(FEW_MARGIN)
+    assert margin(allowance, 20 * MS) == pytest.approx(TUNING.few_margin)
     allowance.in_flight = 1
     assert margin(allowance, 20 * MS) == pytest.approx(TUNING.first_margin, rel=0.01)
 
