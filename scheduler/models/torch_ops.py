@@ -8,6 +8,7 @@ long its blocks wait, is a guess of the right order. Times measured on a real GP
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,11 @@ def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) 
     waits = Waits(torch, memory)
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """PyTorch would import all of its compiler (2.5 s) to keep it out of here: only if somebody uses it."""
+            return "torch._dynamo" in sys.modules
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             waits.before(func, args, kwargs)

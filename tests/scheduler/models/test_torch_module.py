@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -363,3 +365,15 @@ def test_a_module_with_other_settings_is_still_that_module(engine):
         np.testing.assert_allclose(engine.infer_sync(name, {"input": x})["output"], expected, rtol=1e-4, atol=1e-5)
     assert model.source is other.source
     assert set(model.source.operations) == {1, 2, 4}
+
+
+def test_counting_operations_leaves_pytorchs_compiler_alone():
+    """Its import takes longer than everything else about a small model."""
+    code = (
+        "import sys, torch\n"
+        "from paellapy.scheduler.models.torch_ops import count_operations\n"
+        "x = torch.ones(4)\n"
+        "assert len(count_operations(torch, lambda: x + 1, [x.untyped_storage().data_ptr()])) == 1\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
