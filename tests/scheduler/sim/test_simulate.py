@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st_
 
+from paellapy.instrument.device.jit_cache import fingerprint
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone, usual_demand
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.step import step
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.sim.fluid import run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
@@ -501,10 +504,23 @@ def test_windows_of_sms_are_not_for_streams_where_the_hardware_decides() -> None
     assert np.array_equal(without.jobs, asked.jobs)
 
 
-def test_simulations_are_compiled_anew_after_an_edit_of_any_part() -> None:
-    seen = {name for name, *_ in run_fluid._cache._cache_file._source_stamp}  # type: ignore[attr-defined]
-    parts = ("fluid", "fluid_rates", "fluid_state", "load", "demand", "heaps", "dispatch", "windows", "state")
-    assert {f"{each}.py" for each in parts} <= seen
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [
+        (run_fluid, "sim.fluid.WHOLE"),
+        (run_fluid, "sim.fluid_rates.MOST_BUSY"),
+        (run_fluid, "sim.load.NEVER"),
+        (step, "core.dispatch.NEVER"),
+        (step, "core.windows.CHOICES"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_simulations_are_compiled_anew_after_an_edit_of_any_part(
+    monkeypatch: pytest.MonkeyPatch, entry: Any, part: str
+) -> None:
+    before = fingerprint(entry.py_func)
+    monkeypatch.setattr(f"paellapy.scheduler.{part}", 12345)
+    assert fingerprint(entry.py_func) != before
 
 
 @pytest.mark.parametrize(("fidelity", "demand"), [("blocks", {1: 0.3}), ("segments", {})])
