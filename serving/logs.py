@@ -69,8 +69,8 @@ def _quoted(value: object) -> str:
 def _readable(value: Any) -> Any:
     """Texts that JSON can have: bytes of a client's that are no UTF-8 are written out.
 
-    >>> _readable({"client": "a\udcff"})
-    {'client': 'a\\xff'}
+    >>> _readable({"client": "a\\udcff"})
+    {'client': 'a\\\\xff'}
     """
     if isinstance(value, dict):
         return {key: _readable(each) for key, each in value.items()}

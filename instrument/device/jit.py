@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numba
 
+from paellapy.instrument.device import jit_progress  # noqa: F401  says what takes its time
 from paellapy.instrument.device.jit_cache import EntryCache
 from paellapy.instrument.device.jit_library import EntryCompiler, PartCompiler
 

@@ -1,0 +1,87 @@
+"""Compiled code on disk: anew after an edit of anything that is in it, and only then."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paellapy.instrument.device.jit_cache import fingerprint
+from paellapy.scheduler.core.step import step
+from paellapy.scheduler.sim.fluid import run_fluid
+
+ENTRY = """
+from {root}.constants import FACTOR
+from paellapy.instrument.device.jit import compiled, part
+{comment}
+@part
+def scaled(x: int) -> int:
+    '''{comment}'''
+    return x * FACTOR
+
+@compiled
+def entry(x: int) -> int:
+    return scaled(x) + {plus}
+"""
+RUN = "from {root}.entry import entry; print(entry(10), sum(entry.stats.cache_hits.values()))"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("core.submit", "SUBMISSIONS_PER_STEP"),
+        ("core.lanes", "NEVER"),
+        ("core.slots", "_ZERO"),
+        ("core.dispatch", "QUEUES"),
+    ],
+)
+def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = step.py_func  # type: ignore[attr-defined]
+    before = fingerprint(function)
+    assert before == fingerprint(function)
+    where = importlib.import_module(f"paellapy.scheduler.{module}")
+    monkeypatch.setattr(where, name, type(getattr(where, name))(12345))
+    assert before != fingerprint(function)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("sim.fluid_rates", "share"), ("core.admission", "reach_ns"), ("core.rings", "post"), ("core.predict", "predict")],
+)
+def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = run_fluid.py_func  # type: ignore[attr-defined]
+    before = fingerprint(function)
+    part = getattr(importlib.import_module(f"paellapy.scheduler.{module}"), name).py_func
+    text = part.__code__.replace(co_consts=(*part.__code__.co_consts, 1), co_code=part.__code__.co_code)
+    monkeypatch.setattr(part, "__code__", text)
+    assert before == fingerprint(function), "a constant that no instruction uses"
+    monkeypatch.setattr(part, "__code__", (lambda s: s).__code__)
+    assert before != fingerprint(function)
+
+
+def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+
+    def run(factor: int, plus: int, comment: str) -> list[int]:
+        (package / "constants.py").write_text(f"FACTOR = {factor}\n")
+        (package / "entry.py").write_text(ENTRY.format(root=package.name, plus=plus, comment=comment))
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        code = RUN.format(root=package.name)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+        return [int(each) for each in done.stdout.split()]
+
+    assert run(2, 1, "# first") == [21, 0]
+    assert run(2, 1, "# other words") == [21, 1]
+    assert run(3, 1, "# other words") == [31, 0], "a constant of another file"
+    assert run(3, 2, "# other words") == [32, 0], "the entry point itself"
+    index = next((tmp_path / "cache").rglob("*.nbi"))
+    index.write_bytes(index.read_bytes()[:40] + b"c__main__\nGone\n.")
+    assert run(3, 2, "# other words") == [32, 0], "an index that cannot be read"
+    assert run(3, 2, "# other words") == [32, 1]
