@@ -89,7 +89,10 @@ def test_a_flag_that_comes_and_goes_loses_no_block(gpu: Any) -> None:
 def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_not(gpu: Any) -> None:
     spin, flag = pp.kernel(source=SPIN, name="spin", report=None), gpu.flag()
     counts = [gpu.array(np.zeros(20_000, np.uint32)) for _ in range(5)]
-    launches = [spin.preemptible(flag)[20_000, 128](count, np.uint32(20_000)) for count in counts[:4]]
+    spin.preemptible(flag)[1, 128](counts[4], np.uint32(1)).synchronize()  # compiled before it counts
+    counts[4] = gpu.array(np.zeros(20_000, np.uint32))
+    # Each launch takes some 2 ms: the first still runs when the flag is set, however long the host took.
+    launches = [spin.preemptible(flag)[20_000, 128](count, np.uint32(200_000)) for count in counts[:4]]
     pause(60)
     flag.set()
     later = spin.preemptible(flag)[20_000, 128](counts[4], np.uint32(1_000))
@@ -105,7 +108,7 @@ def test_slices_keep_every_block(gpu: Any) -> None:
     spin = pp.kernel(source=SPIN, name="spin", report=None)
     for us in (30, 100, 1000):
         count = gpu.array(np.zeros(100_000, np.uint32))
-        launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[100_000, 128](count, np.uint32(2_000))
+        launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[100_000, 128](count, np.uint32(20_000))
         pause(100)
         launch.preempt()
         assert len(launch.left)
