@@ -318,7 +318,7 @@ def test_a_pointer_cast_sees_the_same_bytes() -> None:
         evaluator.run([x, y], (1,))
         assert np.array_equal(y, x.view(np.int16))
     with pytest.raises(OutOfBoundsError, match="which has 14 elements"):
-        evaluator.run([x[:7], y], (1,))
+        evaluator.run([x[:7].copy(), y], (1,))
 
 
 # ---- control flow ----------------------------------------------------------------------------------------------------
@@ -435,9 +435,8 @@ def test_an_unknown_op_is_refused_when_parsing() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in TRITON_CASES if not case.evaluable], ids=str)
-def test_ptx_inside_a_kernel_is_refused(case: Case) -> None:
-    with pytest.raises(UnsupportedOpError, match="inline_asm"):
-        corpus_program(case, 0.3)
+def test_common_ptx_inside_a_kernel_is_translated(case: Case) -> None:
+    assert corpus_program(case, 0.3)
 
 
 @pytest.mark.parametrize(
