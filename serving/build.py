@@ -101,6 +101,7 @@ def make_model(factory: Any, config: ModelConfig) -> Model:
         priority=config.priority,
         share=config.share,
         lanes=config.lanes,
+        params=config.params,
     )
 
 

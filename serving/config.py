@@ -51,6 +51,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     share: Positive | None = None
     lanes: Count | None = None
+    params: dict[str, float] | None = None  # numbers for policies, as in params = {request = 0.3, limit = 0.6}
     load: bool = True  # at the start; otherwise it waits for POST /v2/repository/models/…/load
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.ahead import leaves_room, note_room
-from paellapy.scheduler.core.atomics import call_admit, call_launch, load_at, store_at
+from paellapy.scheduler.core.ahead import began_ns, leaves_room, note_room
+from paellapy.scheduler.core.atomics import call_asking, call_launch, call_telling, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import FILLING, NEVER, NONE, OF_WINDOWS, OWN_STREAMS, QUEUES, VIRTUAL, WHOLE
 from paellapy.scheduler.core.crowd import (
@@ -24,8 +24,9 @@ from paellapy.scheduler.core.crowd import (
     look_ahead,
     stands_back,
 )
+from paellapy.scheduler.core.job import READS_TOP
 from paellapy.scheduler.core.lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
-from paellapy.scheduler.core.requests import charge, fill_lane_job, rank_lane
+from paellapy.scheduler.core.requests import charge, fill_lane_job, fill_segment, rank_lane
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import choose_handle, leave_window
 
@@ -230,20 +231,74 @@ def worst(s: State, now: int) -> int:
 
 
 @part
+def look_at_top(s: State) -> None:
+    """The highest priority among active jobs; and, for policies that read it, what these have on the GPU."""
+    top = -NEVER
+    for k in range(s.core[0].active):
+        top = max(top, s.lane[s.active[k]].priority)
+    gpu = s.gpu[0]
+    gpu.active_priority = top
+    if s.core[0].facts & READS_TOP:
+        of_top = gpu.top
+        of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
+        for k in range(s.core[0].flight):
+            a = s.lane[s.flight[k]]
+            ns = 0.0
+            for j in range(a.done, a.issued):
+                ns += s.size[a.model, a.size].total_ns if a.whole else s.segment[a.model, a.size, j].time_ns
+            if a.priority >= top:
+                f = s.segment[a.model, a.size, a.done]
+                of_top.ns += ns
+                of_top.blocks += f.blocks
+                of_top.compute += f.compute
+                of_top.memory += f.memory
+            else:
+                gpu.lower_ns += ns
+
+
+@part
 def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy lets the lane launch now. An idle GPU takes it anyway: policies order work, and lose none."""
-    core = s.core[0]
-    a = s.lane[lane]
-    others = core.active - (1 if a.active_at >= 0 else 0)
-    if s.call[0].admit == _ZERO or (core.flight == 0 and others == 0):
+    """Whether the policy lets the lane launch now. Unless the policy may leave the GPU idle, an idle GPU takes it
+    anyway: such policies order work, and lose none.
+    """
+    others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
+    if s.call[0].admit == _ZERO or (s.core[0].may_idle == 0 and s.core[0].flight == 0 and others == 0):
         return True
     measure(s)
-    top = a.priority if a.active_at >= 0 else -NEVER
-    for k in range(core.active):
-        top = max(top, s.lane[s.active[k]].priority)
-    s.gpu[0].active_priority = top
+    look_at_top(s)
     fill_lane_job(s, lane, now)
-    return bool(call_admit(s.call[0].admit, s.job.ctypes.data, s.gpu.ctypes.data) != 0)
+    answer = call_asking(s.call[0].admit, s.job.ctypes.data, s.call[0].admit_2, s.call[0].admit_3)
+    if np.isnan(answer):
+        s.core[0].bad_ranks += 1
+        return False
+    if answer == 0.0:
+        return False
+    if answer == 1.0 or answer <= now:
+        return True
+    s.core[0].room_at_ns = min(s.core[0].room_at_ns, np.ceil(answer))
+    return False
+
+
+@part
+def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int:
+    """Who may go of the waiting lanes, asked in order of rank from the heap's top on; NONE: nobody. `most`: ranks below
+    it count, where the active set is full.
+    """
+    if admitted(s, lane, now):
+        return lane
+    s.core[0].refusals += 1
+    for _ in range(s.core[0].ready - 1):
+        s.lane[lane].refused = s.core[0].refusals
+        lane = NONE
+        for k in range(s.core[0].ready):
+            other = s.ready[k]
+            if s.lane[other].refused != s.core[0].refusals and (lane < 0 or s.lane[other].rank < s.lane[lane].rank):
+                lane = int(other)
+        if full and s.lane[lane].rank >= most:
+            return NONE
+        if (full or s.core[0].active == 0 or has_room(s, lane)) and admitted(s, lane, now):
+            return lane
+    return NONE
 
 
 @part
@@ -264,11 +319,14 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
         if full and (core.whole_always or core.preemptions >= swaps):
             return NONE
     other = NONE
+    most = np.inf
     if full:
         other = worst(s, now)
         if other < 0 or s.lane[lane].rank >= s.lane[other].rank:
             return NONE
-    if not admitted(s, lane, now):
+        most = s.lane[other].rank
+    lane = best_admitted(s, lane, full, most, now)
+    if lane < 0:
         return NONE
     if other >= 0:
         deactivate(s, other)
@@ -324,6 +382,40 @@ def choose(s: State, now: int) -> bool:
 
 
 @part
+def tell_done(s: State, lane: int, segment: int, now: int) -> None:
+    """A policy with `done` hears of each segment: the job as it stands now, and what the segment took."""
+    a = s.lane[lane]
+    fact = s.done_segment[0]
+    fill_segment(s, fact, a.model, a.size, segment)
+    if a.whole:
+        fact.ns = s.size[a.model, a.size].total_ns
+    fact.took_ns = now - began_ns(s, lane, segment)
+    fact.number = segment
+    fill_lane_job(s, lane, now)
+    call_telling(s.call[0].done, s.call[0].done_1, s.call[0].done_2, s.call[0].done_3)
+    s.core[0].changed = 1
+
+
+@part
+def tick(s: State, now: int) -> None:
+    """A policy with `tick` is called every tick_ns while there is work."""
+    if s.call[0].tick == _ZERO:
+        return
+    if s.core[0].live == 0:
+        s.core[0].tick_at_ns = 0.0
+        return
+    if s.core[0].tick_at_ns == 0.0:
+        s.core[0].tick_at_ns = now + s.core[0].tick_ns
+    elif now >= s.core[0].tick_at_ns:
+        measure(s)
+        look_at_top(s)
+        call_telling(s.call[0].tick, s.call[0].tick_1, s.call[0].tick_2, _ZERO)
+        s.core[0].tick_at_ns = now + s.core[0].tick_ns
+        s.core[0].changed = 1
+    s.core[0].room_at_ns = min(s.core[0].room_at_ns, s.core[0].tick_at_ns)
+
+
+@part
 def segment_done(s: State, lane: int, now: int) -> None:
     core = s.core[0]
     a = s.lane[lane]
@@ -333,6 +425,8 @@ def segment_done(s: State, lane: int, now: int) -> None:
     charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
     a.done += 1
     core.segments_done += 1
+    if s.call[0].done != _ZERO:
+        tell_done(s, lane, a.done - 1, now)
     touch(s, lane)
     if a.issued > a.done:
         account(s, lane, a.done, 1.0, -1.0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from paellapy.scheduler.core.codes import ABSENT, NEVER, NONE, OPEN_MODEL
 from paellapy.scheduler.core.demand import TOGETHER, usual_demand
+from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
 from paellapy.scheduler.core.rings import RING_FULL, post
 from paellapy.scheduler.core.state import State
@@ -48,6 +49,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     row["n_inputs"] = 0
     row["generation"] += 1
     state.outcome[m] = 0
+    give_params(state, m, profile.params)
     for k, (batch, program) in enumerate(profile.sizes.items()):
         times = np.array([each.time_ns for each in program])
         seen = profile.demand.get(batch)
@@ -57,6 +59,11 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         segment["tail_ns"] = times[::-1].cumsum()[::-1]
         for name in ("time_ns", "blocks", "warps", "registers", "shared_bytes", "kernels"):
             segment[name] = [getattr(each, name) for each in program]
+        segment["compute"] = [each.compute for each in program]
+        capacity = state.gpu["capacity_memory"][0] or np.inf
+        segment["memory"] = [each.memory or min(each.bytes / each.time_ns / capacity, 1.0) for each in program]
+        segment["copy_bytes"] = 0.0
+        segment["copy_bytes"][0] = batch * profile.input_bytes
     state.model_lane[m, : len(lanes)] = lanes
     state.lane["model"][lanes] = m
     words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])

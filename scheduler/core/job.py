@@ -1,14 +1,49 @@
-"""What a policy sees: a job and the GPU. The fields of these classes are the columns of the tables JOB and GPU."""
+"""What a policy sees: a job, the GPU, a segment. The fields of these classes are the columns of the policies' tables.
+
+Times are floats, because ranks are. A field of type `int` may be an index.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from inspect import get_annotations
+from typing import Any, Protocol
 
 import numpy as np
 
+PARAMS = 8  # named numbers of a model that a policy may read
+PER_MODEL = 256  # rows of a policy's own numbers that are kept for every model: models that the core may have
+OWN_NAMES = 32  # a policy's own numbers that are kept once
+OWN_PER_MODEL = 8  # and for every model
+
+
+class SegmentFacts(Protocol):
+    """A segment, alone on the GPU. `compute` and `memory` are parts of what the GPU can do, 0 … 1; 0: not known."""
+
+    ns: float
+    blocks: float  # resident at once
+    compute: float
+    memory: float
+    copy_bytes: float  # inputs of a full batch, before the first segment; 0: none, or not known
+
+
+class DoneSegment(SegmentFacts, Protocol):
+    """A segment that is done; the whole program where it was launched in one piece."""
+
+    took_ns: float  # from its start on the GPU, as far as the host sees it, to now
+    number: int  # from 0
+
+
+class TopFacts(Protocol):
+    """Launched segments of the jobs of highest priority: sums. `ns` counts all, the others each job's oldest."""
+
+    ns: float
+    blocks: float
+    compute: float
+    memory: float
+
 
 class Job(Protocol):
-    """One lane's requests, or one request for `order`: numbers, times in ns. Times are floats, because ranks are."""
+    """One lane's requests, or one request for `order`: numbers, times in ns."""
 
     now_ns: float
     arrival_ns: float  # of its oldest request
@@ -25,21 +60,27 @@ class Job(Protocol):
     client_deficit_ns: float
     client_start_ns: float  # fair-queueing start tag: orders the requests of backlogged clients fairly
     occupancy: float  # fullest of the GPU's resources, 0 … 1 and beyond when oversubscribed
-    model: float
+    used_ns: float  # time alone of the segments that its model has had done
+    model: int  # row, from 0; index of numbers that are kept per model
+    tenant: int  # `client` as a whole number
+    segment: SegmentFacts  # the next to be launched
+    params: Any  # the model's parameters, by the names that the policy declares
 
 
 class Gpu(Protocol):
-    """What `admit` sees of the GPU: sums over launched segments, against what it can hold.
+    """What is on the GPU: sums over launched segments, against what it can hold.
 
     `resident`: each lane's oldest launched segment; `pending`: the segments queued behind it. `issue` is in kernels per
     second.
     """
 
+    now_ns: float
     capacity_blocks: float
     capacity_warps: float
     capacity_registers: float
     capacity_shared_bytes: float
     capacity_issue: float
+    capacity_memory: float  # bytes per ns
     resident_blocks: float
     resident_warps: float
     resident_registers: float
@@ -55,11 +96,31 @@ class Gpu(Protocol):
     waiting_jobs: float
     max_active: float
     occupancy: float  # fullest resource, resident ÷ capacity
+    lower_ns: float  # launched segments of jobs below active_priority, time alone; kept as `top` is
+    top: TopFacts  # of jobs of active_priority; kept only for policies with `admit` that read it
+
+
+Own = Any  # what a policy keeps between calls, by the names that it declares
 
 
 def _columns(seen: type) -> np.dtype[np.void]:
-    return np.dtype([(name, "f8") for name in seen.__annotations__], align=True)
+    kinds = {"float": "f8", "int": "i8", "SegmentFacts": SEGMENT_FACTS, "TopFacts": TOP_FACTS, "Any": NO_NAMES}
+    # What is inherited comes last: else Numba would take one record for the other, and warn of it.
+    named = {name: kind for each in seen.__mro__ for name, kind in get_annotations(each).items()}
+    return np.dtype([(name, kinds[kind]) for name, kind in named.items()], align=True)
 
 
+SEGMENT_FACTS: Any = None
+TOP_FACTS: Any = None
+NO_NAMES = np.dtype([(f"p{k}", "f8") for k in range(PARAMS)], align=True)  # policies give these names of their own
+SEGMENT_FACTS = _columns(SegmentFacts)
+TOP_FACTS = _columns(TopFacts)
+DONE = _columns(DoneSegment)  # row 0 of State.done_segment; policies see it as `segment`
 JOB = _columns(Job)
 GPU = _columns(Gpu)  # row 0 of State.gpu; policies see it as `gpu`
+
+# What a policy was given by a model: the name's hash, and the value.
+PARAM = np.dtype([("key", "u8"), ("value", "f8")], align=True)
+
+# core.facts: what is worked out only for policies that read it
+READS_SEGMENT, READS_TOP, READS_PARAMS = 1, 2, 4

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.core.atomics import call_rank, load_at
+from paellapy.instrument.device.jit import compiled, part
+from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.codes import FILLING, HELD, NEVER, RESERVED_MASK, RESERVED_SHIFT
-from paellapy.scheduler.core.requests import fill_job, fill_lane_job
+from paellapy.scheduler.core.job import READS_SEGMENT
+from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 
 _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
+
+
+@part
+def rank_filled(s: State, row: int) -> float:
+    """The rank of the job in that scratch row."""
+    return float(call_asking(s.call[0].rank, s.job[row:].ctypes.data, s.call[0].rank_2, s.call[0].rank_3))
 
 
 @compiled
@@ -19,8 +26,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     core = s.core[0]
     model = s.model[m]
     lane = model.filling
-    joins = 1
-    queued_before = 0.0
+    joins, queued_before = 1, 0.0
     slots = s.size[m, model.n_sizes - 1].batch
     if lane < 0:
         queued_before = model.queued / slots
@@ -36,9 +42,10 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     alone = s.size[m, k].total_ns
     fill_job(s, 1, m, 0, now, deadline, priority, core.client_virtual_ns, now)
     s.job[1].total_ns = s.job[1].remaining_ns = alone
-    s.job[1].batch = joins
-    s.job[1].started = 0.0
-    mine = call_rank(s.call[0].rank, s.job[1:].ctypes.data)
+    s.job[1].batch, s.job[1].started = joins, 0.0
+    if core.facts & READS_SEGMENT:
+        fill_segment(s, s.job[1].segment, m, k, 0)
+    mine = rank_filled(s, 1)
     ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.lane.shape[0]):
@@ -47,7 +54,7 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             continue
         fill_lane_job(s, other, now)
         left = s.job[0].remaining_ns
-        if a.live > 0 and (a.model == m or call_rank(s.call[0].rank, s.job.ctypes.data) <= mine):
+        if a.live > 0 and (a.model == m or rank_filled(s, 0) <= mine):
             ahead += left
             if a.state == FILLING:
                 n = s.model[a.model].n_sizes - 1

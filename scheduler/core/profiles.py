@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.params import checked_params
 
 
 class ProfileError(PaellaError, ValueError):
@@ -27,12 +28,16 @@ class SegmentProfile:
     shared_bytes: int = 0
     kernels: int = 1
     bytes: float = 0.0  # traffic to memory, all kernels together
+    compute: float = 0.0  # parts of what the GPU can do, 0 … 1; 0: not known
+    memory: float = 0.0  # 0: by `bytes`
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.time_ns) and self.time_ns > 0):
             raise ProfileError(f"a segment takes {self.time_ns} ns: give its time alone, above zero")
         if min(self.blocks, self.warps, self.kernels) < 1 or min(self.registers, self.shared_bytes, self.bytes) < 0:
             raise ProfileError("a segment has at least one kernel, one block and one warp, and no negative resources")
+        if not (0.0 <= self.compute <= 1.0 and 0.0 <= self.memory <= 1.0):
+            raise ProfileError(f"compute={self.compute} and memory={self.memory} are parts of the GPU: give 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class ModelProfile:
     together: Mapping[int, int] = field(default_factory=dict)  # how many ran at once to measure that
     about: str = field(default="", compare=False)
     input_bytes: int = 0  # of one request; 0: not known, and nothing to copy
+    params: Mapping[str, float] = field(default_factory=dict)  # for policies, by name
 
     def __post_init__(self) -> None:
         if not self.sizes or any(batch < 1 or not segments for batch, segments in self.sizes.items()):
@@ -66,6 +72,10 @@ class ModelProfile:
             raise ProfileError(f"{self.name}: input_bytes={self.input_bytes}: give the bytes of one request, or 0")
         if self.target_ms is not None and not self.target_ms > 0:
             raise ProfileError(f"{self.name}: a target of {self.target_ms} ms cannot be met: leave it out or raise it")
+        try:
+            object.__setattr__(self, "params", checked_params(self.params))
+        except ValueError as e:
+            raise ProfileError(f"{self.name}: {e}") from None
         object.__setattr__(self, "sizes", {batch: tuple(self.sizes[batch]) for batch in sorted(self.sizes)})
 
     @property

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.atomics import call_rank, store_at
+from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 
@@ -164,7 +165,21 @@ def fill_job(
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.client_start_ns = client_start
     job.occupancy = s.gpu[0].occupancy
+    job.used_ns = model.used_ns
     job.model = m
+    job.tenant = client
+    if core.facts & READS_PARAMS:
+        p = job.params
+        p.p0, p.p1, p.p2, p.p3 = s.param[m, 0], s.param[m, 1], s.param[m, 2], s.param[m, 3]
+        p.p4, p.p5, p.p6, p.p7 = s.param[m, 4], s.param[m, 5], s.param[m, 6], s.param[m, 7]
+
+
+@part
+def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
+    """What a policy sees of a segment."""
+    f = s.segment[m, size, segment]
+    facts.ns, facts.blocks, facts.compute, facts.memory = f.time_ns, f.blocks, f.compute, f.memory
+    facts.copy_bytes = f.copy_bytes
 
 
 @part
@@ -182,12 +197,14 @@ def fill_lane_job(s: State, lane: int, now: int) -> None:
         job.remaining_ns = s.segment[m, a.size, a.done].tail_ns
     job.batch = a.taken
     job.started = a.issued > 0
+    if s.core[0].facts & READS_SEGMENT:
+        fill_segment(s, job.segment, m, a.size, min(a.issued, s.size[m, a.size].segments - 1))
 
 
 @part
-def checked_rank(s: State, function: int, k: int) -> float:
+def checked_rank(s: State, function: int, k: int, second: int, third: int) -> float:
     """What the policy says of scratch row k; what is no number goes last, and is counted."""
-    rank = call_rank(function, s.job[k : k + 1].ctypes.data)
+    rank = call_asking(function, s.job[k : k + 1].ctypes.data, second, third)
     if np.isnan(rank):
         s.core[0].bad_ranks += 1
         return float(np.inf)
@@ -197,4 +214,4 @@ def checked_rank(s: State, function: int, k: int) -> float:
 @part
 def rank_lane(s: State, lane: int, now: int) -> float:
     fill_lane_job(s, lane, now)
-    return checked_rank(s, s.call[0].rank, 0)
+    return checked_rank(s, s.call[0].rank, 0, s.call[0].rank_2, s.call[0].rank_3)

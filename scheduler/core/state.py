@@ -51,7 +51,7 @@ from paellapy.scheduler.core.codes import (
     TAP_SIZE,
     WINDOWS,
 )
-from paellapy.scheduler.core.job import GPU, JOB
+from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
     CALLS,
     CLIENT,
@@ -72,6 +72,7 @@ from paellapy.scheduler.core.tables import (
 from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 INT, WORD = np.int64, np.uint64
 
 
@@ -191,6 +192,13 @@ class State(TableSet):
     tap: Table = table(COMPLETION, "tap_cells")  # COMPLETION: the latest of all front ends, while core.tapped
     out: Table = table(OUT, "out_cells")
     job: Table = table(JOB, 2)  # the core's scratch; readers bring their own
+    done_segment: Table = table(DONE, 1)  # scratch too
+    # numbers that the policy keeps: those kept once, then PER_MODEL rows of each other; and what the latter begin with
+    own: Floats = table(np.float64, OWN_NAMES + OWN_PER_MODEL * PER_MODEL)
+    own_first: Floats = table(np.float64, OWN_PER_MODEL)
+    given: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
+    wanted: Table = table(PARAM, PARAMS)  # those that the policy reads, with their values where a model has none
+    param: Floats = table(np.float64, "models", PARAMS)  # the same for each model
     clock: Ints = table(INT, 8)  # scratch of the core's thread
 
 

@@ -18,7 +18,7 @@ from paellapy.scheduler.core.atomics import call_step, call_write, exchange_at, 
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
 from paellapy.scheduler.core.crowd import watch_queue
-from paellapy.scheduler.core.dispatch import choose, measure, poll
+from paellapy.scheduler.core.dispatch import choose, measure, poll, tick
 from paellapy.scheduler.core.lanes import look_at_held, take_out
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
@@ -82,12 +82,14 @@ def step(s: State, now: int) -> int:
     core = s.core[0]
     before = core.launches + core.segments_done
     core.steps += 1
+    s.gpu[0].now_ns = now
     watch_queue(s, now)
     watch_gain(s, now)
     news = take_submissions(s, now)
     poll(s, now)
     look_at_held(s)
     expire(s, now)
+    tick(s, now)
     if core.changed or (core.ready > 0 and s.call[0].admit != _ZERO):
         while not choose(s, now):
             fail_all(s, now)

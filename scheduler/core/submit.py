@@ -36,8 +36,9 @@ from paellapy.scheduler.core.codes import (
     UNUSED,
 )
 from paellapy.scheduler.core.heaps import heap_add, queue_add
+from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
 from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
-from paellapy.scheduler.core.requests import checked_rank, complete, enter, fill_job, post_done
+from paellapy.scheduler.core.requests import checked_rank, complete, enter, fill_job, fill_segment, post_done
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
@@ -79,7 +80,9 @@ def enqueue(s: State, row: int, now: int) -> None:
     job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
     job.batch = 1.0
     job.started = 0.0
-    r.order = checked_rank(s, s.call[0].order if s.call[0].order != _ZERO else s.call[0].rank, 1)
+    if s.core[0].facts & READS_SEGMENT:
+        fill_segment(s, job.segment, m, 0, 0)
+    r.order = checked_rank(s, s.call[0].order, 1, s.call[0].order_2, s.call[0].order_3)
     r.state = QUEUED
     queue_add(s, m, row)
     count_queued(s, m, 1)
@@ -143,6 +146,8 @@ def opened(s: State, m: int) -> None:
     model.used_ns = model.virtual_ns = 0.0
     model.free_n = model.n_lanes
     model.warm = 0
+    for k in range(s.core[0].own_names):
+        s.own[s.core[0].own_at + k * PER_MODEL + m] = s.own_first[k]
     for k in range(model.n_lanes):
         s.free_lane[m, k] = s.model_lane[m, model.n_lanes - 1 - k]
     look_for_top(s)

@@ -23,6 +23,11 @@ CORE = np.dtype(
         ("hold", "i8"),  # 1: lanes wait until their outputs are read
         ("refresh", "i8"),  # waiting lanes ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
+        ("may_idle", "i8"),  # 1: `admit` decides on an idle GPU too
+        ("tick_ns", "f8"),  # between two calls of `tick`
+        ("facts", "i8"),  # READS_SEGMENT …
+        ("own_at", "i8"),  # index in `own` of the first number that is kept per model,
+        ("own_names", "i8"),  # and how many there are
         ("windows", "i8"),  # of SMs
         ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
         ("tapped", "i8"),  # 1: completions are also written to `tap`
@@ -53,6 +58,8 @@ CORE = np.dtype(
         ("waiting_jobs", "f8"),  # of late
         ("short_often", "f8"),  # part of the time that some lanes were to stand back for a short one
         ("room_at_ns", "f8"),  # when there is something to do although nothing happens
+        ("tick_at_ns", "f8"),  # the next call of `tick`; 0: there is no work
+        ("refusals", "i8"),  # rounds in which waiting lanes were asked for beyond the first
         # fair queueing, over models and over clients
         ("virtual_ns", "f8"),
         ("shares", "f8"),
@@ -83,9 +90,22 @@ CORE = np.dtype(
 # [1] Addresses of functions that the core calls, in its own process; 0: none.
 CALLS = np.dtype(
     [
-        ("rank", "u8"),  # the policy's
-        ("admit", "u8"),
+        ("rank", "u8"),  # the policy's, each with the addresses of its arguments; `job` is the caller's
+        ("rank_2", "u8"),
+        ("rank_3", "u8"),
         ("order", "u8"),
+        ("order_2", "u8"),
+        ("order_3", "u8"),
+        ("admit", "u8"),
+        ("admit_2", "u8"),
+        ("admit_3", "u8"),
+        ("tick", "u8"),
+        ("tick_1", "u8"),
+        ("tick_2", "u8"),
+        ("done", "u8"),
+        ("done_1", "u8"),
+        ("done_2", "u8"),
+        ("done_3", "u8"),
         ("step", "u8"),  # the core's own, for loops
         ("graph_launch", "u8"),
         ("write", "u8"),  # the C library's
@@ -142,6 +162,9 @@ SEGMENT = np.dtype(  # [model, size, segment]
         ("registers", "i8"),
         ("shared_bytes", "i8"),
         ("kernels", "i8"),  # issued by the front end of the GPU
+        ("compute", "f8"),  # parts of what the GPU can do; 0: not known
+        ("memory", "f8"),
+        ("copy_bytes", "f8"),  # of the inputs, before the first segment
     ],
     align=True,
 )
@@ -173,6 +196,7 @@ LANE = np.dtype(
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
         ("touched", "i8"),  # 1: listed in State.touched
+        ("refused", "i8"),  # the round (core.refusals) in which the policy last did not admit it
         ("pool", "i8"),  # of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
         ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all

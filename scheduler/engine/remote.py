@@ -25,7 +25,7 @@ from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.policies.attach import attach_policy
+from paellapy.scheduler.policies.attach import attach_functions
 from paellapy.scheduler.policies.policy import Policy
 
 AWAY = "the engine's process has ended and is being started again; try again in a moment"
@@ -144,8 +144,7 @@ class RemoteEngine(Requester):
     def set_policy(self, policy: Policy) -> None:
         """What the engine's process decides by, from now on: for predictions."""
         self.policy = policy.name
-        own = self.state._replace(core=np.zeros_like(self.state.core))  # the numbers are the core's
-        attach_policy(own, policy)
+        attach_functions(self.state, policy)
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:
         """Those that are loaded. One that is being unloaded is still needed for the answers that are on their way."""

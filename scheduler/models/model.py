@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.params import checked_params
 from paellapy.scheduler.models.tensors import Arrays, ModelFunction, TensorSpec, Weights
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
@@ -43,13 +44,15 @@ class Model:
         priority: int = 0,
         share: float = 1.0,
         lanes: int | None = None,
+        params: Mapping[str, float] | None = None,
     ) -> None:
         """`target_ms` is the latency a request asks for unless it names a deadline; larger `priority` goes first.
 
         `share` is the part of the GPU's time a fair policy gives it, relative to the others. `lanes` is how many
         batches may be in flight at once; by default as many as the engine runs, or as fit its memory.
+        `params` are numbers for policies, by name: `params={"request": 0.3, "limit": 0.6}` under the policy `token`.
         """
-        self._settle(name, batch, target_ms, priority, share, lanes)
+        self._settle(name, batch, target_ms, priority, share, lanes, params or {})
         if not callable(fn):
             raise ModelError(f"model {name!r}: fn must be callable with (weights, inputs, outputs)")
         self.fn = fn
@@ -60,8 +63,9 @@ class Model:
         self.source = None if isinstance(weights, Mapping) else weights  # of weights that are no arrays
 
     def _settle(
-        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None
-    ) -> None:
+        self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None,
+        params: Mapping[str, float],
+    ) -> None:  # fmt: skip
         if not isinstance(name, str) or not name:
             raise ModelError(f"a model's name is a text that is not empty, not {name!r}")
         if target_ms is not None and not 0 < target_ms < math.inf:
@@ -72,6 +76,10 @@ class Model:
             raise ModelError(f"model {name!r}: lanes={lanes!r}; there is at least one")
         self.name, self.batch = name, _batch(name, batch)
         self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
+        try:
+            self.params = checked_params(params)
+        except ValueError as e:
+            raise ModelError(f"model {name!r}: {e}") from None
 
     def changed(
         self,
@@ -82,6 +90,7 @@ class Model:
         priority: int | None = None,
         share: float | None = None,
         lanes: int | None = None,
+        params: Mapping[str, float] | None = None,
     ) -> Self:
         """The same model with other settings; what is None stays as it is."""
         made = copy.copy(self)
@@ -94,6 +103,7 @@ class Model:
             self.priority if priority is None else priority,
             self.share if share is None else share,
             self.lanes if lanes is None else lanes,
+            self.params if params is None else params,
         )
         return made
 

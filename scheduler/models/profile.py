@@ -73,6 +73,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
         demand={each.batch: each.demand for each in programs if each.demand},
         together={each.batch: each.together for each in programs if each.together},
         input_bytes=sum(spec.nbytes for spec in model.inputs.values()),
+        params=model.params,
     )
 
 

@@ -1,19 +1,55 @@
-"""Giving a policy to the core: its compiled functions, and what it says of the jobs at a time."""
+"""Giving a policy to the core: its compiled functions, the numbers it keeps, and what it says of the jobs at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.core.params import want_params
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.policies.policy import Policy
+from paellapy.scheduler.policies.roles import ROLES, PolicyError
 
 
 def attach_policy(state: State, policy: Policy) -> None:
     """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
-    state.call["rank"][0], state.call["admit"][0], state.call["order"][0] = policy.addresses
-    state.core["max_active"][0] = min(policy.active or int(state.tuning["default_active"][0]), len(state.lane))
-    state.core["demand_limit"][0] = np.inf
-    state.core["look_ahead"][0] = policy.look_ahead
-    state.core["whole_always"][0] = policy.whole
-    state.core["timeless"][0] = policy.timeless
-    state.core["changed"][0] = 1
+    if policy.layout.per_model and len(state.model) > PER_MODEL:
+        raise PolicyError(
+            f"policy {policy.name} keeps numbers for up to {PER_MODEL} models, not for "
+            f"{len(state.model)}"
+        )
+    attach_functions(state, policy)
+    own = np.frombuffer(policy.layout.new_own().tobytes())
+    state.own[...] = 0.0
+    state.own[: len(own)] = own
+    state.own_first[...] = 0.0
+    state.own_first[: len(policy.layout.per_model)] = list(policy.layout.per_model.values())
+    want_params(state, policy.layout.params)
+    core = state.core[0]
+    core["own_at"], core["own_names"] = len(policy.layout.state), len(policy.layout.per_model)
+    core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.lane))
+    core["demand_limit"] = np.inf
+    core["look_ahead"] = policy.look_ahead
+    core["whole_always"] = policy.whole
+    core["timeless"] = policy.timeless
+    core["may_idle"] = policy.may_idle
+    core["tick_ns"], core["tick_at_ns"] = policy.tick_us * 1e3, 0.0
+    core["facts"] = policy.facts
+    core["changed"] = 1
+
+
+def attach_functions(state: State, policy: Policy) -> None:
+    """The addresses of its functions, and of what these take, in this process; numbers of the core stay as they are."""
+    where = {
+        "job": state.job.ctypes.data,
+        "gpu": state.gpu.ctypes.data,
+        "segment": state.done_segment.ctypes.data,
+        "own": state.own.ctypes.data,
+    }
+    call = state.call[0]
+    for role in ROLES:
+        function = policy.functions.get(role) or (policy.functions["rank"] if role == "order" else None)
+        call[role] = function.address if function else 0
+        for k, name in enumerate(function.names if function else (), 1):
+            if f"{role}_{k}" in (state.call.dtype.names or ()):  # not `job`, where the caller says which
+                call[f"{role}_{k}"] = where[name]

@@ -14,11 +14,12 @@ import numpy as np
 from numba import cloudpickle
 
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.core.atomics import call_rank
+from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
-from paellapy.scheduler.core.job import GPU, JOB
+from paellapy.scheduler.core.job import DONE, GPU, JOB
 from paellapy.scheduler.core.tables import Table
-from paellapy.scheduler.policies.compiling import PolicyError, compile_function, may_loop, place
+from paellapy.scheduler.policies.compiling import compile_function, may_loop
+from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
 
 # A decision ranks about ten jobs: at this cost each, dispatch would take as long as a launch.
 MAX_CALL_NS = 2000.0
@@ -44,8 +45,19 @@ def sample_jobs() -> Table:
     jobs["client_deficit_ns"] = -jobs["deficit_ns"]
     jobs["client_start_ns"] = jobs["arrival_ns"] / 2
     jobs["occupancy"] = [0, 0.1, 0.5, 1, 1.5, 0, 0.9, 20]
-    jobs["model"] = np.arange(8)
+    jobs["used_ns"] = [0, 1e3, 1e6, 1e9, 1e12, 0, 1, 5]
+    jobs["model"] = jobs["tenant"] = np.arange(8)
+    jobs["segment"] = [_segment(ns) for ns in (1e3, 3e5, 7e4, 1e6, 1e5, 1e7, 7e4, 1)]
     return jobs
+
+
+def _segment(ns: float) -> tuple[float, ...]:
+    return (ns, 132.0, 0.5, 0.25, 0.0)
+
+
+def sample_segments() -> Table:
+    """One that took as long as alone, and one that took four times as long."""
+    return np.array([(7e4, 0, *_segment(7e4)), (4e6, 3, *_segment(1e6))], DONE)
 
 
 def sample_gpus() -> Table:
@@ -57,24 +69,44 @@ def sample_gpus() -> Table:
     return gpus
 
 
+class Samples:
+    """What functions are tried on: one call for each sample job, by turns with either sample of the rest."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.own: Any = layout.new_own() if layout.own.itemsize else np.zeros(1)
+        self.jobs, self.gpus, self.segments = sample_jobs(), sample_gpus(), sample_segments()
+        for k, value in enumerate(layout.params.values()):
+            self.jobs["params"][f"p{k}"] = value
+
+    def addresses(self, names: tuple[str, ...], k: int) -> list[int]:
+        """Where the arguments of one call are; there are `count` of them."""
+        rows = {"job": self.jobs, "gpu": self.gpus, "segment": self.segments, "own": self.own}
+        at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "own": 0}
+        return [rows[name].ctypes.data + at[name] * rows[name].itemsize for name in names]
+
+    count = 16
+
+
 @compiled
-def call_often(function: Any, job: Table, n: int) -> float:
+def call_often(function: Any, first: Any, second: Any, third: Any, n: int) -> float:
     total = 0.0
     for _ in range(n):
-        total += call_rank(function, job.ctypes.data)
+        total += call_asking(function, first, second, third)
     return total
 
 
-def call_cost_ns(address: int) -> float:
+def call_cost_ns(function: Compiled, layout: Layout) -> float:
     """Least time of one call, over several tries and sample jobs."""
-    jobs = sample_jobs()
-    call_often(np.uint64(address), jobs[:1], 0)  # compiled before the clock runs
+    samples = Samples(layout)
     costs = []
-    for k in range(len(jobs)):
-        job = jobs[k : k + 1]
+    address = np.uint64(function.address)
+    for k in range(8):
+        first, second, third = (np.uint64(each) for each in (*samples.addresses(function.names, k), 0, 0)[:3])
+        if k == 0:
+            call_often(address, first, second, third, 0)  # compiled before the clock runs
         for calls in (1, CALLS):
             since = time.perf_counter_ns()
-            call_often(np.uint64(address), job, calls)
+            call_often(address, first, second, third, calls)
             cost = (time.perf_counter_ns() - since) / calls
             if cost > CALLS * MAX_CALL_NS:  # hopeless: more calls would only take more time
                 break
@@ -82,37 +114,39 @@ def call_cost_ns(address: int) -> float:
     return min(costs)
 
 
-def _values(role: str, function: Any, address: int) -> list[float]:
-    """The function's answers for the samples; what it raises is raised."""
+def answers(role: str, function: Any, compiled_function: Compiled, samples: Samples) -> list[float]:
+    """The function's answers for the samples (0 where it has none); what it raises is raised."""
     raised: list[BaseException] = []
     previous = sys.unraisablehook
     # Compiled code called from C cannot raise: Python hands its exceptions to this hook.
     sys.unraisablehook = lambda caught: raised.append(caught.exc_value or RuntimeError(str(caught.err_msg)))
+    returns = None if ROLES[role].returns == "nothing" else ctypes.c_double
+    call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(compiled_function.names))(compiled_function.address)
     try:
-        jobs = sample_jobs()
-        where = [jobs[k : k + 1].ctypes.data for k in range(len(jobs))]
-        if role == "admit":
-            gpus = sample_gpus()
-            pairs = ctypes.CFUNCTYPE(ctypes.c_uint8, ctypes.c_void_p, ctypes.c_void_p)(address)
-            values = [float(pairs(job, gpus[k : k + 1].ctypes.data)) for job in where for k in range(len(gpus))]
-        else:
-            single = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p)(address)
-            values = [single(job) for job in where]
+        found = [call(*samples.addresses(compiled_function.names, k)) or 0.0 for k in range(samples.count)]
     finally:
         sys.unraisablehook = previous
     if raised:
         reason = f"{type(raised[0]).__name__}: {raised[0]}"
         raise PolicyError(f"{place(function)} raises on a sample job: {reason}. A {role} must answer for every job.")
-    return values
+    return found
 
 
-def _try(role: str, function: Any, address: int) -> None:
-    for value, job in zip(_values(role, function, address), sample_jobs(), strict=role != "admit"):
-        if not math.isfinite(value):
-            facts = ", ".join(f"{name}={job[name]:g}" for name in JOB.names or ())
+def _facts(job: Any) -> str:
+    return ", ".join(f"{name}={job[name]:g}" for name in JOB.names or () if not JOB[name].names)
+
+
+def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
+    samples = Samples(layout)
+    for k, value in enumerate(answers(role, function, compiled_function, samples)):
+        if math.isnan(value) or (role != "admit" and math.isinf(value)):
+            facts = _facts(samples.jobs[k % 8])
             raise PolicyError(f"{place(function)} returns {value} for a job with {facts}: return a finite number")
-    if role != "admit":
-        cost = call_cost_ns(address)
+    for name in layout.own.names or ():
+        if not np.isfinite(samples.own[name]).all():
+            raise PolicyError(f"{place(function)} makes own.{name} a number that is not finite: is it divided by zero?")
+    if role in ("rank", "order"):
+        cost = call_cost_ns(compiled_function, layout)
         if cost > MAX_CALL_NS:
             raise PolicyError(
                 f"{place(function)} takes {cost / 1e3:.1f} µs per call; the limit is {MAX_CALL_NS / 1e3:g} µs, because "
@@ -120,22 +154,33 @@ def _try(role: str, function: Any, address: int) -> None:
             )
 
 
-def check(role: str, function: Any, compiled_function: Any) -> None:
+def check_idle(admit: Any, compiled_function: Compiled, layout: Layout) -> None:
+    """A policy that may leave the GPU idle must let some job onto an idle GPU, now or at some time."""
+    found = answers("admit", admit, compiled_function, Samples(layout))[:8]
+    if not any(found):
+        raise PolicyError(
+            f"{place(admit)} admits none of the sample jobs to an idle GPU at first, and nothing would "
+            f"ever run: "
+            "return True, or a time in ns from which the job may go; a time of 0 counts as False"
+        )
+
+
+def check(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
     """Raise PolicyError unless the function answers every sample job with a number, in time.
 
     A function that might not return is tried in a process of its own first: compiled code cannot be interrupted.
     """
     if may_loop(function):
-        _check_apart(role, function)
-    _try(role, function, compiled_function.address)
+        _check_apart(role, function, layout)
+    _try(role, function, compiled_function, layout)
 
 
-def _check_apart(role: str, function: Any) -> None:
+def _check_apart(role: str, function: Any, layout: Layout) -> None:
     code = "from paellapy.scheduler.policies.checks import check_from_stdin; check_from_stdin()"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            input=cloudpickle.dumps((role, function, sys.path)),
+            input=cloudpickle.dumps((role, function, layout, sys.path)),
             capture_output=True,
             timeout=TIME_LIMIT_S,
             check=False,
@@ -153,11 +198,13 @@ def _check_apart(role: str, function: Any) -> None:
 
 def check_from_stdin() -> None:
     """The process's side of `check`: prints the problem as JSON, or null."""
-    role, function, path = cloudpickle.loads(sys.stdin.buffer.read())
+    role, function, layout, path = cloudpickle.loads(sys.stdin.buffer.read())
     sys.path[:] = path
     problem = None
     try:
-        _try(role, function, compile_function(role, function).address)
+        # Its source was looked at before it came here.
+        code = compile_function(role, function, layout, looked_at=True)
+        _try(role, function, Compiled(code, arguments(role, function, layout)), layout)
     except PolicyError as e:
         problem = str(e)
     print(json.dumps(problem))

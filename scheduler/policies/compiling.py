@@ -5,53 +5,40 @@ from __future__ import annotations
 import dis
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import numba
-from numba import types
 from numba.core.errors import NumbaError
 
-from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.job import GPU, JOB
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_TOP
 from paellapy.scheduler.policies.code import forbidden, text_in
+from paellapy.scheduler.policies.roles import ROLES, Layout, PolicyError, arguments, place
+from paellapy.scheduler.policies.source import problem_in
 from paellapy.scheduler.policies.words import reason
 
-Rank = Callable[[Any], float]
-Admit = Callable[[Any, Any], bool]
-_JOB = numba.from_dtype(JOB)
-_GPU = numba.from_dtype(GPU)
-_SIGNATURES = {"rank": types.float64(_JOB), "order": types.float64(_JOB), "admit": types.uint8(_JOB, _GPU)}
+_FACTS = {"segment": READS_SEGMENT, "top": READS_TOP, "lower_ns": READS_TOP, "params": READS_PARAMS}
 
 
-class PolicyError(PaellaError):
-    """A policy cannot be used; the message names the function, the line and the reason."""
-
-
-def compile_function(role: str, function: Any, cache: bool = False) -> Any:
+def compile_function(role: str, function: Any, layout: Layout, cache: bool = False, looked_at: bool = False) -> Any:
     """The function as compiled code that the core calls by its address."""
-    wanted = len(_SIGNATURES[role].args)
-    arguments = "(job)" if wanted == 1 else "(job, gpu)"
-    if not inspect.isfunction(function):
-        raise PolicyError(f"{role} is {function!r}: give a plain function {role}{arguments}")
+    names = arguments(role, function, layout)
     where = place(function)
-    if len(inspect.signature(function).parameters) != wanted:
-        raise PolicyError(f"{where}: {role} takes {arguments}")
-    problem = None if cache else forbidden(function, role)  # ours are kept on disk, and checked by the tests
-    if problem:
-        raise PolicyError(f"{where} {problem}.")
+    if not (cache or looked_at):  # ours are kept on disk, and checked by the tests
+        problem = forbidden(function, role) or problem_in(role, function, names, layout)
+        if problem:
+            raise PolicyError(f"{where} {problem}.")
     try:
-        compiled = numba.cfunc(_SIGNATURES[role], cache=cache, error_model="numpy", nogil=True)(function)
+        signature = layout.signature(role, names)
+        compiled = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True)(function)
     except KeyError as e:  # how Numba says that a record has no such field
-        fields = ", ".join(JOB.names or ())
-        if wanted == 2:
-            fields = f"in job {fields}, in gpu {', '.join(GPU.names or ())}"
+        fields = "; ".join(f"in {name} {', '.join(layout.fields(name))}" for name in names)
         raise PolicyError(f"{where} reads the field {e}, which there is not; there are {fields}") from e
     except NumbaError as e:
-        returns = "a number" if role != "admit" else "True or False"
+        returns = ROLES[role].returns
         raise PolicyError(
-            f"{where} {reason(e, returns)}. Use numbers, fields of {arguments} and the math module only, and return "
-            f"{returns} on every path."
+            f"{where} {reason(e, returns, function)}. Use numbers, fields of ({', '.join(names)}) and the math module "
+            f"only, and return {returns} on every path."
         ) from e
     problem = None if cache else text_in(function)  # after Numba, which says more of text that does not compile
     if problem:
@@ -59,9 +46,13 @@ def compile_function(role: str, function: Any, cache: bool = False) -> Any:
     return compiled
 
 
-def place(function: Any) -> str:
-    code = function.__code__
-    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
+def facts_read(functions: Iterable[Any]) -> int:
+    """What the core is to work out for a policy of these functions: READS_SEGMENT …"""
+    found = 0
+    for each in functions:
+        for name, bit in _FACTS.items():
+            found |= bit if name in each.__code__.co_names else 0
+    return found
 
 
 def may_loop(function: Any) -> bool:

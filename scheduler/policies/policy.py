@@ -4,28 +4,39 @@
     def shortest_first(job):
         return job.remaining_ns
 
-The job of least rank goes first. `job` has the fields of `Job`. Two more functions may be given: `admit(job, gpu)` says
-whether the best job may launch now (asked again before each of its segments), and `order(job)` arranges the waiting
-requests of one model among themselves (asked once, when a request arrives; by default it is `rank`).
+The job of least rank goes first. Four more functions may be given:
+
+* `admit(job, gpu, own)` says whether a job may launch now: True, False, or a time in ns from which it may. It is asked
+  of the waiting jobs in order of rank, and again before each further segment of a job;
+* `order(job, gpu, own)` arranges the waiting requests of one model among themselves: asked once, when a request
+  arrives; by default it is `rank`;
+* `tick(gpu, own)` is called every `tick_us` while there is work;
+* `done(job, segment, own)` is called after each segment.
+
+Each takes as many of its arguments as it names. `own` has the numbers that the policy keeps between calls.
+docs/policies.md lists every field.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from paellapy.scheduler.policies.compiling import Admit, PolicyError, Rank, calls_others, compile_function
+from paellapy.scheduler.policies.compiling import calls_others, compile_function, facts_read
+from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, PolicyError, Rank, Tell, arguments
 
 __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_names"]
 
 BUILT_IN = "paellapy.scheduler.policies"
-_TOOLS = {"policy", "attach", "checks", "code", "compiling", "words"}  # every other module of the folder is a policy
+# Every other module of the folder is a policy.
+_TOOLS = {"policy", "attach", "checks", "code", "compiling", "imported", "roles", "source", "words"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +47,15 @@ class Policy:
     rank: Rank
     admit: Admit | None
     order: Rank | None
+    tick: Tell | None
+    done: Tell | None
     active: int | None  # None: the engine decides
     look_ahead: int
     whole: bool
-    compiled: tuple[Any, ...] = field(repr=False)  # rank, admit, order; kept alive for their addresses
+    may_idle: bool
+    tick_us: float
+    layout: Layout
+    functions: Mapping[str, Compiled] = field(repr=False)  # by role
 
     def __post_init__(self) -> None:
         for name, value in (("active", self.active), ("look_ahead", self.look_ahead)):
@@ -49,54 +65,91 @@ class Policy:
                 raise PolicyError(f"policy {self.name}: {name} is a whole number, not {value!r}")
             if value < 1:
                 raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")
+        if self.may_idle and self.admit is None:
+            raise PolicyError(
+                f"policy {self.name}: may_idle is about `admit`, and there is none: give one, or leave it "
+                f"out"
+            )
 
     @property
-    def addresses(self) -> tuple[int, int, int]:
-        rank, admit, order = (each.address if each else 0 for each in self.compiled)
-        return rank, admit, order
+    def plain(self) -> dict[str, Any]:
+        """The functions as they were given, by role."""
+        given = {each: getattr(self, each) for each in ROLES}
+        return {role: function for role, function in given.items() if function is not None}
 
     @property
     def timeless(self) -> bool:
         """Whether a job's rank changes only with the job: then the core need not look at it again."""
-        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy"}
+        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns"}
         code = cast(Any, self.rank).__code__
+        if self.functions["rank"].names != ("job",):
+            return False
         return not moving & {*code.co_names, *code.co_freevars} and not calls_others(self.rank)
+
+    @property
+    def facts(self) -> int:
+        """What the core works out for it beyond what it has: READS_SEGMENT …"""
+        return facts_read(self.plain.values())
 
     @property
     def cost_ns(self) -> float:
         """Measured cost of one ranking."""
         from paellapy.scheduler.policies.checks import call_cost_ns
 
-        return call_cost_ns(self.addresses[0])
+        return call_cost_ns(self.functions["rank"], self.layout)
 
-    def __call__(self, job: Any) -> float:
-        return float(self.rank(job))
+    def __call__(self, *job_gpu_own: Any) -> float:
+        return float(self.rank(*job_gpu_own))
+
+
+class PolicyOptions(TypedDict, total=False):
+    """What `policy` takes beside the function that ranks."""
+
+    name: str | None
+    admit: Admit | None
+    order: Rank | None
+    tick: Tell | None
+    done: Tell | None
+    state: Mapping[str, float]
+    per_model: Mapping[str, float]
+    params: Mapping[str, float]
+    tick_us: float | None
+    active: int | None
+    look_ahead: int
+    whole: bool
+    may_idle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The same with what is left out."""
+
+    name: str | None = None
+    admit: Admit | None = None
+    order: Rank | None = None
+    tick: Tell | None = None
+    done: Tell | None = None
+    state: Mapping[str, float] = field(default_factory=dict)
+    per_model: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, float] = field(default_factory=dict)
+    tick_us: float | None = None
+    active: int | None = None
+    look_ahead: int = 2
+    whole: bool = False
+    may_idle: bool = False
 
 
 @overload
 def policy(rank: Rank, /) -> Policy: ...
 @overload
-def policy(
-    *,
-    name: str | None = None,
-    admit: Admit | None = None,
-    order: Rank | None = None,
-    active: int | None = None,
-    look_ahead: int = 2,
-    whole: bool = False,
-) -> Callable[[Rank], Policy]: ...
-def policy(
-    rank: Rank | None = None,
-    /,
-    *,
-    name: str | None = None,
-    admit: Admit | None = None,
-    order: Rank | None = None,
-    active: int | None = None,
-    look_ahead: int = 2,
-    whole: bool = False,
-) -> Policy | Callable[[Rank], Policy]:
+def policy(**options: Unpack[PolicyOptions]) -> Callable[[Rank], Policy]: ...
+def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Policy | Callable[[Rank], Policy]:
     """Make a policy of a function: compiled, and tried on sample jobs.
+
+    `state` and `per_model` are the numbers that it keeps, by name, each with its first value: own.limit, and
+    own.used_ns[job.model]. `params`: those of models that it reads as job.params.limit, with the value for models that
+    have none. `tick_us`: the time between two calls of `tick`. `may_idle`: `admit` decides on an idle GPU too; else an
+    idle GPU takes the best job, whatever `admit` says.
 
     `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU
     at a time; where it is 1, the next is sent just before that one ends. `whole`: launch programs in one piece always.
@@ -107,34 +160,46 @@ def policy(
     >>> oldest.name, oldest.active
     ('oldest', 4)
     """
+    unknown = set(options) - {each.name for each in fields(_Options)}
+    if unknown:
+        names = ", ".join(PolicyOptions.__annotations__)
+        raise PolicyError(f"a policy has no option {min(unknown)!r}: there are {names}")
+    given = _Options(**options)
     if rank is None:
-        return lambda function: _make(function, name, admit, order, active, look_ahead, whole)
-    return _make(rank, name, admit, order, active, look_ahead, whole)
+        return lambda function: _make(function, given)
+    return _make(rank, given)
 
 
-def _make(
-    rank: Rank,
-    name: str | None,
-    admit: Admit | None,
-    order: Rank | None,
-    active: int | None,
-    look_ahead: int,
-    whole: bool,
-) -> Policy:
-    title = name or str(getattr(rank, "__name__", rank))
-    functions: dict[str, Any] = {"rank": rank, "admit": admit, "order": order}
-    room, _, module = getattr(rank, "__module__", "").rpartition(".")
-    own = room == BUILT_IN and module not in _TOOLS
-    compiled = []
-    for role, function in functions.items():
-        compiled.append(compile_function(role, function, cache=own) if function is not None else None)
-    if not own:  # ours are checked by the tests: start-up is part of the product
+def _make(rank: Rank, given: _Options) -> Policy:
+    title = given.name or str(getattr(rank, "__name__", rank))
+    layout = Layout(given.state, given.per_model, given.params)
+    layout.check(title)
+    if (given.tick is None) != (given.tick_us is None):
+        raise PolicyError(f"policy {title}: tick and tick_us go together, as in tick=function, tick_us=1000")
+    if given.tick_us is not None and not (isinstance(given.tick_us, int | float) and 1 <= given.tick_us < math.inf):
+        raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; give microseconds, 1 or more")
+    wanted = {"rank": rank, "admit": given.admit, "order": given.order, "tick": given.tick, "done": given.done}
+    room, _, module = (getattr(rank, "__module__", None) or "").rpartition(".")
+    ours = room == BUILT_IN and module not in _TOOLS
+    functions = {}
+    for role, function in wanted.items():
+        if function is not None:
+            code = compile_function(role, function, layout, cache=ours)
+            functions[role] = Compiled(code, arguments(role, function, layout))
+    if not ours:  # ours are checked by the tests: start-up is part of the product
         from paellapy.scheduler.policies.checks import check
 
-        for (role, function), each in zip(functions.items(), compiled, strict=True):
-            if function is not None:
-                check(role, function, each)
-    return Policy(title, rank, admit, order, active, look_ahead, whole, tuple(compiled))
+        for role, compiled in functions.items():
+            check(role, wanted[role], compiled, layout)
+    made = Policy(
+        title, rank, given.admit, given.order, given.tick, given.done, given.active, given.look_ahead, given.whole,
+        given.may_idle, given.tick_us or 0.0, layout, functions,
+    )  # fmt: skip
+    if not ours and made.may_idle and made.tick is None:
+        from paellapy.scheduler.policies.checks import check_idle
+
+        check_idle(made.admit, functions["admit"], made.layout)
+    return made
 
 
 def find_policy(which: str | Policy | Rank) -> Policy:

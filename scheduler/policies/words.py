@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import textwrap
+from typing import Any
 
 from numba.core.errors import NumbaError
 
-_LONGEST = 300
-_RETURNS = re.compile(r"No conversion from (.+?) to \w+ for '\$\w*return_value")
+_LONGEST = 100
+# The interpreter's instruction is in the name: `return_value`, or `return_const` in Python 3.12 and 3.13.
+_RETURNS = re.compile(r"No conversion from (.+?) to \w+ for '\$[\w.]*(?:return_(?:value|const)|load_const)")
+_RETURN_KINDS = re.compile(r"[cC]an'?t unify return type from the following types: (.+?)(?:\n|$)")
+_NO_NAME = re.compile(r"NameError: (?:global )?name '(\w+)' is not defined|Untyped global name '(\w+)'")
+_NO_ATTRIBUTE = re.compile(r"Unknown attribute '(\w+)' of type (.+)")
 _APPLIES = re.compile(r"No implementation of function Function\(<(?:built-in )?function (\w+)")
 _TWO_KINDS = re.compile(r"Cannot unify (.+?) and (.+?) for '")
 _WORDS = {
@@ -20,12 +26,16 @@ _WORDS = {
     r".*[dD]ict.*": "a dict",
     r"complex.*": "a complex number",
     r"Record.*": "the job itself",
+    r"[nN]ested[aA]rray.*|[aA]rray.*": "numbers for every model",
+    r"Module.*": "the module",
     r"Literal\[int\].*|u?int\d+|float\d+": "a number",
 }
 
 
-def reason(error: NumbaError, needed: str) -> str:
+def reason(error: NumbaError, needed: str, function: Any = None) -> str:
     """What is wrong, to be read after the function's name; `needed` is what it must return.
+
+    What there are no words for is shown as the line of the function that it is about.
 
     >>> reason(NumbaError("No conversion from none to float64 for '$6return_value.1', defined at None"), "a number")
     'returns None where a number is needed'
@@ -39,19 +49,27 @@ def reason(error: NumbaError, needed: str) -> str:
         return f"has {_in_words(found[1])} in one case and {_in_words(found[2])} in another{at}"
     if found := _APPLIES.search(text):
         return f"applies `{found[1]}`{at} to what is not a number"
-    return f"cannot be compiled{at}: {_without_source(text)}"
+    if found := _RETURN_KINDS.search(text):
+        kinds = sorted({_in_words(each.strip()) for each in _split(found[1])})
+        return f"returns {' in one case and '.join(kinds)} in another, where {needed} is needed"
+    if found := _NO_NAME.search(text):
+        return f"uses the name `{found[1] or found[2]}`{at}, which compiled code does not have"
+    if found := _NO_ATTRIBUTE.search(text):
+        return f"uses `.{found[1]}`{at}, which {_in_words(found[2].strip())} does not have"
+    source = _line(function, line)
+    return f"has something that cannot be compiled{at}" + (f", `{source}`" if source else "")
 
 
 def _in_words(kind: str) -> str:
-    return next((words for pattern, words in _WORDS.items() if re.fullmatch(pattern, kind)), kind)
+    return next((words for pattern, words in _WORDS.items() if re.fullmatch(pattern, kind)), "something else")
 
 
-def _without_source(text: str) -> str:
-    """Numba's text as far as the first line of the function's source, and without its advice, which is about Numba."""
-    kept = []
-    for line in text.splitlines():
-        if line.startswith('File "'):
-            break
-        if line.strip() and not line.startswith(("Failed in nopython", "This error may", "To see", "During:")):
-            kept.append(line)
-    return textwrap.shorten(" ".join(kept), _LONGEST, placeholder=" …")
+def _split(kinds: str) -> list[str]:
+    """At commas outside of brackets."""
+    return re.split(r",\s*(?![^(\[]*[)\]])", kinds)
+
+
+def _line(function: Any, line: int | None) -> str:
+    if function is None or line is None:
+        return ""
+    return textwrap.shorten(linecache.getline(function.__code__.co_filename, line).strip(), _LONGEST, placeholder=" …")

@@ -27,7 +27,7 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
     for m, model in enumerate(models):
         for k, (batch, program) in enumerate(model.sizes.items()):
             for i, each in enumerate(program):
-                memory = each.bytes / each.time_ns / bandwidth
+                memory = each.memory or each.bytes / each.time_ns / bandwidth
                 use[m, k, i] = np.minimum((capacity.slots(each), memory, capacity.issuing(each)), 1.0)
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])

@@ -25,7 +25,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.policies.attach import attach_policy
-from paellapy.scheduler.policies.policy import Policy, Rank
+from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank
 from paellapy.scheduler.sim import fluid_state as fluid
 from paellapy.scheduler.sim.blocks import BlocksGpu
 from paellapy.scheduler.sim.fluid import MORE_RECORDS, run_fluid
@@ -81,6 +81,7 @@ def simulate(
         traced = TracedGpu(gpu, models, f, state, asked.seed, kernels)
         f = traced.run()
         trace = traced.trace(chosen.name)
+    _check_all_done(state, chosen)
     jobs = f.records[: f.sim["records"][0]].copy()
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     counters = {"segment_events": int(f.sim["events"][0]), "launches": int(state.core["launches"][0])}
@@ -125,6 +126,15 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
         )
 
 
+def _check_all_done(state: st.State, policy: Policy) -> None:
+    """Nothing happens any more: then nobody may be waiting."""
+    if stuck := int(state.core["live"][0]):
+        raise PolicyError(
+            f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and nothing "
+            "more happens after which it could be asked; let it return a time in ns, or give the policy a `tick`"
+        )
+
+
 def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
     programs = [program for each in models for program in each.sizes.values()]
     return st.new_state(
@@ -148,7 +158,8 @@ def _prepare(
     """The core as an engine would have it: the GPU, the policy, and the models open."""
     state.core["windows"][0] = asked.sm_windows
     state.tuning[:] = asked.tuning_for(gpu).row()
-    set_capacity(state, Capacity.of(gpu.sms, gpu.sm, Timing.for_part(gpu)))
+    timing = Timing.for_part(gpu)
+    set_capacity(state, Capacity.of(gpu.sms, gpu.sm, timing, gpu.bandwidth_gbps * timing.bandwidth_efficiency))
     attach_policy(state, policy)
     attach_step(state)
     demand = asked.demand

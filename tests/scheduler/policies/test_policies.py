@@ -12,9 +12,10 @@ import pytest
 from core_bench import Bench, profile
 
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.policies import checks, edf, hrrn, paella, priority, slack, srpt
+from paellapy.scheduler.policies import checks, edf, hrrn, paella, priority, slack, source, srpt
 from paellapy.scheduler.policies.compiling import may_loop
 from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy, policy_names
+from paellapy.scheduler.policies.roles import arguments
 
 
 def job(**facts: float) -> Any:
@@ -31,12 +32,13 @@ def job(**facts: float) -> Any:
 @pytest.mark.parametrize("name", policy_names())
 def test_a_built_in_policy_passes_the_check_it_is_spared(name: str) -> None:
     found = find_policy(name)
-    for role, function, compiled in zip(
-        ("rank", "admit", "order"), (found.rank, found.admit, found.order), found.compiled, strict=True
-    ):
-        if function is not None:
-            checks.check(role, function, compiled)
-            assert not may_loop(function)
+    for role, function in found.plain.items():
+        checks.check(role, function, found.functions[role], found.layout)
+        names = arguments(role, function, found.layout)
+        assert source.problem_in(role, function, names, found.layout) is None
+        assert not may_loop(function)
+    if found.may_idle:
+        checks.check_idle(found.admit, found.functions["admit"], found.layout)
 
 
 def test_srpt_prefers_the_shortest_rest() -> None:
@@ -84,7 +86,8 @@ def test_slack_lets_nothing_wait_for_ever() -> None:
 
 
 def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
-    assert {name for name in policy_names() if not find_policy(name).timeless} == {"hrrn", "paella", "slack"}
+    moving = {name for name in policy_names() if not find_policy(name).timeless}
+    assert moving == {"fair", "hrrn", "lax", "mlfq", "paella", "slack", "token"}
 
 
 def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> None:
@@ -266,7 +269,7 @@ def sometimes(job: Any) -> Any:
         (either, r"has a str in one case and a number in another in line \d+"),
         (measures, r"applies `len` in line \d+ to what is not a number"),
         (unknown, "size_of_the_moon"),
-        (two, r"takes \(job\)"),
+        (two, r"takes \(job, gpu, own\)"),
         (sometimes, r"returns None in line \d+ where a number is needed"),
         (3, "plain function"),
     ],
@@ -315,7 +318,7 @@ def test_admit_is_checked_too() -> None:
     def admit(job: Any, gpu: Any) -> bool:
         return bool(job.batch / gpu.no_such_field > 1)
 
-    with pytest.raises(PolicyError, match=r"no_such_field.*in job .*remaining_ns.*in gpu .*pending_blocks"):
+    with pytest.raises(PolicyError, match=r"gpu\.no_such_field in line \d+, .*pending_blocks"):
         policy(admit=admit)(lambda job: job.batch)
 
 

@@ -1,0 +1,172 @@
+"""The functions of a policy: what each is called with, what it returns, and where the numbers are that it reads."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, PARAMS, PER_MODEL
+
+Rank = Callable[..., float]
+Admit = Callable[..., float]
+Tell = Callable[..., None]
+
+
+class PolicyError(PaellaError):
+    """A policy cannot be used; the message names the function, the line and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a function of a policy is for."""
+
+    takes: tuple[str, ...]  # in this order; the function leaves out what it does not use
+    needs: tuple[str, ...]
+    returns: str
+    writes: bool  # whether it may write to `own`
+
+    @property
+    def arguments(self) -> str:
+        return f"({', '.join(self.takes)})"
+
+
+ROLES = {
+    "rank": Role(("job", "gpu", "own"), ("job",), "a number", writes=False),
+    "order": Role(("job", "gpu", "own"), ("job",), "a number", writes=False),
+    "admit": Role(("job", "gpu", "own"), ("job",), "True, False, or a time in ns", writes=True),
+    "tick": Role(("gpu", "own"), (), "nothing", writes=True),
+    "done": Role(("job", "segment", "own"), (), "nothing", writes=True),
+}
+Fields = Mapping[str, Any]  # by name: None for a number, PER_MODEL for one per model, or the fields of a record
+
+
+def _fields(kind: np.dtype[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in kind.names or ():
+        column = kind[name]
+        found[name] = PER_MODEL if column.shape else _fields(column) if column.names else None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A policy's own numbers, and the parameters of models that it reads, each with its first value."""
+
+    state: Mapping[str, float] = field(default_factory=dict)
+    per_model: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, policy: str) -> None:
+        for what, given, most in (
+            ("state", self.state, OWN_NAMES),
+            ("per_model", self.per_model, OWN_PER_MODEL),
+            ("params", self.params, PARAMS),
+        ):
+            if not isinstance(given, Mapping) or len(given) > most:
+                raise PolicyError(
+                    f"policy {policy}: {what}={given!r}; give at most {most} names, each with its first value, as in "
+                    f"{what}={{'limit': 0.5}}"
+                )
+            for name, value in given.items():
+                if not isinstance(name, str) or not name.isidentifier():
+                    raise PolicyError(
+                        f"policy {policy}: {what} has the name {name!r}; give plain names, as of "
+                        f"variables"
+                    )
+                number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+                if not number or not math.isfinite(value):
+                    raise PolicyError(f"policy {policy}: {what}[{name!r}] is {value!r}; give a finite number")
+        if twice := set(self.state) & set(self.per_model):
+            raise PolicyError(
+                f"policy {policy}: {min(twice)!r} is in state and in per_model; give each a name of its "
+                f"own"
+            )
+
+    @property
+    def own(self) -> np.dtype[Any]:
+        """The record that functions see as `own`."""
+        once = [(name, "f8") for name in self.state]
+        return np.dtype([*once, *((name, "f8", (PER_MODEL,)) for name in self.per_model)], align=True)
+
+    def new_own(self) -> np.ndarray[Any, Any]:
+        made = np.zeros(1, self.own)
+        for name, value in {**self.state, **self.per_model}.items():
+            made[name] = value
+        return made
+
+    @property
+    def job(self) -> np.dtype[Any]:
+        """JOB, with names for the parameters."""
+        names = [*self.params, *(f"_{k}" for k in range(PARAMS - len(self.params)))]
+        named = np.dtype({"names": names, "formats": ["f8"] * PARAMS, "itemsize": NO_NAMES.itemsize})
+        columns = [(name, named if name == "params" else JOB[name]) for name in JOB.names or ()]
+        return np.dtype(columns, align=True)
+
+    def kind(self, argument: str) -> np.dtype[Any]:
+        return {"job": self.job, "gpu": GPU, "segment": DONE, "own": self.own}[argument]
+
+    def fields(self, argument: str) -> Fields:
+        found = _fields(self.kind(argument))
+        if argument == "job":
+            found["params"] = dict.fromkeys(self.params)
+        return found
+
+    def signature(self, role: str, names: tuple[str, ...]) -> Any:
+        returns = types.void if ROLES[role].returns == "nothing" else types.float64
+        return returns(*(numba.from_dtype(self.kind(name)) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A function of a policy for the core. `code` is kept alive for its address."""
+
+    code: Any
+    names: tuple[str, ...]  # of its arguments
+
+    @property
+    def address(self) -> int:
+        return int(self.code.address)
+
+
+def place(function: Any) -> str:
+    code = function.__code__
+    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
+    """The names of a function's arguments; PolicyError if it cannot have that role."""
+    expected = ROLES[role]
+    if not inspect.isfunction(function):
+        raise PolicyError(f"{role} is {function!r}: give a plain function {role}{expected.arguments}")
+    where = f"{place(function)}:"
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise PolicyError(f"{where} {role} is called and answers at once: write it with `def`, `return` and no `yield`")
+    given = inspect.signature(function).parameters
+    names = tuple(given)
+    for name, parameter in given.items():
+        if name in expected.takes and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            continue
+        near = difflib.get_close_matches(name, expected.takes, 1)
+        hint = f"do you mean `{near[0]}`?" if near else "name numbers outside of it, or params={…} of the models"
+        if name == "own":
+            hint = "only `state` and `per_model` of the policy are kept"
+        raise PolicyError(f"{where} {role} takes {expected.arguments} or fewer of these, and `{name}` is none: {hint}")
+    if any(name not in names for name in expected.needs) or list(names) != sorted(names, key=expected.takes.index):
+        always = f", `{expected.needs[0]}` always" if expected.needs else ""
+        raise PolicyError(f"{where} {role} takes {expected.arguments} in this order{always}, not ({', '.join(names)})")
+    if "own" in names and not (layout.state or layout.per_model):
+        raise PolicyError(
+            f"{where} {role} takes `own`, and the policy keeps nothing: declare what it keeps, each with its "
+            f"first value, "
+            "as in @policy(state={'limit': 0.5}, per_model={'used_ns': 0.0})"
+        )
+    return names

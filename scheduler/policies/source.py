@@ -1,0 +1,330 @@
+"""What a policy must not do, found in its source before it is compiled: so errors name the line and the remedy.
+
+Compiled code takes what it finds outside of the function as it was, checks no index, and writes wherever a record lets
+it. So a policy reads the fields of its arguments, numbers and functions of `math`, and writes nothing but `own`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import dis
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+import numba
+import numpy as np
+
+from paellapy.scheduler.core.job import PER_MODEL
+from paellapy.scheduler.policies.roles import ROLES, Fields, Layout
+
+_Function = ast.FunctionDef | ast.Lambda
+_MODULES = {"math", "numpy", "numba", "random", "cmath"}
+_CLOCKS = {"time", "datetime"}
+_TO_PYTHON = {"Try": "try", "With": "with", "ClassDef": "class", "Await": "await", "Yield": "yield", "Match": "match"}
+
+
+def problem_in(role: str, function: Any, names: tuple[str, ...], layout: Layout) -> str | None:
+    """What is wrong, to be read after the function's name, with its line; None if nothing is."""
+    tree = tree_of(function)
+    if tree is None:
+        return _without_source(function.__code__, "own" in names and bool(layout.per_model))
+    return next(_Look(role, function, names, layout, tree).problems(), None)
+
+
+def tree_of(function: Any) -> _Function | None:
+    """The function's syntax, with the lines of its file; None where its source cannot be read."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        module = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):  # a lambda amid an expression does not stand by itself
+        return None
+    ast.increment_lineno(module, max(first, 1) - 1)
+    code = function.__code__
+    wanted = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
+    arguments = list(code.co_varnames[: code.co_argcount])
+    found = [
+        each
+        for each in ast.walk(module)
+        if isinstance(each, wanted) and [a.arg for a in each.args.args] == arguments and _makes(each, code)
+    ]
+    return found[0] if found else None
+
+
+def _makes(tree: _Function, code: CodeType) -> bool:
+    """Whether the code may have been made of it: two lambdas may stand in one line."""
+    if isinstance(tree, ast.FunctionDef):
+        return tree.name == code.co_name
+    return {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)} <= set(code.co_names)
+
+
+def _without_source(code: CodeType, indexes: bool) -> str | None:
+    """All that is known without the source is the code: what needs a closer look is refused."""
+    stores = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
+    if indexes or any(step.opname.startswith(stores) for step in dis.get_instructions(code)):
+        return (
+            "may write to what is not its own, or beyond it, and its source cannot be read to see that: put the "
+            "function "
+            "into a file, or into a notebook"
+        )
+    return None
+
+
+class _Look:
+    """One function, looked through."""
+
+    def __init__(self, role: str, function: Any, names: tuple[str, ...], layout: Layout, tree: _Function) -> None:
+        self.role, self.tree = role, tree
+        self.fields: dict[str, Fields] = {name: layout.fields(name) for name in names}
+        self.layout = layout
+        found = inspect.getclosurevars(function)
+        self.outside = {**found.globals, **found.nonlocals}
+        self.walk = [each for part in self._body() for each in ast.walk(part)]
+        stored = (each.id for each in self.walk if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        self.local = {*stored, *names}
+        self.above = {child: each for each in self.walk for child in ast.iter_child_nodes(each)}
+
+    def _body(self) -> list[ast.AST]:
+        return [self.tree.body] if isinstance(self.tree, ast.Lambda) else list(self.tree.body)
+
+    def problems(self) -> Iterator[str]:
+        for each in self.walk:
+            if isinstance(each, ast.Global | ast.Nonlocal):
+                name = each.names[0]
+                yield (
+                    f"declares `{type(each).__name__.lower()} {name}` in line {each.lineno}, and compiled code never "
+                    f"changes what is outside of it: keep the number in `own`, with @policy(state={{{name!r}: "
+                    f"0.0}}) and own.{name} here"
+                )
+            if isinstance(each, ast.Import | ast.ImportFrom):
+                yield f"imports in line {each.lineno}: import `math` at the top of the file; nothing else can be used"
+            if isinstance(each, ast.stmt | ast.expr) and (word := _TO_PYTHON.get(type(each).__name__)):
+                yield f"has `{word}` in line {each.lineno}: a policy is compiled; use if, for, numbers and `math`"
+            if isinstance(each, ast.FunctionDef | ast.Lambda):
+                yield f"makes a function in line {each.lineno}: write it outside, with @numba.njit before it"
+            if isinstance(each, ast.Attribute | ast.Subscript):
+                yield from self._field(each)
+            if isinstance(each, ast.Name):
+                yield from self._name(each)
+        yield from self._returns()
+
+    # -- fields
+
+    def _field(self, node: ast.Attribute | ast.Subscript) -> Iterator[str]:
+        above = self.above.get(node)
+        if isinstance(above, ast.Attribute | ast.Subscript) and above.value is node:
+            return  # looked at as a whole
+        written = not isinstance(node.ctx, ast.Load)
+        root, *steps = _path(node)
+        shown = f"`{ast.unparse(node)}` in line {node.lineno}"
+        if not isinstance(root, ast.Name):
+            if written:
+                yield f"writes {shown}: a policy writes fields of `own` only"
+            return
+        if root.id not in self.fields:
+            module = self.outside.get(root.id)
+            if isinstance(module, ModuleType) and isinstance(steps[0], str) and not hasattr(module, steps[0]):
+                yield f"uses {shown}, which the module {root.id} does not have"
+            if written:
+                yield (
+                    f"writes {shown}: what is outside of a policy stays as it was when it was compiled; keep numbers "
+                    "in `own`, with @policy(state={…})"
+                )
+            return
+        if written and root.id != "own":
+            yield (
+                f"writes {shown}: {root.id} belongs to the core; keep numbers of the policy in `own`, with "
+                "@policy(state={…})"
+            )
+        yield from self._steps(root.id, steps, node)
+        if written and not ROLES[self.role].writes:
+            yield (
+                f"writes {shown}: {self.role} is asked any number of times, for predictions too; write in admit, tick "
+                "or done"
+            )
+
+    def _steps(self, said: str, steps: list[Any], node: ast.Attribute | ast.Subscript) -> Iterator[str]:
+        """From a record to its fields, and from a field to its row for a model."""
+        line, own = node.lineno, said == "own"
+        fields: Any = self.fields[said]
+        for step in steps:
+            if isinstance(step, str) and isinstance(fields, dict):
+                if step not in fields:
+                    yield self._unknown(said, step, fields, line)
+                    return
+                fields, said = fields[step], f"{said}.{step}"
+            elif isinstance(step, ast.expr) and fields == PER_MODEL:
+                if not self._in_range(step):
+                    yield (
+                        f"has `{said}[{ast.unparse(step)}]` in line {line}, which may lie outside: index with "
+                        f"job.model, or with a whole number from 0 to {PER_MODEL - 1}"
+                    )
+                    return
+                fields, said = None, f"{said}[…]"
+            else:
+                kept = "; numbers for every model are declared with per_model={…}" if own else ""
+                yield f"has `{ast.unparse(node)}` in line {line}, and {said} is one number, or has named fields{kept}"
+                return
+        if isinstance(fields, dict):
+            some = ", ".join(f"{said}.{name}" for name in list(fields)[:4]) or "the names in params={…} of the policy"
+            yield f"uses `{said}` itself in line {line}: name one of its fields: {some}"
+        handed_on = isinstance(self.above.get(node), ast.Call) and isinstance(node.ctx, ast.Load)
+        if fields == PER_MODEL and not handed_on:
+            yield f"uses `{said}` itself in line {line}, which is a number for every model: {said}[job.model]"
+
+    def _unknown(self, said: str, name: str, fields: dict[str, Any], line: int) -> str:
+        near = difflib.get_close_matches(name, fields, 1)
+        hint = f"do you mean {said}.{near[0]}? " if near else ""
+        if said == "own":
+            return (
+                f"uses own.{name} in line {line}, which there is not: {hint}declare it with its first value, "
+                f"state={{{name!r}: 0.0}}, or per_model for one for every model"
+            )
+        if said == "job.params":
+            return (
+                f"uses job.params.{name} in line {line}, which there is not: {hint}declare it with the value for "
+                f"models "
+                f"that have none, @policy(params={{{name!r}: 1.0}})"
+            )
+        return f"reads the field {said}.{name} in line {line}, which there is not: {hint}there are {', '.join(fields)}"
+
+    def _in_range(self, index: ast.expr) -> bool:
+        if isinstance(index, ast.Constant):
+            return type(index.value) is int and 0 <= index.value < PER_MODEL
+        if isinstance(index, ast.Call) and ast.unparse(index.func) == "int" and len(index.args) == 1:
+            return ast.unparse(index.args[0]) == "job.model"
+        if isinstance(index, ast.Name):
+            return self._binds_rows(index.id)
+        return ast.unparse(index) == "job.model"
+
+    def _binds_rows(self, name: str) -> bool:
+        """Whether all that the name is ever bound to are rows of models."""
+        found = False
+        for each in self.walk:
+            if not (isinstance(each, ast.Name) and each.id == name and not isinstance(each.ctx, ast.Load)):
+                continue
+            above = self.above.get(each)
+            if isinstance(above, ast.Assign) and above.targets == [each] and not isinstance(above.value, ast.Name):
+                found = self._in_range(above.value)
+            elif isinstance(above, ast.For) and above.target is each:
+                found = self._counts_rows(above.iter)
+            else:
+                found = False
+            if not found:
+                return False
+        return found
+
+    def _counts_rows(self, counted: ast.expr) -> bool:
+        if not (isinstance(counted, ast.Call) and ast.unparse(counted.func) == "range" and len(counted.args) == 1):
+            return False
+        end = counted.args[0]
+        if isinstance(end, ast.Constant):
+            return type(end.value) is int and end.value <= PER_MODEL
+        return ast.unparse(end) in {f"len(own.{name})" for name in self.layout.per_model}
+
+    # -- names
+
+    def _name(self, node: ast.Name) -> Iterator[str]:
+        name, line, above = node.id, node.lineno, self.above.get(node)
+        if name in self.fields:
+            if isinstance(above, ast.Attribute | ast.Subscript) and above.value is node:
+                return
+            if isinstance(above, ast.Call) and node in above.args and _is_builtin(above.func) and isinstance(
+                node.ctx, ast.Load
+            ):
+                if ast.unparse(above.func) in {"setattr", "delattr"}:
+                    yield f"calls `{ast.unparse(above.func)}` in line {line}: write fields of `own` as own.name = …"
+                return
+            if isinstance(above, ast.Return) or (isinstance(self.tree, ast.Lambda) and self.tree.body is node):
+                return  # what it returns is looked at by its type
+            yield f"uses `{name}` itself in line {line}: use its fields, and hand numbers on to other functions"
+            return
+        if name in self.local or hasattr(builtins, name):
+            return
+        if name not in self.outside:
+            yield (
+                f"uses the name `{name}` in line {line}, which there is not: define it above, or declare it in "
+                f"state={{…}}"
+            )
+            return
+        yield from self._value(name, self.outside[name], line)
+
+    def _value(self, name: str, value: Any, line: int) -> Iterator[str]:
+        if isinstance(value, ModuleType):
+            root = value.__name__.partition(".")[0]
+            if root in _CLOCKS:
+                yield f"asks `{name}` for the time in line {line}: the time is job.now_ns, or gpu.now_ns in tick"
+            elif root not in _MODULES:
+                yield f"uses the module `{name}` in line {line}: of modules there is `math` only"
+        elif inspect.isfunction(value):
+            yield f"calls `{name}` in line {line}, a plain function: write @numba.njit before its `def`"
+        elif isinstance(value, np.ndarray | list | dict | set | bytearray):
+            yield (
+                f"uses `{name}` in line {line}, a {type(value).__name__}, and compiled code would keep it as it "
+                f"was: use a "
+                "tuple of numbers for constants, and `own` for what changes"
+            )
+        elif not _usable(value):
+            yield f"uses `{name}` in line {line}, a {type(value).__name__}: of what is outside it can use numbers only"
+
+    # -- returning
+
+    def _returns(self) -> Iterator[str]:
+        needed = ROLES[self.role].returns
+        if isinstance(self.tree, ast.Lambda):
+            return
+        for each in self.walk:
+            if not isinstance(each, ast.Return):
+                continue
+            none = each.value is None or (isinstance(each.value, ast.Constant) and each.value.value is None)
+            if none and needed != "nothing":
+                yield f"returns None in line {each.lineno} where {needed} is needed"
+            if not none and needed == "nothing":
+                yield (
+                    f"returns something in line {each.lineno}, and nobody reads what {self.role} returns: leave "
+                    f"it out"
+                )
+        if needed != "nothing" and _falls_through(self.tree.body):
+            line = self.tree.body[-1].end_lineno
+            yield f"returns None in line {line} where {needed} is needed: it ends there without `return` in some cases"
+
+
+def _falls_through(body: list[ast.stmt]) -> bool:
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise):
+        return False
+    if isinstance(last, ast.If):
+        return not last.orelse or _falls_through(last.body) or _falls_through(last.orelse)
+    if isinstance(last, ast.While) and isinstance(last.test, ast.Constant) and last.test.value:
+        return any(isinstance(each, ast.Break) for each in ast.walk(last))
+    return not isinstance(last, ast.With | ast.Try | ast.Match)  # which are refused for another reason
+
+
+def _path(node: ast.expr) -> list[Any]:
+    """From the root: a name, then names of fields and indices."""
+    steps: list[Any] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            steps.append(node.attr)
+        elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+            steps.append(node.slice.value)
+        else:
+            steps.append(node.slice)
+        node = node.value
+    return [node, *reversed(steps)]
+
+
+def _is_builtin(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and hasattr(builtins, function.id)
+
+
+def _usable(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_usable(each) for each in value)
+    if isinstance(value, bool | int | float | complex | str | np.generic) or hasattr(value, "py_func"):
+        return True
+    return inspect.isbuiltin(value) or value in (numba.objmode, *vars(builtins).values()) or isinstance(value, np.ufunc)

@@ -1,0 +1,360 @@
+"""Policies as newcomers write them, and wrongly: each is refused with its line and a remedy, in plain words."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paellapy.scheduler.policies.policy import PolicyError, policy
+
+COUNT = 0
+WEIGHTS = np.ones(8)
+LIMITS = {0: 0.5, 1: 0.25}
+HISTORY: list[float] = []
+
+
+class Settings:
+    limit = 0.5
+
+
+SETTINGS = Settings()
+
+
+def weight(x: float) -> float:
+    return x * 2.0
+
+
+def fifo(job: Any) -> float:
+    return float(job.arrival_ns)
+
+
+# --- one function each; the comment `wrong` marks the line that the message must name ---------------------------------
+
+
+def counts_globally(job: Any) -> float:
+    global COUNT  # wrong
+    COUNT += 1
+    return float(COUNT)
+
+
+def raises_the_priority(job: Any) -> float:
+    job.priority = 5.0  # wrong
+    return -job.priority
+
+
+def adds_to_a_fact(job: Any) -> float:
+    job.remaining_ns += 1.0  # wrong
+    return job.remaining_ns
+
+
+def writes_by_key(job: Any) -> float:
+    job["priority"] = 1.0  # wrong
+    return job.priority
+
+
+def writes_to_the_gpu(job: Any, gpu: Any) -> float:
+    gpu.max_active = 3.0  # wrong
+    return job.arrival_ns
+
+
+def misspells(job: Any) -> float:
+    return job.remainning_ns  # wrong
+
+
+def asks_for_a_name(job: Any) -> float:
+    return job.name  # wrong
+
+
+def misspells_a_segment(job: Any) -> float:
+    return job.segment.time_ns  # wrong
+
+
+def reads_an_undeclared_parameter(job: Any) -> float:
+    return job.arrival_ns * job.params.limit  # wrong
+
+
+def forgets_to_return(job: Any) -> None:
+    rank = job.arrival_ns  # noqa: F841  # wrong
+
+
+def returns_in_one_case(job: Any) -> Any:  # noqa: RET503
+    if job.batch > 1:
+        return job.arrival_ns  # wrong
+
+
+def returns_nothing(job: Any) -> Any:
+    if job.batch > 1:
+        return None  # wrong
+    return 1.0
+
+
+def returns_a_pair(job: Any) -> Any:
+    return job.priority, job.arrival_ns  # wrong
+
+
+def returns_the_job(job: Any) -> Any:
+    return job  # wrong
+
+
+def returns_text(job: Any) -> Any:
+    return "first"  # wrong
+
+
+def uses_a_dict(job: Any) -> float:
+    return LIMITS[int(job.model)]  # wrong
+
+
+def uses_an_array(job: Any) -> float:
+    return WEIGHTS[job.model]  # wrong
+
+
+def appends(job: Any) -> float:
+    HISTORY.append(job.arrival_ns)  # wrong
+    return job.arrival_ns
+
+
+def uses_an_object(job: Any) -> float:
+    return job.arrival_ns * SETTINGS.limit  # wrong
+
+
+def calls_a_plain_function(job: Any) -> float:
+    return weight(job.arrival_ns)  # wrong
+
+
+def asks_the_clock(job: Any) -> float:
+    return time.time() - job.arrival_ns  # wrong
+
+
+def imports(job: Any) -> float:
+    import math as m  # wrong
+
+    return m.sqrt(job.batch)
+
+
+def tries(job: Any) -> float:
+    try:  # wrong
+        return 1.0 / job.batch
+    except ZeroDivisionError:
+        return 0.0
+
+
+def names_what_is_not_there(job: Any) -> float:
+    return job.arrival_ns + offset  # type: ignore[name-defined]  # noqa: F821  # wrong
+
+
+def formats(job: Any) -> Any:
+    return f"{job.batch}"  # wrong
+
+
+def hands_the_job_on(job: Any) -> float:
+    other = job  # wrong
+    return other.arrival_ns
+
+
+def asks_a_number_for_its_mean(job: Any) -> float:
+    return job.batch.mean()  # wrong
+
+
+def has_a_function_inside(job: Any) -> float:
+    key = lambda x: x * 2.0  # noqa: E731  # wrong
+    return key(job.batch)
+
+
+def calls_what_math_has_not(job: Any) -> float:
+    return math.square(job.batch)  # type: ignore[attr-defined]  # wrong
+
+
+RANKS: list[Callable[..., Any]] = [
+    counts_globally, raises_the_priority, adds_to_a_fact, writes_by_key, writes_to_the_gpu, misspells, asks_for_a_name,
+    misspells_a_segment, reads_an_undeclared_parameter, forgets_to_return, returns_in_one_case, returns_nothing,
+    returns_a_pair, returns_the_job, returns_text, uses_a_dict, uses_an_array, appends, uses_an_object,
+    calls_a_plain_function, asks_the_clock, imports, tries, names_what_is_not_there, formats, hands_the_job_on,
+    asks_a_number_for_its_mean, has_a_function_inside, calls_what_math_has_not,
+]  # fmt: skip
+
+
+def writes_in_rank(job: Any, own: Any) -> float:
+    own.limit += 1.0  # wrong
+    return own.limit
+
+
+def uses_undeclared_own(job: Any, own: Any) -> float:
+    return own.limits  # wrong
+
+
+def indexes_with_a_float(job: Any, own: Any) -> float:
+    return own.used_ns[job.client]  # wrong
+
+
+def indexes_beyond(job: Any, own: Any) -> float:
+    return own.used_ns[1000]  # wrong
+
+
+def indexes_from_the_end(job: Any, own: Any) -> float:
+    return own.used_ns[-1]  # wrong
+
+
+def indexes_beside(job: Any, own: Any) -> float:
+    m = job.model + 1
+    return own.used_ns[m]  # wrong
+
+
+def forgets_the_index(job: Any, own: Any) -> float:
+    return own.used_ns + job.batch  # wrong
+
+
+def indexes_one_number(job: Any, own: Any) -> float:
+    return own.limit[job.model]  # wrong
+
+
+OWN_RANKS: list[Callable[..., Any]] = [
+    writes_in_rank, uses_undeclared_own, indexes_with_a_float, indexes_beyond, indexes_from_the_end, indexes_beside,
+    forgets_the_index, indexes_one_number,
+]  # fmt: skip
+
+
+def admit_returns_text(job: Any, gpu: Any) -> Any:
+    return "yes" if gpu.occupancy < 1 else "no"  # wrong
+
+
+def admit_prints(job: Any, gpu: Any) -> bool:
+    print(gpu.occupancy)  # wrong
+    return True
+
+
+def admit_returns_nothing(job: Any, gpu: Any) -> Any:  # noqa: RET503
+    if gpu.occupancy < 1:
+        return True  # wrong
+
+
+def tick_returns(gpu: Any, own: Any) -> float:
+    own.limit = 0.5
+    return own.limit  # wrong
+
+
+def tick_reads_a_job_fact(gpu: Any, own: Any) -> None:
+    own.limit = gpu.arrival_ns  # wrong
+
+
+def done_writes_to_the_segment(job: Any, segment: Any, own: Any) -> None:
+    segment.ns = 0.0  # wrong
+
+
+def done_overwrites_all_models(job: Any, segment: Any, own: Any) -> None:
+    own.used_ns = segment.ns  # wrong
+
+
+OTHERS: list[tuple[str, Callable[..., Any]]] = [
+    ("admit", admit_returns_text), ("admit", admit_prints), ("admit", admit_returns_nothing), ("tick", tick_returns),
+    ("tick", tick_reads_a_job_fact), ("done", done_writes_to_the_segment), ("done", done_overwrites_all_models),
+]  # fmt: skip
+
+KEPT: dict[str, Any] = {"state": {"limit": 0.5}, "per_model": {"used_ns": 0.0}}
+INTERNALS = re.compile(r"numba|nopython|unify|float64|int64|Record\(|\$|ufunc|typing|lowering|reflected", re.IGNORECASE)
+
+
+def line_of(function: Callable[..., Any]) -> int:
+    code: Any = function.__code__
+    lines = Path(code.co_filename).read_text().splitlines()
+    return next(k for k in range(code.co_firstlineno, len(lines)) if "# wrong" in lines[k - 1])
+
+
+def check_message(caught: pytest.ExceptionInfo[PolicyError], function: Callable[..., Any]) -> None:
+    said = str(caught.value)
+    assert f"{function.__name__} (" in said
+    assert f"line {line_of(function)}" in said
+    shown = said.replace("@numba.njit", "")  # what to write before a function that is to be called
+    assert not INTERNALS.search(shown.partition("): ")[2] or shown.partition(") ")[2]), said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("function", RANKS, ids=lambda each: each.__name__)
+def test_a_faulty_rank_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy(function)
+    check_message(caught, function)
+
+
+@pytest.mark.parametrize("function", OWN_RANKS, ids=lambda each: each.__name__)
+def test_a_faulty_use_of_own_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy(**KEPT)(function)
+    check_message(caught, function)
+
+
+@pytest.mark.parametrize(("role", "function"), OTHERS, ids=lambda each: getattr(each, "__name__", each))
+def test_other_faulty_functions_are_refused(role: str, function: Callable[..., Any]) -> None:
+    options: dict[str, Any] = {role: function, **({"tick_us": 1000} if role == "tick" else {})}
+    with pytest.raises(PolicyError) as caught:
+        policy(**KEPT, **options)(fifo)
+    check_message(caught, function)
+
+
+def test_a_counter_outside_is_refused() -> None:
+    count = 0
+
+    def counting(job: Any) -> float:
+        nonlocal count
+        count += 1
+        return float(count)
+
+    with pytest.raises(PolicyError, match=r"nonlocal count.*state=\{'count': 0\.0\}"):
+        policy(counting)
+
+
+def never(job: Any, own: Any) -> float:
+    return own.next_ns
+
+
+def takes_a_default(job: Any, factor: float = 2.0) -> float:
+    return job.batch * factor
+
+
+def takes_own_first(own: Any, job: Any) -> float:
+    return job.batch
+
+
+async def waits(job: Any) -> float:
+    return job.batch
+
+
+def yields(job: Any) -> Any:
+    yield job.batch
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: policy(takes_a_default), r"`factor` is none"),
+        (lambda: policy(**KEPT)(takes_own_first), "in this order"),
+        (lambda: policy(never), r"keeps nothing: declare"),
+        (lambda: policy(waits), "answers at once"),
+        (lambda: policy(yields), "answers at once"),
+        (lambda: policy(state={"next_ns": 0.0}, admit=never, may_idle=True)(fifo), "nothing would ever run"),
+        (lambda: policy(may_idle=True)(fifo), "may_idle is about `admit`"),
+        (lambda: policy(tick_us=1000)(fifo), "tick and tick_us go together"),
+        (lambda: policy(state={"a b": 0.0})(fifo), "plain names"),
+        (lambda: policy(state={"limit": "high"})(fifo), "finite number"),  # type: ignore[dict-item]
+        (lambda: policy(state={"limit": 1.0}, per_model={"limit": 1.0})(fifo), "in state and in per_model"),
+        (lambda: policy(params={f"p{k}": 0.0 for k in range(9)})(fifo), "at most 8"),
+    ],
+)
+def test_faulty_declarations_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        make()
+
+
+def test_a_policy_without_source_must_not_write() -> None:
+    made: dict[str, Any] = {}
+    exec("def sneaky(job):\n    job.priority = 1.0\n    return job.priority", made)
+    with pytest.raises(PolicyError, match="its source cannot be read"):
+        policy(made["sneaky"])
+    exec("def plain(job):\n    return job.priority", made)
+    assert policy(made["plain"]).name == "plain"

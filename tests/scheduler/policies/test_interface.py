@@ -1,0 +1,195 @@
+"""What policies can do beyond ranking: hold jobs back, keep numbers, hear of segments and of time, read parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from core_bench import Bench, profile
+
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_TOP
+from paellapy.scheduler.core.params import give_params
+from paellapy.scheduler.core.profiles import ProfileError
+from paellapy.scheduler.policies.attach import attach_functions, attach_policy
+from paellapy.scheduler.policies.imported import named_policy
+from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy, policy
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import ClosedLoop
+
+
+def fifo(job: Any) -> float:
+    return float(job.arrival_ns)
+
+
+def not_model_0(job: Any) -> bool:
+    return bool(job.model != 0)
+
+
+def at_5_us(job: Any) -> float:
+    return 5e3
+
+
+def own(bench: Bench, made: Policy) -> Any:
+    """The policy's numbers, by name."""
+    kind = made.layout.own
+    return bench.state.own[: kind.itemsize // 8].view(kind)[0]
+
+
+def two_models(made: Policy) -> Bench:
+    return Bench([profile("a", lanes=1), profile("b", lanes=1)], policy=made)
+
+
+def test_a_job_that_is_not_admitted_does_not_block_those_behind_it() -> None:
+    bench = two_models(policy(admit=not_model_0, may_idle=True)(fifo))
+    held, other = bench.submit(0), bench.submit(1)
+    bench.step()
+    assert [int(bench.state.lane["model"][lane]) for lane in bench.running] == [1]
+    while other not in bench.done:
+        bench.finish_segment(bench.running[0])
+        bench.step(1000)
+    assert held not in bench.done
+    assert not bench.running  # the GPU idles
+
+
+def test_ties_of_rank_do_not_hide_a_job_from_admit() -> None:
+    def constant(job: Any) -> float:
+        return 0.0
+
+    bench = two_models(policy(admit=not_model_0, may_idle=True)(constant))
+    bench.submit(1)
+    bench.submit(0)
+    bench.step()
+    assert len(bench.running) == 1
+
+
+def test_an_idle_gpu_takes_the_best_job_unless_the_policy_may_idle() -> None:
+    bench = two_models(policy(admit=not_model_0)(fifo))
+    bench.submit(0)
+    bench.step()
+    assert len(bench.running) == 1
+
+
+def test_admit_may_say_when_to_ask_again() -> None:
+    bench = two_models(policy(admit=at_5_us, may_idle=True)(fifo))
+    bench.submit(0)
+    bench.step(1000)
+    assert not bench.running
+    assert bench.state.core["room_at_ns"][0] == 5000.0
+    bench.step(4000)
+    assert len(bench.running) == 1
+
+
+def test_done_and_tick_are_told_and_keep_numbers() -> None:
+    def done(job: Any, segment: Any, own: Any) -> None:
+        own.used_ns[job.model] += segment.ns
+        own.took_ns += segment.took_ns
+        own.last = segment.number
+
+    def tick(gpu: Any, own: Any) -> None:
+        own.ticks += 1.0
+        own.at_ns = gpu.now_ns
+
+    state = {"took_ns": 0.0, "last": -1.0, "ticks": 0.0, "at_ns": 0.0}
+    made = policy(done=done, tick=tick, tick_us=10, state=state, per_model={"used_ns": 7.0})(fifo)
+    bench = two_models(made)
+    bench.submit(0)
+    bench.submit(1)
+    bench.step(2000)
+    assert bench.state.core["room_at_ns"][0] == 12_000.0
+    for lane in list(bench.running):
+        bench.finish_segment(lane)
+    bench.step(3000)
+    kept = own(bench, made)
+    assert kept["ticks"] == 0.0
+    segment_ns = 50e3
+    assert list(kept["used_ns"][:3]) == [7.0 + segment_ns, 7.0 + segment_ns, 7.0]
+    assert kept["took_ns"] == 2 * 3000.0
+    assert kept["last"] == 0.0
+    bench.step(8000)
+    assert kept["ticks"] == 1.0
+    assert kept["at_ns"] == 13_000.0
+    bench.run_dry()
+    ticks = kept["ticks"]
+    bench.step(1_000_000)
+    assert kept["ticks"] == ticks  # there is no work
+    attach_functions(bench.state, made)  # as front ends of other processes do
+    assert kept["ticks"] == ticks
+    attach_policy(bench.state, made)
+    assert kept["ticks"] == 0.0
+
+
+def test_parameters_are_read_by_name_with_a_value_for_models_without() -> None:
+    def by_weight(job: Any) -> float:
+        return -float(job.params.weight)
+
+    made = policy(params={"other": 3.0, "weight": 1.0}, active=1)(by_weight)
+    models = [profile("light", lanes=1), profile("heavy", lanes=1, params={"weight": 5, "unread": 2})]
+    bench = Bench(models, policy=made)
+    assert bench.state.param[:2, :2].tolist() == [[3.0, 1.0], [3.0, 5.0]]
+    bench.submit(0)
+    heavy = bench.submit(1)
+    bench.step()
+    assert [int(bench.state.lane["model"][lane]) for lane in bench.running] == [1]
+    give_params(bench.state, 1, {})
+    assert bench.state.param[1, 1] == 1.0
+    bench.run_dry()
+    assert heavy in bench.done
+
+
+@pytest.mark.parametrize("params", [{"a b": 1.0}, {"a": "1"}, {"a": np.inf}, {f"a{k}": 1.0 for k in range(9)}])
+def test_faulty_parameters_are_refused(params: Any) -> None:
+    with pytest.raises(ProfileError, match="m: params"):
+        profile(params=params)
+
+
+def test_facts_are_worked_out_only_for_policies_that_read_them() -> None:
+    assert find_policy("srpt").facts == 0
+    assert find_policy("orion").facts == READS_SEGMENT | READS_TOP
+    assert find_policy("token").facts == READS_PARAMS
+    bench = two_models(find_policy("srpt"))
+    assert not any(bench.state.call[role][0] for role in ("admit", "tick", "done"))
+
+
+def test_what_top_priority_has_on_the_gpu_is_seen() -> None:
+    def beside(job: Any, gpu: Any, own: Any) -> bool:
+        if job.priority < gpu.active_priority:
+            own.top_ns, own.top_blocks, own.next_ns = gpu.top.ns, gpu.top.blocks, job.segment.ns
+        return bool(job.priority >= gpu.active_priority)
+
+    made = policy(admit=beside, state={"top_ns": 0.0, "top_blocks": 0.0, "next_ns": 0.0}, look_ahead=1)(fifo)
+    bench = Bench([profile("low", lanes=1, ns=30e3), profile("high", lanes=1, segments=4)], policy=made)
+    bench.submit(1, priority=5)
+    bench.submit(0)
+    bench.step()
+    kept = own(bench, made)
+    assert (kept["top_blocks"], kept["next_ns"]) == (8.0, 30e3)
+    assert kept["top_ns"] in (50e3, 200e3)  # a segment of it, or all in one piece
+    bench.run_dry()
+
+
+def test_a_simulation_that_a_policy_stalls_says_so() -> None:
+    def seldom(job: Any, own: Any) -> bool:
+        return bool(own.had < 3.0)
+
+    def done(own: Any) -> None:
+        own.had += 1.0
+
+    made = policy(admit=seldom, done=done, state={"had": 0.0}, may_idle=True)(fifo)
+    with pytest.raises(PolicyError, match=r"leaves 1 requests waiting for ever.*`tick`"):
+        simulate(profile("m", segments=2), ClosedLoop("m", duration=0.01), made)
+
+
+def test_options_of_a_policy_can_be_replaced() -> None:
+    assert replace(find_policy("token"), active=3).active == 3
+
+
+def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policies_of_mine.py").write_text("def latest(job):\n    return -job.arrival_ns\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    assert named_policy("policies_of_mine:latest").name == "latest"
+    for wrong in ("policies_of_mine:earliest", "no_such_module:rank"):
+        with pytest.raises(PolicyError, match="cannot be imported"):
+            named_policy(wrong)
