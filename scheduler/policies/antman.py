@@ -1,0 +1,27 @@
+"""AntMan (OSDI'20): opportunistic models are slowed down by idle time after what they run; the others are left alone.
+
+`performance` (a param of the model, 0 to 1) is the part of the time that a model may run; 1 is a resource-guaranteed
+one. AntMan's local coordinator moves it, and the cap on memory, as it watches the guaranteed job: here it stays as
+given.
+"""
+
+from paellapy.scheduler.core.job import DoneSegment, Job, Own
+from paellapy.scheduler.policies.policy import policy
+
+STEP = 2.0**56
+
+
+def admit(job: Job, own: Own) -> float:
+    return float(own.rests_ns[job.model])
+
+
+def done(job: Job, segment: DoneSegment, own: Own) -> None:
+    if job.params.performance < 1.0:
+        began_ns = max(own.rests_ns[job.model], job.now_ns - segment.took_ns)
+        own.rests_ns[job.model] = began_ns + segment.ns / job.params.performance
+
+
+@policy(name="antman", admit=admit, done=done, per_model={"rests_ns": 1.0}, params={"performance": 1.0},
+        may_idle=True, look_ahead=1)  # fmt: skip
+def rank(job: Job) -> float:
+    return job.arrival_ns - STEP * job.priority

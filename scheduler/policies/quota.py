@@ -1,0 +1,30 @@
+"""Quota (GaiaGPU, 2018): a model's bucket fills at a rate, and feedback moves the rate until its usage is its `share`.
+
+The share is a part of the GPU's time, a param of the model. GaiaGPU fills buckets of blocks every 120 ms, by what NVML
+reports; here they hold time, usage is known, the rate is corrected every 20 ms, and shares are not elastic.
+"""
+
+from paellapy.scheduler.core.job import DoneSegment, Job, Own
+from paellapy.scheduler.policies.policy import policy
+
+
+def admit(job: Job, own: Own) -> float:
+    return float(own.full_ns[job.model])
+
+
+def done(job: Job, segment: DoneSegment, own: Own) -> None:
+    m = job.model
+    own.used_ns[m] += segment.ns
+    past_ns = job.now_ns - own.since_ns[m]
+    if past_ns >= 20e6:
+        off = 0.5 * (job.params.share - own.used_ns[m] / past_ns)
+        own.extra[m] = min(max(own.extra[m] + off, -0.5 * job.params.share), 1.0 - job.params.share)
+        own.used_ns[m], own.since_ns[m] = 0.0, job.now_ns
+    rate = max(job.params.share + own.extra[m], 1e-3)
+    own.full_ns[m] = max(own.full_ns[m], job.now_ns - segment.took_ns) + segment.ns / rate
+
+
+@policy(name="quota", admit=admit, done=done, params={"share": 1.0}, may_idle=True, look_ahead=1,
+        per_model={"full_ns": 1.0, "used_ns": 0.0, "since_ns": 0.0, "extra": 0.0})  # fmt: skip
+def rank(job: Job) -> float:
+    return job.arrival_ns
