@@ -14,7 +14,9 @@ from paellapy.instrument.errors import ArgumentError
 
 def simulate(
     models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
-    policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="may be repeated")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help='"edf", "package.module:function", …; may be repeated')
+    ] = None,
     rate: Annotated[float, typer.Option(help="requests a second, of all models together")] = 4000.0,
     arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file: t, model")] = "lognormal",
     sigma: Annotated[float, typer.Option(help="of lognormal gaps")] = 1.5,
@@ -27,19 +29,20 @@ def simulate(
     fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
     admission: Annotated[bool, typer.Option(help="refuse what would miss its deadline or target, as a server")] = False,
     seed: Annotated[int, typer.Option(help="of the arrivals, zero or more")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="write the last policy's picture here")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write a picture of all policies here")] = None,
 ) -> None:
     """Try scheduling policies without a GPU: what each does to latency, slowdown, targets and throughput."""
     from paellapy.output_path import check_picture
-    from paellapy.scheduler.policies.policy import find_policy
+    from paellapy.scheduler.policies.imported import named_policy
     from paellapy.simulation import arrivals as workload_of
     from paellapy.simulation import caveat, named_models
     from paellapy.simulation import simulate as run
+    from paellapy.viz.run_figure import plot_runs
 
     console = Console()
     if plot is not None:
         check_picture(plot, "a plot")
-    policies = [find_policy(name) for name in policy or ["streams", "paella"]]
+    policies = [named_policy(name) for name in policy or ["streams", "paella"]]
     with console.status("profiles"):
         profiles, shares = named_models(models, _sizes(batch), device)
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
@@ -55,7 +58,7 @@ def simulate(
     if admission and not results[0].has_limits:
         console.print("--admission holds nothing: no model has a target and no request a deadline", highlight=False)
     if plot is not None:
-        results[-1].plot().savefig(plot)
+        plot_runs(results).savefig(plot)
         console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,19 @@ def plot_run(results: Results, axes: Any = None) -> Any:
     right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.18), yticks=np.linspace(0, 1, 6), title="occupancy")
     right.legend(fontsize="small", loc="upper center", ncols=3, frameon=False)
     return left.figure
+
+
+def plot_runs(runs: Sequence[Results]) -> Any:
+    """Several runs, one under the other: latencies share their axis, so that policies can be compared."""
+    if len(runs) == 1:
+        return plot_run(runs[0])
+    pyplot = need("matplotlib.pyplot", "plot()")
+    figure, axes = pyplot.subplots(len(runs), 2, figsize=(11, 3.2 * len(runs)), layout="constrained", sharex="col")
+    for each, pair in zip(runs, axes, strict=True):
+        plot_run(each, pair)
+    for above in axes[:-1].flat:
+        above.set_xlabel("")
+    return figure
 
 
 def _style(number: int) -> dict[str, str]:
