@@ -26,7 +26,6 @@ MANY_PARAMETERS = {
     "paellapy/demo/kernels.py:layer_norm": "a kernel: its arguments are what the GPU is given",
     "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
     "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
-    "scheduler/backends/virtual_loop.py:serve": "to be given one record",
     "scheduler/core/admission.py:lets_in": "to be given one record",
     "scheduler/core/requests.py:fill_job": "to be given one record",
     "scheduler/core/rings.py:post": "to be given one record",
@@ -40,7 +39,6 @@ MANY_PARAMETERS = {
 MANY_LINES = {
     "paellapy/cli_bench.py:bench": "a command: most lines are the options of the command line",
     "paellapy/viz/live_widget.py:_widget_class": "to be split",
-    "scheduler/backends/virtual_loop.py:serve": "to be split",
     "instrument/device/cuda_launch.py:CudaLauncher.__call__": "to be split",
 }
 

@@ -7,15 +7,12 @@ import numpy as np
 from paellapy.instrument.device.heaps import heap_pop
 from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
-    ACTIVE,
     B_BLOCK,
     B_COMMAND,
     B_PENDING,
-    BLOCK_EVENTS,
     BLOCKS,
     COST,
     COST_STRIDE,
-    DIRTY_N,
     DURATION,
     ENDED,
     ENDS_BY_TIMER,
@@ -26,23 +23,18 @@ from paellapy.instrument.device.sm_layout import (
     F_THREADS,
     FIRST,
     FLAG,
-    FREED,
     IDS,
-    JITTER,
     KERNEL,
     LATENCY,
     LAUNCH_ID,
     LEFT,
     NOT_RUN,
     NOTIFY,
-    NOW,
     P_SERVED,
     P_WEIGHT,
-    PLACE,
     PLACED,
     POOLS,
     REGISTERS,
-    SEED,
     SHARED,
     START,
     THREADS,
@@ -52,7 +44,6 @@ from paellapy.instrument.device.sm_layout import (
     U_WARP_NS,
     U_WARPS,
     WAIT_NS,
-    WAITING_N,
     WARPS,
     State,
 )
@@ -75,7 +66,7 @@ def jitter(seed: int, handle: int, block: int, width: float) -> float:
 @part
 def change_warps(s: State, sm: int, warps: int) -> None:
     """So many warps more are resident from now on, or less."""
-    now = s.t[NOW]
+    now = s.gpu[0].now_ns
     before = s.use[sm, U_WARPS]
     if before > 0.0:
         gone = now - s.use[sm, U_SINCE]
@@ -87,8 +78,9 @@ def change_warps(s: State, sm: int, warps: int) -> None:
 
 @part
 def start_block(s: State, handle: int, sm: int) -> None:
+    gpu = s.gpu[0]
     i = handle & (s.ci.shape[0] - 1)
-    now = s.t[NOW]
+    now = gpu.now_ns
     block = s.ci[i, PLACED]
     s.ci[i, PLACED] = block + 1
     s.free[sm, F_BLOCKS] -= 1
@@ -125,8 +117,8 @@ def start_block(s: State, handle: int, sm: int) -> None:
     duration = s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], DURATION]
     if duration >= 0.0:
         s.slot[slot, B_PENDING] = ENDS_BY_TIMER
-        if s.t[JITTER] > 0.0:
-            duration *= jitter(s.g[SEED], handle, block, s.t[JITTER])
+        if gpu.jitter > 0.0:
+            duration *= jitter(gpu.seed, handle, block, gpu.jitter)
     else:
         s.slot[slot, B_PENDING] = 0
         duration = s.cf[i, LATENCY] + s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], WAIT_NS]
@@ -136,6 +128,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
 @part
 def slot_timer(s: State, slot: int) -> None:
     """A block's timer ran out: its recorded duration is over, or it does not run, or its work begins to flow."""
+    gpu = s.gpu[0]
     if s.slot[slot, B_PENDING] < 0:
         end_block(s, slot)
         return
@@ -144,8 +137,8 @@ def slot_timer(s: State, slot: int) -> None:
     block = s.slot[slot, B_BLOCK]
     row = s.ci[i, COST] + block * s.ci[i, COST_STRIDE]
     factor = 1.0
-    if s.t[JITTER] > 0.0:
-        factor = jitter(s.g[SEED], handle, block, s.t[JITTER])
+    if gpu.jitter > 0.0:
+        factor = jitter(gpu.seed, handle, block, gpu.jitter)
     pending = 0
     for r in range(POOLS):
         amount = s.cost[row, r]
@@ -160,21 +153,23 @@ def slot_timer(s: State, slot: int) -> None:
 @part
 def make_dirty(s: State, sm: int) -> None:
     """The SM has more or less room than the placement tree says, whatever footprint that is for."""
+    gpu = s.gpu[0]
     if s.dirty[1, sm] == 0:
         s.dirty[1, sm] = 1
-        s.dirty[0, s.g[DIRTY_N]] = sm
-        s.g[DIRTY_N] += 1
+        s.dirty[0, gpu.dirty] = sm
+        gpu.dirty += 1
 
 
 @part
 def end_block(s: State, slot: int) -> None:
+    gpu = s.gpu[0]
     handle = s.slot[slot, B_COMMAND]
     i = handle & (s.ci.shape[0] - 1)
     sm = slot // s.stack.shape[1]
     if s.slot[slot, B_PENDING] != NOT_RUN:
         row = s.ci[i, TRACE]
         if row >= 0:
-            s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(s.t[NOW]))
+            s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(gpu.now_ns))
         s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
         change_warps(s, sm, -s.ci[i, WARPS])
     s.stack[sm, s.free[sm, F_BLOCKS]] = slot
@@ -183,13 +178,13 @@ def end_block(s: State, slot: int) -> None:
     s.free[sm, F_REGISTERS] += s.ci[i, REGISTERS]
     s.free[sm, F_SHARED] += s.ci[i, SHARED]
     make_dirty(s, sm)
-    s.g[FREED] += 1
-    s.g[BLOCK_EVENTS] += 1
-    if s.g[WAITING_N] > 0:
-        s.g[PLACE] = 1
+    gpu.freed += 1
+    gpu.block_events += 1
+    if gpu.waiting > 0:
+        gpu.place = 1
     s.ci[i, ENDED] += 1
     if s.ci[i, ENDED] == s.ci[i, BLOCKS]:
-        s.g[ACTIVE] -= 1
+        gpu.active -= 1
         finish_work(s, handle)
 
 

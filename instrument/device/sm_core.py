@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from numba import types
 
 from paellapy.instrument.device.heaps import Floats, Ints, heap_pop, tree_first
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.device.jit import address_of, compiled, part, reachable
 from paellapy.instrument.device.sm_blocks import pool_serve, slot_timer
 from paellapy.instrument.device.sm_layout import (
-    ACTIVE,
     C_ACTIVE,
     C_CLOCK,
     C_RATE,
-    CLOCKS_AT,
-    DONE_HEAD,
     DONE_LINK,
-    FRONT_FREE,
     GRAPH,
-    GRID_ISSUE,
-    GRID_LIMIT,
     IDLE,
     INF,
-    NOW,
-    PLACE,
-    PLACE_FREE,
     POOLS,
     Q_TIMER,
     REACHED,
-    READY_N,
     REPORTED,
     S_CURRENT,
     STATUS,
     STOPPED,
     SUBMIT,
-    TIMED_N,
-    UNREPORTED,
     State,
 )
 from paellapy.instrument.device.sm_place import place, start_grid
@@ -45,13 +33,14 @@ from paellapy.instrument.device.sm_streams import drain_todo, finish_work, link_
 
 @part
 def next_time(s: State) -> float:
+    gpu = s.gpu[0]
     at = INF
-    if s.g[TIMED_N] > 0:
+    if gpu.timed > 0:
         at = s.timed[0]
-    if s.g[READY_N] > 0 and s.g[ACTIVE] < s.g[GRID_LIMIT]:
-        at = min(at, max(s.t[NOW], s.t[FRONT_FREE]))
-    if s.g[PLACE] != 0:
-        at = min(at, max(s.t[NOW], s.t[PLACE_FREE]))
+    if gpu.ready > 0 and gpu.active < gpu.grid_limit:
+        at = min(at, max(gpu.now_ns, gpu.front_free_ns))
+    if gpu.place != 0:
+        at = min(at, max(gpu.now_ns, gpu.place_free_ns))
     for r in range(POOLS):
         at = min(at, pool_due(s, r))
     return at
@@ -60,25 +49,27 @@ def next_time(s: State) -> float:
 @part
 def advance(s: State, at: float) -> None:
     """Move the time and the pools' clocks; a clock whose next completion is due stands exactly there."""
+    gpu = s.gpu[0]
     for r in range(POOLS):
         if s.clock[r, C_ACTIVE] > 0.0:
             key = s.tree[r, 1]
             if pool_due(s, r) <= at:
                 s.clock[r, C_CLOCK] = key
             else:
-                s.clock[r, C_CLOCK] = min(key, s.clock[r, C_CLOCK] + s.clock[r, C_RATE] * (at - s.t[CLOCKS_AT]))
-    s.t[CLOCKS_AT] = at
-    s.t[NOW] = at
+                s.clock[r, C_CLOCK] = min(key, s.clock[r, C_CLOCK] + s.clock[r, C_RATE] * (at - gpu.clocks_at_ns))
+    gpu.clocks_at_ns = at
+    gpu.now_ns = at
 
 
 @part
 def step(s: State, at: float) -> None:
     """Everything that happens at one time: ends first, so that placement sees all that is free and ready."""
+    gpu = s.gpu[0]
     advance(s, at)
-    while s.g[TIMED_N] > 0 and s.timed[0] <= at:
+    while gpu.timed > 0 and s.timed[0] <= at:
         identity = s.timed_id[0]
-        heap_pop(s.timed, s.timed_id, 0, s.g[TIMED_N])
-        s.g[TIMED_N] -= 1
+        heap_pop(s.timed, s.timed_id, 0, gpu.timed)
+        gpu.timed -= 1
         slots = s.slot.shape[0]
         if identity < slots:
             slot_timer(s, identity)
@@ -91,35 +82,41 @@ def step(s: State, at: float) -> None:
         while s.clock[r, C_ACTIVE] > 0.0 and s.tree[r, 1] <= s.clock[r, C_CLOCK]:
             pool_serve(s, r, tree_first(s.tree[r]))
     drain_todo(s)
-    while s.g[READY_N] > 0 and s.g[ACTIVE] < s.g[GRID_LIMIT] and s.t[FRONT_FREE] <= at:
+    while gpu.ready > 0 and gpu.active < gpu.grid_limit and gpu.front_free_ns <= at:
         handle = s.ready_id[0]
-        heap_pop(s.ready, s.ready_id, 0, s.g[READY_N])
-        s.g[READY_N] -= 1
+        heap_pop(s.ready, s.ready_id, 0, gpu.ready)
+        gpu.ready -= 1
         start_grid(s, handle)
-        s.t[FRONT_FREE] = at + s.t[GRID_ISSUE]
-    if s.g[PLACE] != 0 and s.t[PLACE_FREE] <= at:
+        gpu.front_free_ns = at + gpu.grid_issue_ns
+    if gpu.place != 0 and gpu.place_free_ns <= at:
         place(s)
 
 
-@compiled
-def run(s: State, until: float, stop: bool) -> int:
-    """Advance to `until`, or until nothing can happen, or (`stop`) until a completion is there to be fetched."""
+@reachable
+def run(s: State, until: float, stop: int) -> int:
+    """Advance to `until`, or until nothing can happen, or (`stop`, not 0) until a completion is there to be fetched."""
+    gpu = s.gpu[0]
     link_new(s)
     while True:
-        if stop and s.g[UNREPORTED] > 0:
+        if stop and gpu.unreported > 0:
             return STOPPED
         at = next_time(s)
         if at == INF or at > until:
-            if until < INF and until > s.t[NOW]:
-                s.t[NOW] = until  # the clocks only move with events, so that stopping here and there changes nothing
+            if until < INF and until > gpu.now_ns:
+                gpu.now_ns = until  # the clocks only move with events, so that stopping here and there changes nothing
             return IDLE if at == INF else REACHED
         step(s, at)
 
 
-@compiled
-def next_event(s: State) -> float:
+@part
+def next_event_of(s: State) -> float:
     link_new(s)
     return next_time(s)
+
+
+@compiled
+def next_event(s: State) -> float:
+    return next_event_of(s)
 
 
 @compiled
@@ -141,18 +138,18 @@ def submit_again(ci: Ints, cf: Floats, commands: Commands, last_graph: int, at: 
 
 
 @compiled
-def fetch_completed(g: Ints, ci: Ints, into: Ints) -> None:
+def fetch_completed(s: State, into: Ints) -> None:
     """Hand over the completions since the last call, in order of time; `into` has room for all of them."""
-    handle = g[DONE_HEAD]
-    for k in range(g[UNREPORTED]):
+    gpu = s.gpu[0]
+    handle = gpu.done_head
+    for k in range(gpu.unreported):
         into[k] = handle
-        i = handle & (ci.shape[0] - 1)
-        ci[i, STATUS] = REPORTED
-        handle = ci[i, DONE_LINK]
-    g[UNREPORTED] = 0
+        i = handle & (s.ci.shape[0] - 1)
+        s.ci[i, STATUS] = REPORTED
+        handle = s.ci[i, DONE_LINK]
+    gpu.unreported = 0
 
 
-# The files of all code and constants that are folded into what is compiled here.
-PARTS = tuple(Path(__file__).with_name(f"{m}.py") for m in (
-    "heaps", "sm_blocks", "sm_core", "sm_layout", "sm_place", "sm_pools", "sm_program", "sm_streams"
-))  # fmt: skip
+def address_of_run() -> int:
+    """Of `run`, for loops that call it: each would otherwise have a copy of the whole model compiled into it."""
+    return address_of(run, State.numba_type, types.float64, types.int64)

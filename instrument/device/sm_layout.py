@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.heaps import Floats, Ints
+from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.instrument.records import BLOCK, SM_LINE
 
 INF = np.inf
 MEMORY, FP32, TENSOR = 0, 1, 2
@@ -17,15 +19,45 @@ POOLS = 3
 PRIORITY_NS = 2.0**46
 PLACE_TREE = 3  # the fourth tree: SMs by load, for the footprint being placed
 
-# State.g
-(NEXT, LINKED, PENDING, READY_N, ACTIVE, WAITING_N, TIMED_N, PLACE, DIRTY_N, TODO_HEAD, TODO_N, DONE_HEAD, DONE_TAIL,
- UNREPORTED, FREED, BACKFILL, GRID_LIMIT, SEED, BLOCK_EVENTS, FP_THREADS, FP_REGISTERS, FP_SHARED, PASS,
- ) = range(23)  # fmt: skip
-G_SIZE = 23
-
-# State.t
-NOW, CLOCKS_AT, FRONT_FREE, PLACE_FREE, LAUNCH_NS, KERNEL_GAP, GRAPH_GAP, GRID_ISSUE, BLOCK_ISSUE, JITTER = range(10)
-T_SIZE = 10
+# [1] The GPU as a whole. Counts without another word are lengths of the heap or list of the same name in `State`.
+GPU = np.dtype(
+    [
+        ("now_ns", "f8"),
+        ("clocks_at_ns", "f8"),  # when the pools' clocks were last moved
+        ("front_free_ns", "f8"),  # when the front end can take the next grid,
+        ("place_free_ns", "f8"),  # and place the next block
+        ("launch_ns", "f8"),  # what follows is the part's timing
+        ("kernel_gap_ns", "f8"),
+        ("graph_gap_ns", "f8"),
+        ("grid_issue_ns", "f8"),
+        ("block_issue_ns", "f8"),
+        ("jitter", "f8"),
+        ("next", "i8"),  # handle of the next command
+        ("linked", "i8"),  # commands below it are in their queues
+        ("pending", "i8"),  # commands that are not over
+        ("ready", "i8"),
+        ("active", "i8"),  # grids
+        ("waiting", "i8"),
+        ("timed", "i8"),
+        ("dirty", "i8"),
+        ("todo_head", "i8"),
+        ("todo", "i8"),
+        ("place", "i8"),  # 1: there may be room for blocks that wait
+        ("done_head", "i8"),  # list of commands that are over and not reported yet
+        ("done_tail", "i8"),
+        ("unreported", "i8"),
+        ("freed", "i8"),  # blocks that have ended
+        ("passes", "i8"),  # of placement
+        ("backfill", "i8"),
+        ("grid_limit", "i8"),
+        ("seed", "i8"),
+        ("block_events", "i8"),
+        ("fp_threads", "i8"),  # the footprint that the placement tree is made for
+        ("fp_registers", "i8"),
+        ("fp_shared", "i8"),
+    ],
+    align=True,
+)
 
 # State.ci: a command's integers; State.cf: its times
 (KIND, STREAM, PRIORITY, LINK, STATUS, BLOCKS, PLACED, ENDED, WARPS, THREADS, REGISTERS, SHARED, CLUSTER, COST,
@@ -68,39 +100,42 @@ C_CLOCK, C_TOTAL, C_PER_SM, C_RATE, C_ACTIVE = range(5)
 IDLE, REACHED, STOPPED = range(3)
 
 
-class State(NamedTuple):
+@table_set
+class State(TableSet):
     """All of the model's state. Commands sit at `handle & (rows - 1)`: rows are a power of two and reused in order."""
 
-    g: Ints
-    t: Floats
-    ci: Ints
-    cf: Floats
-    cost: Floats
-    stream: Ints
-    stream_t: Floats  # when the stream's last work was done
-    queue: Ints
-    todo: Ints  # ring of queues to look at
-    event: Ints
-    engine: Floats  # when each copy engine is free
-    ready: Floats  # heap of grids waiting for the front end
-    ready_id: Ints
-    waiting: Ints  # grids with blocks to place, first to place first
-    timed: Floats  # heap of timers: slots, then queues, then streams (copies)
-    timed_id: Ints
-    free: Ints  # per SM
-    gpc: Ints  # first SM of each GPC, and the number of SMs
-    window: Ints  # ranges of SMs; a command's WINDOW says to which its blocks are confined
-    flag: Ints  # words that launches look at when a block starts; 0 is nobody's
-    ids: Ints  # of a launch under a flag: its blocks' numbers, then room for those of the LEFT blocks that did not run
-    stack: Ints  # free slots of each SM
-    slot: Ints
-    dirty: Ints  # list of SMs changed behind the placement tree's back since it was last looked at, and their flags
-    pool: Floats
-    pool_n: Ints
-    heap: Floats
-    heap_id: Ints
-    clock: Floats
-    tree: Floats
-    trace: NDArray[Any]  # BLOCK
-    lines: NDArray[Any]  # SM_LINE
-    use: Floats  # per SM: resident warps, since when, and their integrals over time
+    gpu: NDArray[Any] = table(GPU, 1)
+    ci: Ints = table(np.int64, "commands", CI_SIZE)
+    cf: Floats = table(np.float64, "commands", CF_SIZE)
+    cost: Floats = table(np.float64, "costs", COST_COLUMNS)
+    stream: Ints = table(np.int64, "streams", 5)
+    stream_t: Floats = table(np.float64, "streams")  # when the stream's last work was done
+    queue: Ints = table(np.int64, "streams", 6)
+    todo: Ints = table(np.int64, "queues")  # ring of queues to look at
+    event: Ints = table(np.int64, "events", 3)
+    engine: Floats = table(np.float64, 3)  # when each copy engine is free
+    ready: Floats = table(np.float64, "streams")  # heap of grids waiting for the front end
+    ready_id: Ints = table(np.int64, "streams")
+    waiting: Ints = table(np.int64, "grids")  # grids with blocks to place, first to place first
+    timed: Floats = table(np.float64, "timers")  # heap of timers: slots, then queues, then streams (copies)
+    timed_id: Ints = table(np.int64, "timers")
+    free: Ints = table(np.int64, "sms", 4)  # per SM
+    gpc: Ints = table(np.int64, "gpcs")  # first SM of each GPC, and the number of SMs
+    # ranges of SMs; a command's WINDOW says to which its blocks are confined
+    window: Ints = table(np.int64, "windows", 3)
+    flag: Ints = table(np.int64, "flags")  # words that launches look at when a block starts; 0 is nobody's
+    # of a launch under a flag: its blocks' numbers, then room for those of the LEFT blocks that did not run
+    ids: Ints = table(np.int64, "ids")
+    stack: Ints = table(np.int64, "sms", "blocks")  # free slots of each SM
+    slot: Ints = table(np.int64, "slots", 3)
+    # list of SMs changed behind the placement tree's back since it was last looked at, and their flags
+    dirty: Ints = table(np.int64, 2, "sms")
+    pool: Floats = table(np.float64, POOLS, "sms", 3)
+    pool_n: Ints = table(np.int64, POOLS, "sms")
+    heap: Floats = table(np.float64, "heap")
+    heap_id: Ints = table(np.int64, "heap")
+    clock: Floats = table(np.float64, POOLS, 5)
+    tree: Floats = table(np.float64, POOLS + 1, "nodes")
+    trace: NDArray[Any] = table(BLOCK, "blocks")
+    lines: NDArray[Any] = table(SM_LINE, "sms")
+    use: Floats = table(np.float64, "sms", 4)  # per SM: resident warps, since when, and their integrals over time

@@ -314,14 +314,14 @@ class SmModel:
         """Advance to `until_ns`, or until all is done; the time then. May stop early at the first completion."""
         if until_ns is not None and until_ns < self.now_ns:
             raise LaunchError(f"cannot run until {until_ns} ns: it is {self.now_ns} ns already")
-        result = core.run(self._s, np.inf if until_ns is None else float(until_ns), stop_on_completion)
-        if result == lay.IDLE and until_ns is None and self._s.g[lay.PENDING] > 0:
+        result = core.run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
+        if result == lay.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
             raise DeadlockError(who_waits(self._s, self._base))
         return self.now_ns
 
     @property
     def now_ns(self) -> float:
-        return float(self._s.t[lay.NOW])
+        return float(self._s.gpu["now_ns"][0])
 
     @property
     def next_event_ns(self) -> float:
@@ -330,9 +330,9 @@ class SmModel:
 
     def completed(self) -> NDArray[np.int64]:
         """Handles of launches and copies that ended since the last call, in order of time."""
-        handles = np.empty(int(self._s.g[lay.UNREPORTED]), np.int64)
+        handles = np.empty(int(self._s.gpu["unreported"][0]), np.int64)
         if len(handles):
-            core.fetch_completed(self._s.g, self._s.ci, handles)
+            core.fetch_completed(self._s, handles)
         return handles
 
     def run_until_done(self, handle: int) -> float:
@@ -385,7 +385,7 @@ class SmModel:
     @property
     def block_events(self) -> int:
         """Blocks that have ended so far."""
-        return int(self._s.g[lay.BLOCK_EVENTS])
+        return int(self._s.gpu["block_events"][0])
 
     def blocks(self) -> NDArray[Any]:
         """The ended blocks of traced launches (BLOCK), launch after launch, in order of block."""
@@ -407,14 +407,14 @@ class SmModel:
     def check_integrity(self) -> None:
         """With nothing in flight all resources are free and all counters agree; AssertionError otherwise."""
         s, sm = self._s, self.part.sm
-        assert s.g[lay.PENDING] == s.g[lay.ACTIVE] == s.g[lay.WAITING_N] == s.g[lay.READY_N] == 0, "work in flight"
+        assert not any(s.gpu[each][0] for each in ("pending", "active", "waiting", "ready")), "work in flight"
         assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM has not got all back"
         assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
         assert (s.clock[:, lay.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
         assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
         assert (s.lines["started"] == s.lines["ended"]).all(), "a block has started and not ended"
         leaves = s.tree[lay.PLACE_TREE, s.tree.shape[1] // 2 :][: self.part.sms]
-        known = (s.dirty[1] == 0) & (s.g[lay.FP_THREADS] >= 0)
+        known = (s.dirty[1] == 0) & (s.gpu["fp_threads"][0] >= 0)
         assert (leaves[known] == -sm.threads).all(), "the placement tree is wrong about an SM it takes for known"
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ class SmModel:
         if handle + n - self._base > len(self._s.ci):
             self._make_room(handle, n)
         self._next = handle + n
-        self._s.g[lay.NEXT] = self._next
+        self._s.gpu["next"][0] = self._next
         return handle, handle & (len(self._s.ci) - 1)
 
     def _make_room(self, handle: int, n: int) -> None:

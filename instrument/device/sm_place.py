@@ -8,26 +8,14 @@ from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
 from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_blocks import make_dirty, start_block
 from paellapy.instrument.device.sm_layout import (
-    ACTIVE,
-    BACKFILL,
-    BLOCK_ISSUE,
     BLOCKED_AT,
     BLOCKS,
     CLUSTER,
-    DIRTY_N,
     F_BLOCKS,
     F_REGISTERS,
     F_SHARED,
     F_THREADS,
-    FP_REGISTERS,
-    FP_SHARED,
-    FP_THREADS,
-    FREED,
     INF,
-    NOW,
-    PASS,
-    PLACE,
-    PLACE_FREE,
     PLACE_TREE,
     PLACED,
     PRIORITY,
@@ -37,7 +25,6 @@ from paellapy.instrument.device.sm_layout import (
     W_FIRST,
     W_HELD,
     W_SMS,
-    WAITING_N,
     WINDOW,
     State,
 )
@@ -59,19 +46,20 @@ def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
 @part
 def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
     """Make the placement tree true for this footprint: only dirty SMs have changed if it was the last one too."""
-    if s.g[FP_THREADS] != threads or s.g[FP_REGISTERS] != registers or s.g[FP_SHARED] != shared:
-        s.g[FP_THREADS], s.g[FP_REGISTERS], s.g[FP_SHARED] = threads, registers, shared
+    gpu = s.gpu[0]
+    if gpu.fp_threads != threads or gpu.fp_registers != registers or gpu.fp_shared != shared:
+        gpu.fp_threads, gpu.fp_registers, gpu.fp_shared = threads, registers, shared
         for sm in range(s.free.shape[0]):
             s.tree[PLACE_TREE, s.tree.shape[1] // 2 + sm] = load(s, sm, threads, registers, shared)
         tree_rebuild(s.tree[PLACE_TREE])
-        for k in range(s.g[DIRTY_N]):
+        for k in range(gpu.dirty):
             s.dirty[1, s.dirty[0, k]] = 0
     else:
-        for k in range(s.g[DIRTY_N]):
+        for k in range(gpu.dirty):
             sm = s.dirty[0, k]
             s.dirty[1, sm] = 0
             tree_set(s.tree[PLACE_TREE], sm, load(s, sm, threads, registers, shared))
-    s.g[DIRTY_N] = 0
+    gpu.dirty = 0
 
 
 @part
@@ -166,16 +154,17 @@ def place(s: State) -> None:
 
     Without, a grid that fits nowhere in its window holds up that window only: a context has a front end of its own.
     """
-    s.g[PASS] += 1
+    gpu = s.gpu[0]
+    gpu.passes += 1
     k = 0
-    while k < s.g[WAITING_N]:
+    while k < gpu.waiting:
         handle = s.waiting[k]
         i = handle & (s.ci.shape[0] - 1)
         window = s.ci[i, WINDOW]
-        if window > 0 and s.window[window, W_HELD] == s.g[PASS]:
+        if window > 0 and s.window[window, W_HELD] == gpu.passes:
             k += 1
             continue
-        if s.ci[i, BLOCKED_AT] == s.g[FREED]:  # nothing was freed since it fitted nowhere
+        if s.ci[i, BLOCKED_AT] == gpu.freed:  # nothing was freed since it fitted nowhere
             placed = False
         elif s.ci[i, CLUSTER] > 1:
             placed = place_cluster(s, handle)
@@ -184,32 +173,33 @@ def place(s: State) -> None:
         else:
             placed = place_one(s, handle)
         if not placed:
-            s.ci[i, BLOCKED_AT] = s.g[FREED]
-            if s.g[BACKFILL] == 0:
+            s.ci[i, BLOCKED_AT] = gpu.freed
+            if gpu.backfill == 0:
                 if window == 0:
                     break
-                s.window[window, W_HELD] = s.g[PASS]
+                s.window[window, W_HELD] = gpu.passes
             k += 1
             continue
         if s.ci[i, PLACED] == s.ci[i, BLOCKS]:
-            for j in range(k, s.g[WAITING_N] - 1):
+            for j in range(k, gpu.waiting - 1):
                 s.waiting[j] = s.waiting[j + 1]
-            s.g[WAITING_N] -= 1
-        if s.t[BLOCK_ISSUE] > 0.0:
-            s.t[PLACE_FREE] = s.t[NOW] + s.t[BLOCK_ISSUE] * s.ci[i, CLUSTER]
+            gpu.waiting -= 1
+        if gpu.block_issue_ns > 0.0:
+            gpu.place_free_ns = gpu.now_ns + gpu.block_issue_ns * s.ci[i, CLUSTER]
             return
-    s.g[PLACE] = 0
+    gpu.place = 0
 
 
 @part
 def start_grid(s: State, handle: int) -> None:
     """The grid joins those with blocks to place: behind all of its priority and above."""
+    gpu = s.gpu[0]
     i = handle & (s.ci.shape[0] - 1)
-    k = s.g[WAITING_N]
+    k = gpu.waiting
     while k > 0 and s.ci[s.waiting[k - 1] & (s.ci.shape[0] - 1), PRIORITY] < s.ci[i, PRIORITY]:
         s.waiting[k] = s.waiting[k - 1]
         k -= 1
     s.waiting[k] = handle
-    s.g[WAITING_N] += 1
-    s.g[ACTIVE] += 1
-    s.g[PLACE] = 1
+    gpu.waiting += 1
+    gpu.active += 1
+    gpu.place = 1

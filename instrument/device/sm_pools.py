@@ -16,7 +16,6 @@ from paellapy.instrument.device.sm_layout import (
     C_PER_SM,
     C_RATE,
     C_TOTAL,
-    CLOCKS_AT,
     INF,
     P_CLOCK,
     P_SERVED,
@@ -74,5 +73,5 @@ def pool_add(s: State, r: int, sm: int, slot: int, amount: float, weight: int) -
 def pool_due(s: State, r: int) -> float:
     if s.clock[r, C_ACTIVE] == 0.0:
         return INF
-    due: float = s.t[CLOCKS_AT] + (s.tree[r, 1] - s.clock[r, C_CLOCK]) / s.clock[r, C_RATE]
+    due: float = s.gpu[0].clocks_at_ns + (s.tree[r, 1] - s.clock[r, C_CLOCK]) / s.clock[r, C_RATE]
     return due

@@ -20,8 +20,10 @@ _KINDS = ("launch", "copy", "record", "wait")
 def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDArray[Any] | None) -> lay.State:
     sm, n, streams = part.sm, part.sms, 32
     slots = n * sm.blocks
-    g = np.zeros(lay.G_SIZE, np.int64)
-    g[lay.BACKFILL], g[lay.GRID_LIMIT], g[lay.SEED], g[lay.FP_THREADS] = backfill, part.concurrent_grids, seed, -1
+    gpu = np.zeros(1, lay.GPU)
+    gpu["backfill"], gpu["grid_limit"], gpu["seed"], gpu["fp_threads"] = backfill, part.concurrent_grids, seed, -1
+    for name in ("launch_ns", "jitter", "kernel_gap_ns", "graph_gap_ns", "grid_issue_ns", "block_issue_ns"):
+        gpu[name] = getattr(timing, name)
     if lines is None:
         lines = np.zeros(n, SM_LINE)
     elif lines.dtype != SM_LINE or lines.shape != (n,):
@@ -31,8 +33,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     window = np.zeros((64, 3), np.int64)
     window[0, lay.W_SMS] = n
     return lay.State(
-        g=g,
-        t=_times(timing),
+        gpu=gpu,
         ci=np.zeros((1024, lay.CI_SIZE), np.int64),
         cf=np.zeros((1024, lay.CF_SIZE)),
         cost=np.zeros((1024, lay.COST_COLUMNS)),
@@ -68,14 +69,6 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     )
 
 
-def _times(timing: Timing) -> NDArray[np.float64]:
-    t = np.zeros(lay.T_SIZE)
-    t[lay.LAUNCH_NS], t[lay.JITTER] = timing.launch_ns, timing.jitter
-    t[lay.KERNEL_GAP], t[lay.GRAPH_GAP] = timing.kernel_gap_ns, timing.graph_gap_ns
-    t[lay.GRID_ISSUE], t[lay.BLOCK_ISSUE] = timing.grid_issue_ns, timing.block_issue_ns
-    return t
-
-
 def _clocks(part: Part, timing: Timing) -> NDArray[np.float64]:
     """The pools' rates per nanosecond: GB/s are bytes per ns, TFLOPS are a thousand flops per ns."""
     clock = np.zeros((lay.POOLS, 5))
@@ -94,10 +87,10 @@ def doubled(array: NDArray[Any]) -> NDArray[Any]:
 def more_streams(s: lay.State) -> lay.State:
     """Twice the streams and queues. Timers of streams follow those of queues in number, so they are renumbered."""
     old = len(s.queue)
-    count = int(s.g[lay.TODO_N])
+    count = int(s.gpu["todo"][0])
     todo = np.zeros(2 * old + 1, np.int64)
-    todo[:count] = s.todo[(int(s.g[lay.TODO_HEAD]) + np.arange(count)) % len(s.todo)]
-    s.g[lay.TODO_HEAD] = 0
+    todo[:count] = s.todo[(int(s.gpu["todo_head"][0]) + np.arange(count)) % len(s.todo)]
+    s.gpu["todo_head"][0] = 0
     timed_id = np.concatenate([s.timed_id, np.zeros(2 * old, np.int64)])
     timed_id[timed_id >= len(s.slot) + old] += old
     queue = doubled(s.queue)
@@ -134,14 +127,14 @@ def most_in_a_gpc(s: lay.State, window: int) -> int:
 
 def unfinished_launches(s: lay.State, first: int) -> NDArray[np.int64]:
     """Rows of the launches from handle `first` on that are not over, oldest first."""
-    rows: NDArray[np.int64] = np.arange(first, int(s.g[lay.NEXT])) & (len(s.ci) - 1)
+    rows: NDArray[np.int64] = np.arange(first, int(s.gpu["next"][0])) & (len(s.ci) - 1)
     unfinished: NDArray[np.bool_] = (s.ci[rows, lay.KIND] == lay.LAUNCH) & (s.ci[rows, lay.STATUS] < lay.DONE)
     return rows[unfinished]
 
 
 def who_waits(s: lay.State, first: int) -> str:
     """For a state in which nothing can happen any more: each queue's head, and what it waits for."""
-    rows = np.arange(first, int(s.g[lay.NEXT])) & (len(s.ci) - 1)
+    rows = np.arange(first, int(s.gpu["next"][0])) & (len(s.ci) - 1)
     records = rows[s.ci[rows, lay.KIND] == lay.RECORD]
     waits = []
     for handle in s.queue[s.queue[:, lay.Q_HEAD] >= 0, lay.Q_HEAD]:
@@ -155,4 +148,4 @@ def who_waits(s: lay.State, first: int) -> str:
         else:
             by = s.ci[records[s.ci[records, lay.EVENT] == event][0], lay.STREAM]
             waits.append(f"{who} waits for event {event}, recorded further down stream {by}")
-    return f"{s.g[lay.PENDING]} commands can never run: " + "; ".join(waits)
+    return f"{s.gpu['pending'][0]} commands can never run: " + "; ".join(waits)

@@ -7,27 +7,18 @@ from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     COPY,
     DONE,
-    DONE_HEAD,
     DONE_LINK,
-    DONE_TAIL,
     E_FIRED,
     E_WAITERS,
     ENGINE,
     EVENT,
     FINISH,
     GRAPH,
-    GRAPH_GAP,
     ISSUED,
-    KERNEL_GAP,
     KIND,
     LATENCY,
     LAUNCH,
-    LAUNCH_NS,
     LINK,
-    LINKED,
-    NEXT,
-    NOW,
-    PENDING,
     PRIORITY,
     PRIORITY_NS,
     Q_HEAD,
@@ -36,7 +27,6 @@ from paellapy.instrument.device.sm_layout import (
     Q_TIMER,
     Q_TODO,
     Q_WAITS,
-    READY_N,
     RECORD,
     REPORT,
     REPORTED,
@@ -48,10 +38,6 @@ from paellapy.instrument.device.sm_layout import (
     STATUS,
     STREAM,
     SUBMIT,
-    TIMED_N,
-    TODO_HEAD,
-    TODO_N,
-    UNREPORTED,
     WAIT,
     State,
 )
@@ -59,51 +45,55 @@ from paellapy.instrument.device.sm_layout import (
 
 @part
 def set_timer(s: State, at: float, identity: int) -> None:
-    heap_push(s.timed, s.timed_id, 0, s.g[TIMED_N], at, identity)
-    s.g[TIMED_N] += 1
+    gpu = s.gpu[0]
+    heap_push(s.timed, s.timed_id, 0, gpu.timed, at, identity)
+    gpu.timed += 1
 
 
 @part
 def look_at(s: State, queue: int) -> None:
+    gpu = s.gpu[0]
     if s.queue[queue, Q_TODO] == 0:
         s.queue[queue, Q_TODO] = 1
-        s.todo[(s.g[TODO_HEAD] + s.g[TODO_N]) % s.todo.shape[0]] = queue
-        s.g[TODO_N] += 1
+        s.todo[(gpu.todo_head + gpu.todo) % s.todo.shape[0]] = queue
+        gpu.todo += 1
 
 
 @part
 def finish_work(s: State, handle: int) -> None:
     """A launch or copy is over: its stream may go on."""
+    gpu = s.gpu[0]
     i = handle & (s.ci.shape[0] - 1)
-    s.cf[i, FINISH] = s.t[NOW]
-    s.g[PENDING] -= 1
+    s.cf[i, FINISH] = gpu.now_ns
+    gpu.pending -= 1
     stream = s.ci[i, STREAM]
     s.stream[stream, S_BUSY] = 0
-    s.stream_t[stream] = s.t[NOW]
+    s.stream_t[stream] = gpu.now_ns
     s.ci[i, STATUS] = REPORTED
     if s.ci[i, REPORT] != 0:
         s.ci[i, STATUS] = DONE
         s.ci[i, DONE_LINK] = -1
-        if s.g[UNREPORTED] == 0:
-            s.g[DONE_HEAD] = handle
+        if gpu.unreported == 0:
+            gpu.done_head = handle
         else:
-            s.ci[s.g[DONE_TAIL] & (s.ci.shape[0] - 1), DONE_LINK] = handle
-        s.g[DONE_TAIL] = handle
-        s.g[UNREPORTED] += 1
+            s.ci[gpu.done_tail & (s.ci.shape[0] - 1), DONE_LINK] = handle
+        gpu.done_tail = handle
+        gpu.unreported += 1
     look_at(s, s.stream[stream, S_QUEUE])
 
 
 @part
 def ready_ns(s: State, i: int) -> float:
     """When the command at the head of its queue may go, now that its stream is free."""
+    gpu = s.gpu[0]
     stream = s.ci[i, STREAM]
     last: float = s.stream_t[stream]
     submit: float = s.cf[i, SUBMIT]
     if s.ci[i, KIND] != LAUNCH:
         return max(submit, last)
     same_graph = s.ci[i, GRAPH] != 0 and s.ci[i, GRAPH] == s.stream[stream, S_GRAPH]
-    gap: float = s.t[GRAPH_GAP] if same_graph else s.t[KERNEL_GAP]
-    launch: float = s.t[LAUNCH_NS]
+    gap: float = gpu.graph_gap_ns if same_graph else gpu.kernel_gap_ns
+    launch: float = gpu.launch_ns
     return max(submit + launch, last + gap)
 
 
@@ -121,6 +111,7 @@ def fire(s: State, event: int) -> None:
 @part
 def advance_queue(s: State, queue: int) -> None:
     """Let go of the queue's head as long as it may: a queue is first in, first out, over all streams mapped onto it."""
+    gpu = s.gpu[0]
     while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
         handle = s.queue[queue, Q_HEAD]
         i = handle & (s.ci.shape[0] - 1)
@@ -128,7 +119,7 @@ def advance_queue(s: State, queue: int) -> None:
         if s.stream[stream, S_BUSY] != 0:
             return
         at = ready_ns(s, i)
-        if at > s.t[NOW]:
+        if at > gpu.now_ns:
             if s.queue[queue, Q_TIMER] == 0:
                 s.queue[queue, Q_TIMER] = 1
                 set_timer(s, at, s.slot.shape[0] + queue)
@@ -143,38 +134,39 @@ def advance_queue(s: State, queue: int) -> None:
         s.queue[queue, Q_HEAD] = s.ci[i, LINK]
         if s.queue[queue, Q_HEAD] < 0:
             s.queue[queue, Q_TAIL] = -1
-        s.cf[i, START] = s.t[NOW]
+        s.cf[i, START] = gpu.now_ns
         if kind == LAUNCH:
             s.ci[i, STATUS] = ISSUED
             s.stream[stream, S_BUSY] = 1
             s.stream[stream, S_CURRENT] = handle
             s.stream[stream, S_GRAPH] = s.ci[i, GRAPH]
-            heap_push(s.ready, s.ready_id, 0, s.g[READY_N], s.t[NOW] - s.ci[i, PRIORITY] * PRIORITY_NS, handle)
-            s.g[READY_N] += 1
+            heap_push(s.ready, s.ready_id, 0, gpu.ready, gpu.now_ns - s.ci[i, PRIORITY] * PRIORITY_NS, handle)
+            gpu.ready += 1
         elif kind == COPY:
             s.ci[i, STATUS] = ISSUED
             s.stream[stream, S_BUSY] = 1
             s.stream[stream, S_CURRENT] = handle
             s.stream[stream, S_GRAPH] = 0
             engine = s.ci[i, ENGINE]
-            s.cf[i, START] = max(s.t[NOW], s.engine[engine])
+            s.cf[i, START] = max(gpu.now_ns, s.engine[engine])
             s.engine[engine] = s.cf[i, START] + s.cf[i, LATENCY]
             set_timer(s, s.engine[engine], s.slot.shape[0] + s.queue.shape[0] + stream)
         else:
             s.ci[i, STATUS] = REPORTED
-            s.cf[i, FINISH] = s.t[NOW]
-            s.g[PENDING] -= 1
-            s.stream_t[stream] = s.t[NOW]
+            s.cf[i, FINISH] = gpu.now_ns
+            gpu.pending -= 1
+            s.stream_t[stream] = gpu.now_ns
             if kind == RECORD:
                 fire(s, event)
 
 
 @part
 def drain_todo(s: State) -> None:
-    while s.g[TODO_N] > 0:
-        queue = s.todo[s.g[TODO_HEAD]]
-        s.g[TODO_HEAD] = (s.g[TODO_HEAD] + 1) % s.todo.shape[0]
-        s.g[TODO_N] -= 1
+    gpu = s.gpu[0]
+    while gpu.todo > 0:
+        queue = s.todo[gpu.todo_head]
+        gpu.todo_head = (gpu.todo_head + 1) % s.todo.shape[0]
+        gpu.todo -= 1
         s.queue[queue, Q_TODO] = 0
         advance_queue(s, queue)
 
@@ -182,10 +174,11 @@ def drain_todo(s: State) -> None:
 @part
 def link_new(s: State) -> None:
     """Append the commands written since the last call to their queues."""
-    while s.g[LINKED] < s.g[NEXT]:
-        handle = s.g[LINKED]
-        s.g[LINKED] += 1
-        s.g[PENDING] += 1
+    gpu = s.gpu[0]
+    while gpu.linked < gpu.next:
+        handle = gpu.linked
+        gpu.linked += 1
+        gpu.pending += 1
         i = handle & (s.ci.shape[0] - 1)
         s.ci[i, LINK] = -1
         queue = s.stream[s.ci[i, STREAM], S_QUEUE]

@@ -21,7 +21,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from paellapy.instrument.device.jit import compile_for
-from paellapy.instrument.device.sm_core import next_event, submit_again
+from paellapy.instrument.device.sm_core import address_of_run, next_event, submit_again
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Commands, Kernel
@@ -32,7 +32,7 @@ from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
-from paellapy.scheduler.backends.virtual_loop import ORDER, serve
+from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
 from paellapy.scheduler.core import codes
@@ -71,7 +71,6 @@ class VirtualBackend(Backend):
         self._stop_word = np.zeros(8, np.uint64)
         # Spinning takes a core from somebody where there are few.
         self._linger_ns = _LINGER_NS if usable_cpus() > _FEW_CORES else 0
-        self._scratch = np.zeros(8, np.int64)
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -273,9 +272,7 @@ class VirtualBackend(Backend):
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell, self._failed = state, bell, failed
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
-        self._flight, self._drain = (np.zeros((len(state.out), 2), np.int64) for _ in range(2))
-        self._orders = np.zeros((len(state.out), len(ORDER)), np.int64)
-        self._in_flight = np.zeros(3, np.int64)  # how many there are of each
+        self._shared = new_loop(len(state.out))._replace(stop=self._stop_word)
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
         self._thread.start()
 
@@ -307,20 +304,21 @@ class VirtualBackend(Backend):
         ppoll, read = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.ppoll, libc.read))
         launch = ctypes.CFUNCTYPE(ctypes.c_int32)(self._launch)
         address = ctypes.cast(launch, ctypes.c_void_p).value or 0
-        rest = (
-            self._orders, self._flight, self._drain, self._in_flight, self._stop_word, self._offset_ns, self._linger_ns,
-            self._scratch, address, ppoll, read, self._bell.fd,
-        )  # fmt: skip
-        # Before the lock is taken: where nothing is on the disk yet it takes a minute, and nobody is to wait for it.
-        compile_for(serve, state, self.sm.state, *rest)
+        shared = self._shared
+        loop = shared.loop[0]
+        loop["offset_ns"], loop["linger_ns"], loop["bell_fd"] = self._offset_ns, self._linger_ns, self._bell.fd
+        loop["launch"], loop["ppoll"], loop["read"] = address, ppoll, read
+        # Before the lock is taken: where nothing is on the disk yet it takes seconds, and nobody is to wait for it.
         sm = self.sm.state
+        compile_for(serve, state, sm, shared)
+        loop["run"] = address_of_run()
         compile_for(next_event, sm)
         compile_for(submit_again, sm.ci, sm.cf, Commands(sm.ci, sm.cf, sm.todo, sm.todo), 0, 0.0, 0)
         self._compiled.set()
         while not self._stopping:
             with self._lock:
                 self._serving = self.sm.state
-                serve(state, self._serving, *rest)
+                serve(state, self._serving, shared)
             if self._stop_word[0]:
                 self._stop_word[0] = 0
                 while self._calls:
@@ -351,7 +349,7 @@ class VirtualBackend(Backend):
     def _launch(self) -> int:
         """The loop's orders; not 0 where it is to come back: the SM model has other tables now."""
         try:
-            for order in self._orders[: int(self._in_flight[2])].tolist():
+            for order in self._shared.orders[: self._shared.loop["orders"][0]].tolist():
                 self._carry_out(*order)
         except BaseException as e:  # compiled code called: nobody above would see it
             self._failed(e)
@@ -368,12 +366,17 @@ class VirtualBackend(Backend):
         else:
             first = tracer.note((lane, size, segment), piece, int(submit), stream)
             placed = piece.place(self.sm, stream, submit, first)
-        at = int(self._in_flight[0])
-        self._flight[at], self._in_flight[0] = (placed.last, word), at + 1
+        self._await("flight", placed.last, word)
         if draining:
-            at = int(self._in_flight[1])
-            self._drain[at], self._in_flight[1] = (placed.kernel, draining), at + 1
+            self._await("drain", placed.kernel, draining)
         piece.run()
+
+    def _await(self, table: str, handle: int, word: int) -> None:
+        """Have the loop set the word once the launch, or the kernel, has come so far."""
+        count = self._shared.loop[table]
+        row = getattr(self._shared, table)[count[0]]
+        row["handle"], row["word"] = handle, word
+        count[0] += 1
 
     def sm_totals(self) -> tuple[float, Any, Any]:
         if not self._compiled.is_set():

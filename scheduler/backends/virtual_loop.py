@@ -7,91 +7,175 @@ all these tables again would take about half as long as computing a small kernel
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from paellapy.instrument.device import sm_core
 from paellapy.instrument.device.heaps import Ints
 from paellapy.instrument.device.jit import compiled, part
-from paellapy.instrument.device.sm_layout import DONE_HEAD, DONE_LINK, NOTIFY, REPORTED, STATUS, UNREPORTED
-from paellapy.instrument.device.sm_layout import NOW as SM_NOW
+from paellapy.instrument.device.sm_core import next_event_of
+from paellapy.instrument.device.sm_layout import DONE_LINK, NOTIFY, REPORTED, STATUS
 from paellapy.instrument.device.sm_layout import State as SmState
-from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_step, call_write, load_at, store_at
+from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_step, call_write, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.lanes import reading_matters
 from paellapy.scheduler.core.loop import arm
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import wake_fronts
-from paellapy.scheduler.core.tables import Words
+from paellapy.scheduler.core.tables import Table, Words
 
 SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
-# Flight: launches whose end is awaited. Drain: kernels of which all blocks are to be on the SMs. Columns of both:
-HANDLE, WORD = range(2)
-# Orders: what to launch. Columns (`draining` is the address of a word, or 0):
-ORDER = ("lane", "size", "segment", "word", "handle", "stream", "draining")
+POLLIN = 1 << 32  # of a struct pollfd, behind the descriptor
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
+
+LOOP = np.dtype(  # [1]
+    [
+        ("orders", "i8"),  # how many there are of each, in the tables below
+        ("flight", "i8"),
+        ("drain", "i8"),
+        ("offset_ns", "f8"),  # the host's clock less the GPU's
+        ("linger_ns", "i8"),  # idle for so long, it sleeps
+        ("bell_fd", "i8"),
+        ("run", "u8"),  # addresses of functions: the SM model's `run`,
+        ("launch", "u8"),  # the one that carries out orders,
+        ("ppoll", "u8"),  # and the C library's
+        ("read", "u8"),
+    ],
+    align=True,
+)
+# What to launch; `draining` is the address of a word, or 0.
+ORDER = np.dtype([(name, "i8") for name in ("lane", "size", "segment", "word", "handle", "stream", "draining")])
+AWAITED = np.dtype([("handle", "i8"), ("word", "u8")])  # of a launch or a kernel, and the word to be set
+
+
+@table_set
+class Loop(TableSet):
+    """What the loop shares with the backend."""
+
+    loop: Table = table(LOOP, 1)
+    orders: Table = table(ORDER, "launches")
+    flight: Table = table(AWAITED, "launches")  # launches whose end is awaited
+    drain: Table = table(AWAITED, "launches")  # kernels of which all blocks are to be on the SMs
+    stop: Words = table(np.uint64, 8)
+    scratch: Ints = table(np.int64, 8)
+
+
+def new_loop(launches: int) -> Loop:
+    return Loop(
+        loop=np.zeros(1, LOOP),
+        orders=np.zeros(launches, ORDER),
+        flight=np.zeros(launches, AWAITED),
+        drain=np.zeros(launches, AWAITED),
+        stop=np.zeros(8, np.uint64),
+        scratch=np.zeros(8, np.int64),
+    )
 
 
 @part
-def note_orders(s: State, orders: Ints, in_flight: Ints) -> None:
+def note_orders(s: State, w: Loop) -> None:
+    """Write down what the core launched, for the backend."""
     core = s.core[0]
     for k in range(core.out):
-        o = s.out[k]
-        to = s.whole[o.lane, o.size] if o.segment == WHOLE else s.launch[o.lane, o.size, o.segment]
-        orders[k, 0], orders[k, 1], orders[k, 2], orders[k, 3] = o.lane, o.size, o.segment, np.int64(o.word)
-        a = s.lane[o.lane]
-        orders[k, 4], orders[k, 5] = np.int64(o.handle), np.int64(s.stream[a.pool, a.stream_at])
-        orders[k, 6] = np.int64(to.draining)
-    in_flight[2] = core.out
+        out, order = s.out[k], w.orders[k]
+        a = s.lane[out.lane]
+        to = s.whole[out.lane, out.size] if out.segment == WHOLE else s.launch[out.lane, out.size, out.segment]
+        order.lane, order.size, order.segment = out.lane, out.size, out.segment
+        order.word, order.handle = np.int64(out.word), np.int64(out.handle)
+        order.stream, order.draining = np.int64(s.stream[a.pool, a.stream_at]), np.int64(to.draining)
+    w.loop[0].orders = core.out
     core.out = 0
 
 
-@compiled
-def serve(
-    s: State, sm: SmState, orders: Ints, flight: Ints, drain: Ints, in_flight: Ints, stop: Words,
-    offset_ns: float, linger_ns: int, scratch: Ints, launch: int, ppoll: int, read: int, bell_fd: int,
-) -> None:  # fmt: skip
-    """Until `stop[0]` is set, or `launch` asks for it: called with what is to be launched in `in_flight[2]` `orders`.
+@part
+def forget(awaited: Any, k: int, last: int) -> None:
+    """Take a row out: the last one takes its place."""
+    awaited[k].handle, awaited[k].word = awaited[last].handle, awaited[last].word
 
-    `flight` has `in_flight[0]` rows, `drain` `in_flight[1]`. `offset_ns`: the host's clock less the GPU's. Idle for
-    `linger_ns`, with nothing due soon, it arms the bell, looks once more, and sleeps. `scratch` is 8 int64.
-    """
+
+@part
+def tell_of_drained(sm: SmState, w: Loop) -> None:
+    """Set the words of kernels that have no more blocks to start."""
+    loop = w.loop[0]
+    k = 0
+    while k < loop.drain:
+        if sm.cf[w.drain[k].handle & (sm.ci.shape[0] - 1), NOTIFY] <= sm.gpu[0].now_ns:
+            store_at(w.drain[k].word, _ONE)
+            loop.drain -= 1
+            forget(w.drain, k, loop.drain)
+        else:  # also while it is not a number
+            k += 1
+
+
+@part
+def tell_of_completed(sm: SmState, w: Loop) -> None:
+    """Set the completion words of launches that are over."""
+    loop, gpu = w.loop[0], sm.gpu[0]
+    handle = gpu.done_head
+    for _ in range(gpu.unreported):
+        i = handle & (sm.ci.shape[0] - 1)
+        sm.ci[i, STATUS] = REPORTED
+        for k in range(loop.flight):
+            if w.flight[k].handle == handle:
+                store_at(w.flight[k].word, _ONE)
+                loop.flight -= 1
+                forget(w.flight, k, loop.flight)
+                break
+        handle = sm.ci[i, DONE_LINK]
+    gpu.unreported = 0
+
+
+@part
+def next_due(s: State, sm: SmState, offset_ns: float) -> float:
+    """When there is something to do although nobody asks."""
     core = s.core[0]
+    soonest = min(next_event_of(sm) + offset_ns, core.room_at_ns, float(NEVER))
+    if core.due > 0:
+        soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
+    return float(soonest)
+
+
+@part
+def sleep(w: Loop, soonest: float, now: int) -> None:
+    """Until the bell rings, or something is due."""
+    loop = w.loop[0]
+    until = 0
+    if soonest < NEVER:
+        wait = np.int64(soonest - now)
+        w.scratch[4], w.scratch[5] = wait // 1_000_000_000, wait % 1_000_000_000
+        until = w.scratch[4:].ctypes.data
+    w.scratch[6] = loop.bell_fd | np.int64(POLLIN)
+    call_ppoll(loop.ppoll, w.scratch[6:].ctypes.data, _ONE, np.uint64(until), _ZERO)
+    call_write(loop.read, np.int32(loop.bell_fd), w.scratch[7:].ctypes.data, np.uint64(8))  # read has its shape
+
+
+@compiled
+def serve(s: State, sm: SmState, w: Loop) -> None:
+    """Until `stop[0]` is set, or `launch` asks for it: called with what is to be launched in `orders`.
+
+    Idle for `linger_ns`, with nothing due soon, it arms the bell, looks once more, and sleeps.
+    """
+    core, loop = s.core[0], w.loop[0]
     bell = s.bell.ctypes.data
-    last = read_clock(s, scratch)
+    last = read_clock(s, w.scratch)
     armed = False
     while True:
-        now = read_clock(s, scratch)
-        sm_core.run(sm, max(sm.t[SM_NOW], now - offset_ns), False)
-        k = 0
-        while k < in_flight[1]:
-            if sm.cf[drain[k, HANDLE] & (sm.ci.shape[0] - 1), NOTIFY] <= sm.t[SM_NOW]:
-                store_at(np.uint64(drain[k, WORD]), _ONE)
-                in_flight[1] -= 1
-                drain[k, HANDLE], drain[k, WORD] = drain[in_flight[1], HANDLE], drain[in_flight[1], WORD]
-            else:  # also while it is not a number
-                k += 1
-        handle = sm.g[DONE_HEAD]
-        for _ in range(sm.g[UNREPORTED]):
-            i = handle & (sm.ci.shape[0] - 1)
-            sm.ci[i, STATUS] = REPORTED
-            for k in range(in_flight[0]):
-                if flight[k, HANDLE] == handle:
-                    store_at(np.uint64(flight[k, WORD]), _ONE)
-                    in_flight[0] -= 1
-                    flight[k, HANDLE], flight[k, WORD] = flight[in_flight[0], HANDLE], flight[in_flight[0], WORD]
-                    break
-            handle = sm.ci[i, DONE_LINK]
-        sm.g[UNREPORTED] = 0
+        now = read_clock(s, w.scratch)
+        call_run(loop.run, sm, max(sm.gpu[0].now_ns, now - loop.offset_ns), 0)
+        tell_of_drained(sm, w)
+        tell_of_completed(sm, w)
         happened = call_step(s.call[0].step, s, now)
-        wake_fronts(s, scratch)
-        if core.out > 0 or load_at(stop.ctypes.data) != _ZERO:
+        wake_fronts(s, w.scratch)
+        asked = load_at(w.stop.ctypes.data) != _ZERO
+        if core.out > 0 or asked:
             store_at(bell, _ZERO)
             armed = False
-            if core.out == 0:
-                return
-            note_orders(s, orders, in_flight)
-            if call_back(np.uint64(launch)) != 0:
+            if core.out > 0:
+                note_orders(s, w)
+                if call_back(loop.launch) != 0:
+                    return
+            if asked:  # also while there is always something to launch: whoever asked would wait for as long
                 return
             last = now
             continue
@@ -101,22 +185,13 @@ def serve(
                 armed = False
             last = now
             continue
-        soonest = min(sm_core.next_event(sm) + offset_ns, core.room_at_ns, float(NEVER))
-        if core.due > 0:
-            soonest = min(soonest, float(s.request[s.due[0]].deadline_ns))
-        if soonest - now < SPIN_NS or now - last < linger_ns:
+        soonest = next_due(s, sm, loop.offset_ns)
+        if soonest - now < SPIN_NS or now - last < loop.linger_ns:
             continue
         if not armed:
             arm(bell, reading_matters(s))
             armed = True
             continue
-        until = 0
-        if soonest < NEVER:
-            wait = np.int64(soonest - now)
-            scratch[4], scratch[5] = wait // 1_000_000_000, wait % 1_000_000_000
-            until = scratch[4:].ctypes.data
-        scratch[6] = np.int64(bell_fd) | (np.int64(1) << 32)  # struct pollfd: POLLIN
-        call_ppoll(np.uint64(ppoll), scratch[6:].ctypes.data, _ONE, np.uint64(until), _ZERO)
-        call_write(np.uint64(read), np.int32(bell_fd), scratch[7:].ctypes.data, np.uint64(8))  # read has its shape
+        sleep(w, soonest, now)
         store_at(bell, _ZERO)
         armed = False

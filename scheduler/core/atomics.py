@@ -128,6 +128,13 @@ def call_step(typing: Any, function: Any, state: Any, now: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def call_run(typing: Any, function: Any, model: Any, until: Any, stop: Any) -> _Generated:
+    """int64 run(SM model, until, stop at the first completion)"""
+    signature = types.int64(types.uint64, model, types.float64, types.int64)
+    return _call(_I64, [_I64.as_pointer(), ir.DoubleType(), _I64], signature)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def call_back(typing: Any, function: Any) -> _Generated:
     """int32 f(void): Python's own, which takes the GIL"""
     return _call(_I32, [], types.int32(types.uint64))
