@@ -54,7 +54,7 @@ def serve_config(
     """Serves what a configuration describes, and models that exist already beside it."""
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
     from paellapy.serving.registry import Registry, entry_of
-    from paellapy.serving.server import Server, run_server
+    from paellapy.serving.server import Server, run_server, warn_of_neighbours
 
     if config.server.workers:
         from paellapy.serving.workers.processes import serve_workers
@@ -67,6 +67,7 @@ def serve_config(
     keys, tls = build_keys(config, source), build_tls(config, source)
     engine = build_engine(config, source)
     registry = Registry(engine, entries)
+    warn_of_neighbours(config.server, keys)
     run_server(engine, lambda: Server(registry, config.server, keys, tls), config.server, announce)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from aiohttp import web
 
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.serving.access import Access, Key
 from paellapy.serving.admission import Mode
 from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.metrics import add_metrics
@@ -21,16 +24,22 @@ BODY_TIMEOUT_S = 30.0
 CLIENT_HEADER = "X-Client-Id"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppOptions:
+    """What `create_app` may be told; `hosts` and `model_control` as under `[server]`."""
+
+    admission: Mode = "targets"
+    keys: Mapping[str, str | Key] = field(default_factory=dict)
+    client_header: str = CLIENT_HEADER
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float | None = BODY_TIMEOUT_S
+    access_log: bool = False
+    hosts: Sequence[str] = ()
+    model_control: bool = True
+
+
 def create_app(
-    engine: Engine | Catalogue,
-    *,
-    admission: Mode = "targets",
-    keys: Mapping[str, str] | None = None,
-    client_header: str = CLIENT_HEADER,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    body_timeout_s: float | None = BODY_TIMEOUT_S,
-    access_log: bool = False,
-    service: Service | None = None,
+    engine: Engine | Catalogue, options: AppOptions | None = None, *, service: Service | None = None, **settings: Any
 ) -> web.Application:
     """An application that serves the models an engine has loaded, or those of a registry.
 
@@ -38,15 +47,17 @@ def create_app(
         app.add_subapp("/inference", create_app(engine))
         web.run_app(app, handler_cancellation=True)  # so that a client that leaves frees its work
 
-    The engine stays the caller's: to close it, and to load more models through the registry. `service`: where it was
-    made already, in a worker.
+    The engine stays the caller's: to close it, and to load more models through the registry. Settings are those of
+    `AppOptions`. `service`: where it was made already, in a worker.
     """
+    o = replace(options or AppOptions(), **settings)
+    access = Access(o.keys, o.hosts, o.model_control)
     app = web.Application(
-        middlewares=[outermost(keys or {}, client_header, access_log)], client_max_size=max_body_bytes
+        middlewares=[outermost(access, o.client_header, o.access_log)], client_max_size=o.max_body_bytes
     )
     if service is None:
         registry = engine if isinstance(engine, Catalogue) else registry_of(engine)
-        service = Service(registry, admission, max_body_bytes, body_timeout_s)
+        service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s)
     app[SERVICE] = service
     add_routes(app)
     add_metrics(app)

@@ -17,6 +17,7 @@ from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
+from paellapy.serving.access import ROLES, Key
 from paellapy.serving.config import Config, ModelConfig, Path_, Source
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.registry import Entry
@@ -105,16 +106,17 @@ def make_model(factory: Any, config: ModelConfig) -> Model:
     )
 
 
-def build_keys(config: Config, source: Source) -> dict[str, str]:
+def build_keys(config: Config, source: Source) -> dict[str, Key]:
     """API keys by name; `env:NAME` is read from the environment."""
     keys = {}
-    for name, value in config.keys.items():
+    for name, given in config.keys.items():
+        value, roles = (given, ROLES) if isinstance(given, str) else (given.key, tuple(given.roles))
         if value.startswith("env:"):
             found = os.environ.get(value[4:])
             if not found:
                 raise source.error(("keys", name), f"the environment has no {value[4:]}")
             value = found
-        keys[name] = value
+        keys[name] = Key(value, roles)
     return keys
 
 

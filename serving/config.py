@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from paellapy.serving.access import ROLES, Role
 from paellapy.serving.admission import Mode
 from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
 from paellapy.serving.errors import ConfigError
@@ -65,13 +66,23 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     body_timeout_s: Positive = BODY_TIMEOUT_S
     send_timeout_s: Positive = 30.0  # for a client to take some of its answer
     keepalive_s: Positive = 75.0
+    engine_timeout_s: Positive | None = None  # an engine silent for so long is given up; 10, or 60 on a virtual GPU
     grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice
     drain_s: NotNegative = 30.0  # then: what is in flight may take so long
+    hosts: list[Text] = []  # names of this server, beside its addresses: others cannot change its state
+    model_control: bool | None = None  # models and policy may be changed over HTTP; by default on loopback only
     admission: Mode = "targets"
     client_header: Text = CLIENT_HEADER
     access_log: bool = False
     log_format: Format = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class KeyConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An API key with some of the roles."""
+
+    key: Text
+    roles: Annotated[list[Role], Meta(min_length=1)]
 
 
 class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -90,7 +101,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_queue: Count = 8192  # items waiting or running; more are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     tls: TlsConfig | None = None
-    keys: dict[str, Text] = {}
+    keys: dict[str, Text | KeyConfig] = {}
     models: list[ModelConfig] = []
 
 
@@ -113,6 +124,8 @@ class Source:
             return ConfigError(f"among the settings: {key}: {message}" if key else message)
         number = line_of(self.text, path)
         shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
+        if path[:1] == ("keys",):  # a key is shown to nobody
+            shown = re.sub(r"(=\s*).*", r"\1…", shown)
         return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}")
 
 
@@ -145,7 +158,7 @@ def load_config(
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
         path, message = _where(str(e))
-        raise source.error(path + _bad_key(tree) if path == ("keys",) else path, message) from None
+        raise source.error(("keys", *_bad_key(tree)) if path[:1] == ("keys",) else path, message) from None
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),
@@ -158,7 +171,12 @@ def load_config(
 def _bad_key(tree: Mapping[str, Any]) -> Path_:
     """Which of the API keys is none; errors in a table of names do not say it."""
     keys = tree["keys"] if isinstance(tree["keys"], dict) else {}
-    return tuple(name for name, value in keys.items() if not isinstance(value, str) or not value)[:1]
+    for name, value in keys.items():
+        try:
+            msgspec.convert(value, Text | KeyConfig)
+        except msgspec.ValidationError:
+            return (name,)
+    return ()
 
 
 def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
@@ -172,6 +190,7 @@ def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> Confi
 # What msgspec calls by the names of JSON and Python
 _KINDS = {
     "object": "a table", "array": "a list", "str": "a text", "int": "a whole number", "float": "a number",
+    "str | object": "a text, or a table with key and roles",
     "bool": "true or false", "int | float": "a number", "date": "a date", "time": "a time", "datetime": "a time",
 }  # fmt: skip
 
@@ -209,6 +228,8 @@ def _where(message: str) -> tuple[Path_, str]:
 
 def _choices(path: Sequence[str | int]) -> tuple[str, ...]:
     """What may stand at a path where only a few words may."""
+    if path[:1] == ["keys"]:
+        return ROLES
     at: Any = Config
     for name in path:
         at = next(each.type for each in msgspec.structs.fields(at) if each.name == name)

@@ -40,14 +40,17 @@ class Connection(web.RequestHandler):
     """aiohttp's own, with two limits more.
 
     `header_timeout_s`: from when it is open, then from a request's first byte, to its header. `send_timeout_s`: for its
-    client to take some of what was written.
+    client to take some of what was written. `log_rejected`: what is no HTTP has a line too.
     """
 
-    __slots__ = ("_began", "_content", "_header_timeout_s", "_send_timeout_s", "_send_timer", "_timer", "_to_client",
-                 "_unsent", "fresh")  # fmt: skip
+    __slots__ = ("_began", "_content", "_header_timeout_s", "_log_rejected", "_send_timeout_s", "_send_timer", "_timer",
+                 "_to_client", "_unsent", "fresh")  # fmt: skip
 
-    def __init__(self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, log_rejected: bool, **options: Any
+    ) -> None:
         super().__init__(manager, **options)
+        self._log_rejected = log_rejected
         self._header_timeout_s, self._began = header_timeout_s, False
         self._send_timeout_s, self._unsent = send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
@@ -130,6 +133,10 @@ class Connection(web.RequestHandler):
                 said = meant
         if isinstance(exc, LineTooLong):
             said = f"the first line, or a header, is longer than the {self.max_field_size:,} bytes this server takes"
+        if self._log_rejected:
+            peer = self._to_client.get_extra_info("peername") if self._to_client is not None else None
+            fields = {"status": status, "error": said, **({"peer": peer[0]} if peer else {})}
+            log.info("rejected", extra={"fields": fields})
         response = json_response({"error": said}, status)
         response.force_close()
         return response

@@ -15,10 +15,11 @@ from aiohttp import web
 
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.scheduler.policies.policy import PolicyError
+from paellapy.serving.access import open_to_all, operates
 from paellapy.serving.dashboard_events import Hub
 from paellapy.serving.errors import RequestError
 from paellapy.serving.infer import read
-from paellapy.serving.middleware import SERVICE, json_response, open_to_all
+from paellapy.serving.middleware import SERVICE, json_response
 from paellapy.serving.numbers import NOT_JSON
 from paellapy.serving.registry import READY, UNAVAILABLE, Entry
 from paellapy.serving.remote_monitor import RemoteMonitor
@@ -86,11 +87,10 @@ async def events(request: web.Request) -> web.StreamResponse:
     return response
 
 
+@operates
 async def policy(request: web.Request) -> web.Response:
     if request.content_type != "application/json" or SWITCH_HEADER not in request.headers:
         raise RequestError(f"send JSON as application/json, with the header {SWITCH_HEADER}: 1", status=403)
-    if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        raise RequestError("pages of other sites cannot switch the policy", status=403)
     try:
         asked = msgspec.json.decode(await read(request, request.app[SERVICE]), type=_Switch)
     except NOT_JSON as e:

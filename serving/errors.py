@@ -111,7 +111,9 @@ def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
         log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": path}})
         return ErrorAnswer(500, f"internal error; the server's log has it under request {number}")
     assert isinstance(error, PaellaError)
-    return ErrorAnswer(status, str(error), retry_after_s(error) if status == 503 else None)
+    # Why a GPU failed may name files and lines of the server's own, and it was somebody else's request.
+    said = "the GPU failed; the server's log says why" if isinstance(error, EngineFailedError) else str(error)
+    return ErrorAnswer(status, said, retry_after_s(error) if status == 503 else None)
 
 
 def short(value: object) -> str:

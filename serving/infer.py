@@ -7,6 +7,7 @@ import threading
 
 from aiohttp import web
 
+from paellapy.serving.access import infers
 from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, body_coding, pack, unpacked
 from paellapy.serving.connections import Connection
 from paellapy.serving.errors import LateBodyError, TooLargeError
@@ -51,6 +52,7 @@ class _Awaited(Inference):
             self.answer.set_result(result)
 
 
+@infers
 async def infer(request: web.Request) -> web.StreamResponse:
     service, where = request.app[SERVICE], request.match_info
     work = _Awaited(service, where["model"], where.get("version"), request[CLIENT])

@@ -15,7 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.errors import DeadlineError, UnknownModelError
+from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, UnknownModelError
 from paellapy.scheduler.engine.door import Call
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.admission import Ticket
@@ -57,6 +57,8 @@ class Inference(ABC):
     def look(self) -> Model:
         """The model it asks for, and room for it: looked at before the body is read, which may be long."""
         service = self.service
+        if service.silent:
+            raise EngineAwayError("the engine has given no sign of life for a while; try again later")
         model = self._model = service.registry.ready(self.name, self.version)
         service.admission.check_room(model)
         return model
@@ -93,6 +95,7 @@ class Inference(ABC):
         deadline_ms = None if request.timeout_us is None else request.timeout_us * 1e-3
         row = service.registry.entries[self.name].row
         self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
+        service.live.add(self)
         try:
             self._call = service.door.submit(
                 self.name, request.inputs, request.items, deadline_ms, request.priority, self.client or None, self
@@ -135,8 +138,19 @@ class Inference(ABC):
         if self.name in self.service.registry.entries:
             self.service.counters.of(self.name).note_left()
 
+    def is_past_deadline(self) -> bool:
+        timeout_us = self._request.timeout_us
+        return timeout_us is not None and time.monotonic_ns() > self.started_ns + timeout_us * 1e3
+
+    def abandon(self, error: Exception) -> None:
+        """The engine does not answer: it is answered without."""
+        if self._call is not None:
+            self._call.cancel()
+        self.fail(error)
+
     def _end(self, in_time_or_late: bool) -> None:
         self.over = True
+        self.service.live.discard(self)
         if self._ticket is not None:
             self._ticket.leave(in_time_or_late)
 

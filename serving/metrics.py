@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,8 @@ from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metri
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import Service
+
+ENGINE_S = 1.0  # for the engine's process to say its part; without it, the page has the rest
 
 _Number = Callable[[ModelCounters], float]
 
@@ -157,6 +160,38 @@ class ServiceCollector(Collector):
         yield sizes
 
 
+class _Page:
+    """The text, made in a thread: it takes the interpreter for milliseconds. One at a time, for all who wait for it."""
+
+    def __init__(self, service: Service, registry: CollectorRegistry) -> None:
+        self._service, self._registry = service, registry
+        self._now: asyncio.Task[bytes] | None = None
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """Made after this was called."""
+        if self._now is None or self._now.done():
+            self._now, self._next = asyncio.create_task(self._make()), None
+            return await asyncio.shield(self._now)
+        if self._next is None:
+            self._next = asyncio.create_task(self._after(self._now))
+        return await asyncio.shield(self._next)
+
+    async def _after(self, earlier: asyncio.Task[bytes]) -> bytes:
+        await asyncio.wait((earlier,))
+        assert self._next is not None
+        self._now, self._next = self._next, None
+        return await self._make()
+
+    async def _make(self) -> bytes:
+        body = await asyncio.to_thread(generate_latest, self._registry)
+        if not isinstance(self._service.engine, Engine):  # the GPU is another process's, and so is the rest
+            with contextlib.suppress(EngineAwayError, TimeoutError):
+                async with asyncio.timeout(ENGINE_S):
+                    body += (await self._service.call("device_metrics")).encode()
+        return body
+
+
 def add_metrics(app: web.Application) -> None:
     """`/metrics`, in a registry of the application's own: two of them may live in one process."""
     registry = CollectorRegistry(auto_describe=False)
@@ -165,11 +200,9 @@ def add_metrics(app: web.Application) -> None:
     if isinstance(service.engine, Engine):  # of several processes, whichever is asked would tell of itself
         ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
+    page = _Page(service, registry)
+
     async def metrics(request: web.Request) -> web.Response:
-        body = generate_latest(registry)
-        if not isinstance(service.engine, Engine):  # the GPU is another process's, and so is the rest
-            with contextlib.suppress(EngineAwayError):
-                body += (await service.call("device_metrics")).encode()
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await page.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app.router.add_get("/metrics", metrics)

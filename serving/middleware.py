@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -13,7 +11,8 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from paellapy.serving.errors import LateBodyError, RequestError, TooLargeError, error_answer
+from paellapy.serving.access import Access
+from paellapy.serving.errors import LateBodyError, TooLargeError, error_answer
 from paellapy.serving.logs import child_span, log, request_id
 from paellapy.serving.service import Service
 
@@ -29,50 +28,13 @@ SERVER = "paellapy"  # without versions: they tell an attacker more than a clien
 encode_json = msgspec.json.Encoder().encode
 
 
-def open_to_all(handler: Handler) -> Handler:
-    """A handler that needs no key."""
-    handler.open_to_all = True  # type: ignore[attr-defined]
-    return handler
-
-
-def _is_open(request: web.Request) -> bool:
-    """By the handler that was found: a path may be spelled in many ways."""
-    return getattr(request.match_info.handler, "open_to_all", False)
-
-
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     known = {"Server": SERVER, **(headers or {})}
     return web.Response(body=encode_json(value), status=status, headers=known, content_type="application/json")
 
 
-class Keys:
-    """API keys by name. Only their digests are kept, and all are compared, whatever the first say."""
-
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._digests = [(name, hashlib.sha256(key.encode()).digest()) for name, key in keys.items()]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def name_of(self, request: web.Request) -> str:
-        """Whose key the request carries; RequestError 401 without one."""
-        given = request.headers.get("X-API-Key", "")
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if not given and scheme.lower() == "bearer":
-            given = token.strip()
-        digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for name, known in self._digests:
-            if hmac.compare_digest(digest, known):
-                found = name
-        if found is None:
-            raise RequestError("a key is needed: send it as X-API-Key or as Authorization: Bearer …", status=401)
-        return found
-
-
-def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> Any:
+def outermost(access: Access, client_header: str, access_log: bool) -> Any:
     """The middleware of an application."""
-    known = Keys(keys)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -80,10 +42,7 @@ def outermost(keys: Mapping[str, str], client_header: str, access_log: bool) -> 
         headers = request.headers
         number = request_id(headers.get("X-Request-Id"))
         try:
-            if known and not _is_open(request):
-                request[CLIENT] = known.name_of(request)
-            else:
-                request[CLIENT] = headers.get(client_header, "")
+            request[CLIENT] = access.client(request, client_header)
             response = await handler(request)
         except asyncio.CancelledError:
             if access_log:

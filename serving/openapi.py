@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 
 from paellapy.instrument.versions import versions
-from paellapy.serving.middleware import json_response, open_to_all
+from paellapy.serving.access import open_to_all
+from paellapy.serving.middleware import json_response
 from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
@@ -33,7 +34,13 @@ _INFER = (
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2", "get", "The server", "Name, version, extensions.", False),
     ("/v2/health/live", "get", "Is it alive", "200 while the process answers.", False),
-    ("/v2/health/ready", "get", "Is it ready", "200 once every model is loaded; 503 before, and at the end.", False),
+    (
+        "/v2/health/ready",
+        "get",
+        "Is it ready",
+        "200 once every model is loaded; 503 before, at the end, and while the engine is silent.",
+        False,
+    ),
     ("/v2/models/{model}", "get", "A model's tensors", "Shapes have -1 for the batch.", False),
     ("/v2/models/{model}/ready", "get", "Is the model ready", "200 or 503.", False),
     ("/v2/models/{model}/config", "get", "A model's configuration", "In the shape of Triton's.", False),
@@ -109,7 +116,7 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
     found: dict[str, Any] = {
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "dashboard",
-        "responses": {"200": _response("OK", kind, answer), "default": _response("An error", _JSON, _ERROR)},
+        "responses": {"200": _response("OK", kind, answer), **_errors(path, answer)},
     }
     if text:
         found["description"] = text
@@ -118,6 +125,31 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
     if has_body:
         schema = {"$ref": "#/components/schemas/RequestBody"} if infers else {"type": "object"}
         found["requestBody"] = {"required": infers, "content": {"application/json": {"schema": schema}}}
+    return found
+
+
+def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """What else is answered. Any address answers a wrong method with 405, and says in `Allow` which are right."""
+    found = {"default": _response("An error", _JSON, _ERROR)}
+    if path.endswith("/ready"):
+        found["503"] = _response("Not ready; the same body", _JSON, answer)
+    if path.endswith("/infer"):
+        found |= {
+            "400": _response("The request is wrong; the error says how", _JSON, _ERROR),
+            "413": _response("The body is larger than any request of the model", _JSON, _ERROR),
+            "415": _response("A Content-Encoding other than gzip and deflate", _JSON, _ERROR),
+            "503": _response("Refused, or too late", _JSON, _ERROR),
+        }
+        whole = {"type": "integer", "minimum": 1}
+        found["503"]["headers"] = {
+            "Retry-After": {"description": "Seconds until it may be tried again", "schema": whole}
+        }
+    if "{model}" in path:
+        found["404"] = _response("There is no such model", _JSON, _ERROR)
+    if path.endswith(("/load", "/unload", "/policy")):
+        found["403"] = _response("Not by this key, from this page, under this name, or not over HTTP", _JSON, _ERROR)
+    found["405"] = _response("Another method", _JSON, _ERROR)
+    found["405"]["headers"] = {"Allow": {"description": "The methods there are", "schema": {"type": "string"}}}
     return found
 
 

@@ -8,9 +8,10 @@ import msgspec
 from aiohttp import web
 
 from paellapy.serving import describe
+from paellapy.serving.access import open_to_all, operates
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.infer import infer, read
-from paellapy.serving.middleware import SERVICE, json_response, open_to_all
+from paellapy.serving.middleware import SERVICE, json_response
 from paellapy.serving.numbers import NOT_JSON
 from paellapy.serving.registry import READY, Entry
 
@@ -66,6 +67,7 @@ async def index(request: web.Request) -> web.Response:
     return json_response(describe.repository_index(request.app[SERVICE].registry, ready_only))
 
 
+@operates
 async def load(request: web.Request) -> web.Response:
     entry = _entry(request)
     parameters = await _parameters(request)
@@ -76,6 +78,7 @@ async def load(request: web.Request) -> web.Response:
     return json_response({})
 
 
+@operates
 async def unload(request: web.Request) -> web.Response:
     entry = _entry(request)
     parameters = await _parameters(request)

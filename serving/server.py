@@ -22,11 +22,13 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
+from paellapy.serving.access import Key, is_loopback
 from paellapy.serving.app import create_app
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.connections import Connection, Runner
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
+from paellapy.serving.heartbeat import Heartbeat
 from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
@@ -40,6 +42,7 @@ Announce = Callable[[str], None]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOOK_S = 0.25
+TIMEOUT_S, VIRTUAL_TIMEOUT_S = 10.0, 60.0  # where engine_timeout_s is not said
 PATIENCE_S = 10.0  # between signs of life while a model is loaded
 
 
@@ -50,7 +53,7 @@ class Server:
         self,
         registry: Catalogue,
         options: ServerConfig | None = None,
-        keys: Mapping[str, str] | None = None,
+        keys: Mapping[str, str | Key] | None = None,
         tls: ssl.SSLContext | None = None,
         *,
         service: Service | None = None,
@@ -62,14 +65,17 @@ class Server:
         self.app = create_app(
             registry,
             admission=o.admission,
-            keys=keys,
+            keys=keys or {},
             client_header=o.client_header,
             max_body_bytes=o.max_body_bytes,
             body_timeout_s=o.body_timeout_s,
             access_log=o.access_log,
+            hosts=[o.host, *o.hosts],
+            model_control=is_loopback(o.host) if o.model_control is None else o.model_control,
             service=service,
         )
         self._listening, self._keys = listening, bool(keys)
+        self._heartbeat: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -88,6 +94,7 @@ class Server:
             connection,
             header_timeout_s=o.header_timeout_s,
             send_timeout_s=o.send_timeout_s,
+            log_rejected=o.access_log,
             access_log=None,
             auto_decompress=False,  # only after the key is known, and within limits: infer.read
             handler_cancellation=True,
@@ -104,7 +111,17 @@ class Server:
             raise
         for each in sockets:
             await Site(self._runner, each, self.tls, handshake_s=o.header_timeout_s).start()
+        timeout_s = o.engine_timeout_s or (VIRTUAL_TIMEOUT_S if self._is_virtual() else TIMEOUT_S)
+        self._heartbeat = asyncio.create_task(Heartbeat(self.service, timeout_s, self.give_up).run())
         self.url = url_of(self._runner.addresses[0], self.tls is not None)
+
+    def _is_virtual(self) -> bool:
+        """The host computes the data there, for as long as that takes."""
+        return isinstance(self.registry.engine, Engine) and self.registry.engine.device.name.startswith("virtual")
+
+    def give_up(self) -> None:
+        """The engine is silent: `run` ends the server, so that whatever started it can start it again."""
+        self.service.hung = True
 
     async def load(self) -> None:
         """The models that are to be there from the start."""
@@ -119,6 +136,8 @@ class Server:
             await stop_listening(self._runner)
             await self._runner.cleanup()
             self._runner = None
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
 
 async def load_models(registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None) -> None:
@@ -157,17 +176,21 @@ async def _patiently(work: Callable[[], T], what: Mapping[str, Any]) -> T:
     return task.result()
 
 
-async def failure_of(engine: Engine | RemoteEngine) -> BaseException:
-    """Waits for the GPU of an engine in this process to fail: a new process is needed then."""
+async def failure_of(engine: Engine | RemoteEngine, service: Service | None = None) -> BaseException:
+    """Waits for the GPU of an engine in this process to fail, or to be given up: a new process is needed then."""
     while engine.failure is None:
+        if service is not None and service.hung:
+            return EngineFailedError("the engine has given no sign of life for too long")
         await asyncio.sleep(LOOK_S)
     return engine.failure
 
 
-async def run(server: Server, announce: Announce | None = None, aloud: bool = True) -> None:
+async def run(
+    server: Server, announce: Announce | None = None, aloud: bool = True, heard: Callable[[], None] | None = None
+) -> None:
     """Until SIGTERM or SIGINT, a second one stops at once; or until the GPU fails, which is raised.
 
-    `aloud`: its coming and going is worth a line.
+    `aloud`: its coming and going is worth a line. `heard` is called when it is told to stop.
     """
     loop, stop, level = asyncio.get_running_loop(), asyncio.Event(), logging.INFO if aloud else logging.DEBUG
 
@@ -177,13 +200,16 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
         log.log(level, "stopping: not ready, finishing what is in flight")
         server.service.draining = True
         stop.set()
+        if heard is not None:
+            heard()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping)
     await server.start()
     log.log(level, "listening", extra={"fields": {"url": server.url}})
     loading = asyncio.create_task(server.load())
-    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(server.registry.engine))
+    stopped = asyncio.create_task(stop.wait())
+    failed = asyncio.create_task(failure_of(server.registry.engine, server.service))
     try:
         await asyncio.wait((loading, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -202,8 +228,8 @@ async def run(server: Server, announce: Announce | None = None, aloud: bool = Tr
         stopped.cancel()
         failed.cancel()
         await server.stop()
-        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())):
-            end_now(code)
+        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())) or server.service.hung:
+            end_now(code)  # a thread that compiles, or hangs, cannot be interrupted, and Python waits for it at its end
     log.log(level, "stopped")
 
 
@@ -223,10 +249,25 @@ async def ends(loading: asyncio.Task[None], within_s: float) -> bool:
 
 
 def end_now(code: int) -> NoReturn:
-    """A thread that compiles cannot be interrupted, and Python waits for it at its end."""
-    log.warning("stopped while a model was being loaded")
+    """Without waiting for any thread."""
+    log.warning("stopped without waiting for the engine, or for a model that was being loaded")
     sys.stdout.flush()
     os._exit(code)
+
+
+SWITCH_S = 1e-3  # the interpreter's is 5 ms: what a thread that makes metrics would add to a request of one
+
+
+def share_interpreter() -> None:
+    """Threads beside the event loop give the interpreter back sooner."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+
+
+def warn_of_neighbours(options: ServerConfig, keys: Mapping[str, Any]) -> None:
+    """Once, at the start."""
+    if not keys and not is_loopback(options.host):
+        said = "everybody who reaches this port may ask: give clients keys under [keys], or listen on 127.0.0.1"
+        log.warning(said, extra={"fields": {"host": options.host}})
 
 
 def keep_memory() -> None:
@@ -243,6 +284,7 @@ def run_server(
     """A loop of its own, uvloop where it is installed; the engine is closed at the end."""
     configure(options.log_format, options.log_level)
     keep_memory()
+    share_interpreter()
 
     async def main() -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from paellapy.scheduler.engine.door import Door
 from paellapy.scheduler.engine.engine import Engine
@@ -17,6 +17,17 @@ from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.remote_monitor import RemoteMonitor
 
 Call = Callable[..., Awaitable[Any]]
+
+
+class Live(Protocol):
+    """A request that the engine has."""
+
+    name: str
+
+    def is_past_deadline(self) -> bool: ...
+
+    def abandon(self, error: Exception) -> None:
+        """Answers it without the engine."""
 
 
 class Service:
@@ -39,6 +50,8 @@ class Service:
         self.admission = Admission(self.engine, admission)
         self.door = Door(self.engine)
         self.draining = False
+        self.live: set[Live] = set()  # requests that the engine has
+        self.silent = self.hung = False  # the engine gives no sign of life, and is given up: heartbeat.py
         self.since = time.time() if since is None else since
         if call is None:
             assert isinstance(registry, Registry)
@@ -60,6 +73,7 @@ class Service:
         engine = self.engine
         return (
             not self.draining
+            and not self.silent
             and engine.failure is None
             and (isinstance(engine, Engine) or engine.link is not None)
             and all(e.state == READY for e in self.registry.entries.values() if e.wanted)

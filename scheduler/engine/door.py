@@ -73,6 +73,30 @@ class Door:
         return call
 
 
+class Pulse:
+    """Whether the core of an engine reads what front ends hand in: something is posted, and looked for later."""
+
+    def __init__(self, engine: Requester) -> None:
+        self._engine = engine
+        self._front: FrontEnd | None = None
+        self._posted = 0
+
+    def beats(self) -> bool:
+        """Whether all has been read that was there at the last look that found nothing unread.
+
+        True also where there is no engine: who asks is told so when it asks.
+        """
+        front = self._engine._front
+        if front.closed:
+            return True
+        ring = front.state.ring[front.front]
+        if front is self._front and int(ring[codes.SUBMIT_HEAD, 0]) < self._posted:
+            return False
+        front.nudge()
+        self._front, self._posted = front, int(ring[codes.SUBMIT_TAIL, 0])
+        return True
+
+
 class Call:
     """A request on its way. `over`: its caller has been told, or does not want to be any more."""
 

@@ -88,7 +88,7 @@ class FrontEnd:
         self._scratch = np.zeros(1, np.int64)
         self._view = calls.make_view(state, front, bell.fd, self._scratch)
         self._rows = deque(front_rows(limits, front))
-        self._all_rows = len(self._rows)
+        self._all_rows, self._first_row = len(self._rows), self._rows[0] if self._rows else 0
         self._pending: dict[int, Pending] = {}
         self._serials = itertools.count(1)
         self._clients: dict[Hashable, tuple[int, int]] = {}
@@ -174,6 +174,10 @@ class FrontEnd:
         """Asks the core to drop a request; its completion still comes."""
         if not self.closed:
             self._post(codes.CANCEL, pending.row, pending.serial)
+
+    def nudge(self) -> None:
+        """Something for the core to read that asks for nothing: the cancellation of a request that never was."""
+        self._post(codes.CANCEL, self._first_row, 0)
 
     def command(self, kind: int, model: int = codes.NONE) -> None:
         """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""

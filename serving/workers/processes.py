@@ -8,13 +8,14 @@ import signal
 import ssl
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
+from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
 from paellapy.serving.config import Config, Source
 from paellapy.serving.counters import Counters, Numbers, counter_table
@@ -31,13 +32,15 @@ from paellapy.serving.server import (
     load_models,
     loop_factory,
     run,
+    share_interpreter,
+    warn_of_neighbours,
 )
 from paellapy.serving.service import Service
 from paellapy.serving.warm import warm_up
 from paellapy.serving.workers.engine_host import EngineHost
 from paellapy.serving.workers.engine_link import EngineLink
 from paellapy.serving.workers.kept import Kept
-from paellapy.serving.workers.supervisor import READY, Process, Supervisor, Tell
+from paellapy.serving.workers.supervisor import HUNG, READY, STOPPING, Process, Supervisor, Tell
 
 SOCKET, KEPT = "engine", "kept"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
@@ -61,6 +64,7 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
     configure(options.log_format, options.log_level)
     keys, tls = build_keys(config, source), build_tls(config, source)
     policies = Policies(build_policy(config, source))  # compiled before the fork: the others start with it
+    warn_of_neighbours(options, keys)
     check_fork(config)
     warm_up(policies.configured)
     shares = Shares(options.host, options.port, options.workers)
@@ -102,7 +106,12 @@ def _engine(config: Config, source: Source, models: Sequence[Model], policies: P
 
     async def main() -> int:
         host, stop = EngineHost(registry, path, Kept(path.with_name(KEPT))), asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+
+        def stopping() -> None:
+            tell(STOPPING)
+            stop.set()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping)
         await host.start()
         loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
         stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
@@ -137,7 +146,7 @@ class _Worker:
 
     front: int
     config: Config
-    keys: Mapping[str, str]
+    keys: Mapping[str, Key]
     tls: ssl.SSLContext | None
     policies: Policies
     path: Path
@@ -149,16 +158,17 @@ class _Worker:
         options = self.config.server
         configure(options.log_format, options.log_level, process=f"worker {self.front}")
         keep_memory()
+        share_interpreter()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(self._main(tell))
         return 0
 
     async def _main(self, tell: Tell) -> None:
         link = EngineLink(self.path, self.front, self.policies)
-        server = _WorkerServer(link, self)
+        server = _WorkerServer(link, self, lambda: tell(HUNG))
         linked = asyncio.create_task(link.run())
         try:
-            await run(server, lambda _: tell(READY), aloud=False)
+            await run(server, lambda _: tell(READY), aloud=False, heard=lambda: tell(STOPPING))
         finally:
             link.close()
             linked.cancel()
@@ -167,7 +177,8 @@ class _Worker:
 class _WorkerServer(Server):
     """Its models are loaded by another process."""
 
-    def __init__(self, link: EngineLink, worker: _Worker) -> None:
+    def __init__(self, link: EngineLink, worker: _Worker, give_up: Callable[[], None]) -> None:
+        """`give_up` asks for another engine."""
         o = worker.config.server
         counters = Counters(link.registry, worker.table, worker.front - 1)
         service = Service(
@@ -175,7 +186,15 @@ class _WorkerServer(Server):
         )
         own = worker.shares[worker.front - 1]
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
-        self._link = link
+        self._link, self._give_up = link, give_up
+        self._virtual = worker.config.device.startswith("virtual")
+
+    def _is_virtual(self) -> bool:
+        link = self._link.engine.link
+        return self._virtual or (link is not None and link.device.startswith("virtual"))
+
+    def give_up(self) -> None:
+        self._give_up()
 
     async def start(self) -> None:
         """Connections wait in the kernel's queue until the engine is known, but not for one that does not come."""

@@ -28,7 +28,8 @@ from paellapy.scheduler.core.shared_memory import die_with_parent, name_process
 from paellapy.serving.listening import Shares
 from paellapy.serving.logs import log
 
-READY = "ready"
+# What a process tells: it is there; it has heard that it is to stop; the engine hangs, though its process lives.
+READY, STOPPING, HUNG = "ready", "stopping", "hung"
 LEAST_LIFE_S = 10.0  # who lives shorter is started again later and later
 LONGEST_PAUSE_S = 30.0
 STOP_MARGIN_S = 5.0
@@ -52,6 +53,7 @@ class Process:
     failures: int = 0
     start_at: float = 0.0  # when it ended: the time to start it again
     ready: bool = False
+    stopping: bool = False  # it has heard that it is to stop
     said: str = ""  # why it could not go on
     started: int = 0  # times
 
@@ -133,6 +135,7 @@ class Supervisor:
         ours.setblocking(False)
         process.pid, process.pidfd, process.status_fd = pid, os.pidfd_open(pid), ours.detach()
         process.began, process.ready, process.said = time.monotonic(), False, ""
+        process.stopping = False
         process.started += 1
         self._open |= {process.pidfd, process.status_fd}
         if process.started > 1:
@@ -168,6 +171,11 @@ class Supervisor:
             event, text = msgspec.json.decode(packet, type=tuple[str, str])
             if event == READY:
                 process.ready = True
+            elif event == STOPPING:
+                process.stopping = True
+            elif event == HUNG:
+                log.error("the engine is ended: a worker has had no sign of life of it")
+                self._signal(self._then, signal.SIGKILL)
             else:
                 process.said = text
 
@@ -207,8 +215,11 @@ class Supervisor:
         asked = self._signals
         for group in (self._first, self._then):
             self._signal(group, signal.SIGTERM)
-            end = time.monotonic() + self._drain_s + STOP_MARGIN_S
-            while any(each.pid for each in group) and time.monotonic() < end and self._signals == asked:
+            began = time.monotonic()
+            while any(each.pid for each in group) and self._signals == asked:
+                heard = all(each.stopping for each in group if each.pid)
+                if time.monotonic() - began > STOP_MARGIN_S + self._drain_s * heard:  # who does not hear it, hangs
+                    break
                 poll = select.poll()
                 for each in group:
                     if each.pid:
@@ -216,6 +227,7 @@ class Supervisor:
                 poll.poll(100)
                 for each in group:
                     if each.pid:
+                        self._listen(each)
                         self._look(each)
             self._signal(group, signal.SIGKILL)
 

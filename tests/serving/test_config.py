@@ -7,6 +7,7 @@ import pytest
 
 import paellapy as pp
 from paellapy.scheduler.models.model import Model, TensorSpec
+from paellapy.serving.access import Key
 from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
 from paellapy.serving.config import load_config
 from paellapy.serving.errors import ConfigError
@@ -53,7 +54,7 @@ def write(tmp_path):
 def test_what_a_file_says_is_what_there_is(write, monkeypatch):
     monkeypatch.setenv("BOBS_KEY", "other")
     config, source = load_config(write(GOOD))
-    assert build_keys(config, source) == {"alice": "secret", "bob": "other"}
+    assert build_keys(config, source) == {"alice": Key("secret"), "bob": Key("other")}
     assert build_tls(config, source) is None
     first, second = build_entries(config, source)
     assert (first.name, second.name, first.wanted, second.wanted) == ("mlp", "second", True, False)
@@ -248,7 +249,7 @@ def test_options_come_before_what_a_file_says(write, monkeypatch):
     config, source = served[0]
     assert (config.device, config.policy, config.server.port, config.server.workers) == ("virtual:t4", "srpt", 1, 2)
     assert config.server.grace_s == 0
-    assert build_keys(config, source) == {"alice": "secret", "bob": "known"}
+    assert build_keys(config, source) == {"alice": Key("secret"), "bob": Key("known")}
     assert str(source.error(("policy",), "so")) == "among the settings: policy: so"
     assert "paella.toml:1: device: so" in str(source.error(("device",), "so"))
     with pytest.raises(ConfigError, match=r"^among the settings: server\.prot: there is no such setting"):

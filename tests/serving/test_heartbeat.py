@@ -1,0 +1,99 @@
+"""Signs of life: what a server does, tick by tick, while its engine gives none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from serving_server import DEVICE
+
+from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError
+from paellapy.scheduler.engine.door import Pulse
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.serving.heartbeat import DOUBTFUL_S, TICK_S, Heartbeat
+
+
+class Work:
+    name = "m"
+
+    def __init__(self, late=False):
+        self.late, self.errors = late, []
+
+    def is_past_deadline(self):
+        return self.late
+
+    def abandon(self, error):
+        self.errors.append(type(error))
+
+
+@pytest.fixture
+def given_up():
+    return []
+
+
+@pytest.fixture
+def service():
+    return SimpleNamespace(engine=None, live=set(), silent=False, draining=False)
+
+
+@pytest.fixture
+def heartbeat(service, given_up):
+    found = Heartbeat(service, 10.0, lambda: given_up.append(True))
+    found._pulse = SimpleNamespace(beats=lambda: service.alive)
+    service.alive = False
+    return found
+
+
+def tick(heartbeat, seconds):
+    for _ in range(round(seconds / TICK_S)):
+        heartbeat.look()
+
+
+def test_deadlines_are_kept_while_the_engine_is_silent(heartbeat, service):
+    late, patient = Work(late=True), Work()
+    service.live = {late, patient}
+    tick(heartbeat, TICK_S)
+    assert (late.errors, patient.errors) == ([DeadlineError], [])
+
+
+def test_a_silent_engine_is_not_ready_then_given_up_once(heartbeat, service, given_up):
+    work = Work()
+    service.live = {work}
+    tick(heartbeat, DOUBTFUL_S - TICK_S)
+    assert not service.silent
+    tick(heartbeat, TICK_S)
+    assert service.silent
+    assert not given_up
+    tick(heartbeat, 20.0)
+    assert given_up == [True]
+    assert work.errors == [EngineAwayError]
+
+
+def test_signs_of_life_make_it_good_again(heartbeat, service, given_up):
+    tick(heartbeat, 9.0)
+    service.alive = True
+    tick(heartbeat, TICK_S)
+    assert not service.silent
+    service.alive = False
+    tick(heartbeat, 9.0)
+    assert not given_up
+
+
+def test_a_server_that_stops_does_not_wait_for_a_silent_engine(heartbeat, service, given_up):
+    service.draining = True
+    tick(heartbeat, DOUBTFUL_S)
+    assert given_up == [True]
+
+
+def test_an_engine_that_works_has_a_pulse_and_one_that_stands_still_has_none():
+    with Engine(DEVICE) as engine:
+        engine.load(scale_model(batch=(1,)))
+        pulse = Pulse(engine)
+        assert pulse.beats()
+        engine.infer_sync("scale", {"x": np.ones(64, np.float32)})  # posted after it, and so read after it
+        assert pulse.beats()
+        front = engine._front
+        pulse._front, pulse._posted = front, pulse._posted + 1000  # as if the core had read nothing since
+        assert not pulse.beats()

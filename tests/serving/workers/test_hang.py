@@ -1,0 +1,46 @@
+"""An engine whose process lives and does nothing: noticed, answered for, and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from serving_processes import processes
+from serving_server import ask, infer_body
+
+INFER = "/v2/models/scale/infer"
+BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
+SOON = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"timeout": 500_000})).encode()
+
+
+def is_ready(server):
+    return ask(server, "GET", "/v2/health/ready")[0] == 200
+
+
+@pytest.mark.parametrize("body", [SOON, BODY], ids=["with-deadline", "without"])
+def test_an_engine_that_stands_still_is_answered_for_and_started_again(body):
+    with processes("served_models:pair", workers=1, server={"engine_timeout_s": 3.0, "admission": "off"}) as server:
+        (stopped,) = server.pids("engine")
+        os.kill(stopped, signal.SIGSTOP)
+        status, headers, said = ask(server, "POST", INFER, body)
+        assert status == 503
+        assert headers["Retry-After"]
+        assert ("deadline" if body is SOON else "sign of life") in said["error"] or "ended" in said["error"]
+        assert ask(server, "GET", "/metrics")[0] == 200  # without the engine's part
+        server.wait_until(lambda: not is_ready(server))
+        server.wait_until(lambda: is_ready(server))
+        assert server.pids("engine") != [stopped]
+        assert ask(server, "POST", INFER, BODY)[0] == 200
+        assert any("sign of life" in line["message"] for line in server.lines())
+
+
+def test_a_stop_does_not_wait_for_an_engine_that_stands_still():
+    options = {"engine_timeout_s": 600.0, "drain_s": 600.0, "admission": "off"}
+    with processes("served_models:pair", workers=1, server=options) as server:
+        (stopped,) = server.pids("engine")
+        os.kill(stopped, signal.SIGSTOP)
+        server.process.terminate()
+        assert server.process.wait(300) == 0
