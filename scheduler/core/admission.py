@@ -53,7 +53,10 @@ def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
 
 @part
 def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now: int, tuning: Any) -> float:
-    """Longest predicted latency still admitted, given the time on an idle GPU and the live requests."""
+    """Longest predicted latency still admitted, given the time on an idle GPU and the live requests.
+
+    Never less than the time on an idle GPU, where that is within the limit: an idle GPU serves.
+    """
     w = allowance[m]
     shortest = min(w.shortest_ns if w.shortest_ns < np.inf else alone, limit)
     if w.margin_ns == 0:  # from now on it grows, also where nothing is let in
@@ -61,7 +64,7 @@ def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now:
     margin = min(1.0, w.margin + max(0.0, now - w.margin_ns - tuning.quiet_ns) / tuning.margin_back_ns)
     if w.lowered_ns == 0 and (w.in_flight == 0 or live <= tuning.few_requests):
         margin = max(margin, tuning.few_margin)
-    return float(shortest + margin * (limit - shortest))
+    return float(max(shortest + margin * (limit - shortest), min(alone, limit)))
 
 
 @part
@@ -99,8 +102,7 @@ def lets_in(
     """Whether a request of the model in this row has room in its allowance, and would be in time by the prediction."""
     if allowance[m].in_flight >= allowance[m].size:
         return False
-    least = min(s.size[row, 0].total_ns, limit)  # an idle GPU serves
-    most = max(least, reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0]))
+    most = reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0])
     if predict(s, row, priority, deadline, now) - entered > most:
         return False
     allowance[m].in_flight += 1

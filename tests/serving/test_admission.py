@@ -82,7 +82,7 @@ SECOND, MS = 1_000_000_000, 1_000_000
 
 def test_an_allowance_finds_what_can_be_done_in_time():
     """A server that takes 10 ms an item, one after the other, and a limit of 100 ms: five or six, half of the way."""
-    allowance, clock, waiting, sizes = Allowance(64.0, TUNING), 0, [], []
+    allowance, clock, waiting, sizes = Allowance(32, TUNING), 0, [], []
     for _ in range(5000):
         while len(waiting) < allowance.size:
             waiting.append((clock, len(waiting) + 1))
@@ -94,7 +94,7 @@ def test_an_allowance_finds_what_can_be_done_in_time():
 
 
 def test_an_allowance_never_closes_and_grows_only_when_it_is_used():
-    allowance = Allowance(2.0, TUNING)
+    allowance = Allowance(1, TUNING)
     for k in range(100):
         allowance.done(k * SECOND, (k + 1) * SECOND, 100 * MS, 1)
     assert allowance.size == 1.0
@@ -108,7 +108,7 @@ def test_an_allowance_never_closes_and_grows_only_when_it_is_used():
 
 def test_predictions_that_were_too_good_are_trusted_less():
     rng = np.random.default_rng(0)
-    allowance, clock, late = Allowance(64.0, TUNING), 0, []
+    allowance, clock, late = Allowance(32, TUNING), 0, []
     for _ in range(20_000):
         clock += 10 * MS
         predicted = rng.uniform(20, 100) * MS  # limit 100; it takes up to twice as long
@@ -128,7 +128,7 @@ def margin(allowance, now, live=32):
 @pytest.mark.parametrize("up_s", [0, 12, 3600])
 def test_the_first_margin_holds_however_long_the_machine_has_been_up(up_s):
     now = up_s * SECOND + 10 * MS
-    allowance, table = Allowance(64.0, TUNING), new_allowances([32], TUNING)
+    allowance, table = Allowance(32, TUNING), new_allowances([32], TUNING)
     allowance.in_flight = 32
     allowance.done(now - 10 * MS, now, 100 * MS, 1)
     note_latency.py_func(table.view(np.recarray), 0, now - 10 * MS, now, 100 * MS, 1, TUNING)
@@ -148,7 +148,7 @@ def test_a_margin_grows_also_while_nothing_is_let_in(engine):
 
 
 def test_a_model_of_which_none_is_in_flight_is_tried():
-    allowance = Allowance(64.0, TUNING)
+    allowance = Allowance(32, TUNING)
     allowance.done(0, 10 * MS, 100 * MS, 1)
     assert margin(allowance, 20 * MS) == pytest.approx(TUNING.few_margin)
     allowance.in_flight = 1
@@ -157,7 +157,7 @@ def test_a_model_of_which_none_is_in_flight_is_tried():
 
 def test_a_first_request_that_is_late_leaves_a_margin_that_grows_fast():
     """A model may be slow when it is cold."""
-    cold, warm = Allowance(64.0, TUNING), Allowance(64.0, TUNING)
+    cold, warm = Allowance(32, TUNING), Allowance(32, TUNING)
     cold.done(0, 500 * MS, 100 * MS, 1)
     for allowance in (cold, warm):
         allowance.in_flight = 32
@@ -167,7 +167,7 @@ def test_a_first_request_that_is_late_leaves_a_margin_that_grows_fast():
 
 
 def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():
-    allowance = Allowance(64.0, TUNING)
+    allowance = Allowance(32, TUNING)
     allowance.done(0, 10 * MS, 100 * MS, 1)
     for _ in range(60):
         allowance.done(SECOND, SECOND + 500 * MS, 100 * MS, 60)
@@ -182,7 +182,7 @@ def test_a_stall_that_makes_many_late_counts_for_a_few_and_is_forgotten():
 
 
 def test_who_asks_for_less_than_is_possible_does_not_make_it_harder_for_others():
-    allowance = Allowance(64.0, TUNING)
+    allowance = Allowance(32, TUNING)
     allowance.done(0, 20 * MS, 100 * MS, 1)
     for k in range(1, 100):
         allowance.done(k * SECOND, k * SECOND + 20 * MS, 10 * MS, 1)
@@ -192,7 +192,7 @@ def test_who_asks_for_less_than_is_possible_does_not_make_it_harder_for_others()
 def test_an_allowance_is_smaller_where_some_requests_take_far_longer():
     def late_and_size(slow):
         rng = np.random.default_rng(0)
-        allowance, late, sizes = Allowance(64.0, TUNING), [], []
+        allowance, late, sizes = Allowance(32, TUNING), [], []
         for k in range(20_000):
             took = int(2 * MS * allowance.size * (slow if rng.random() < 0.1 else 1.0))
             allowance.done(100 * MS * k, 100 * MS * k + took, 100 * MS, int(allowance.size))
@@ -250,7 +250,7 @@ def test_under_overload_the_surplus_is_refused_and_it_recovers():
 
 def test_a_full_server_refuses_before_it_reads_the_body():
     with running([scale_model("m", batch=(1,), target_ms=1000.0)]) as server:
-        server.service.admission.allowances["m"] = Allowance(0.0, TUNING)
+        server.service.admission.allowances["m"] = Allowance(0, TUNING)
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
             assert connection.recv(1000).startswith(b"HTTP/1.1 503")
