@@ -228,8 +228,10 @@ async def run(
         stopped.cancel()
         failed.cancel()
         await server.stop()
-        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())) or server.service.hung:
-            end_now(code)  # a thread that compiles, or hangs, cannot be interrupted, and Python waits for it at its end
+        if server.service.hung:
+            end_now(code, "stopped without the engine, which gives no sign of life")
+        if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())):
+            end_now(code)
     log.log(level, "stopped")
 
 
@@ -248,9 +250,9 @@ async def ends(loading: asyncio.Task[None], within_s: float) -> bool:
     return True
 
 
-def end_now(code: int) -> NoReturn:
-    """Without waiting for any thread."""
-    log.warning("stopped without waiting for the engine, or for a model that was being loaded")
+def end_now(code: int, said: str = "stopped while a model was being loaded") -> NoReturn:
+    """A thread that compiles, or hangs, cannot be interrupted, and Python waits for it at its end."""
+    log.warning(said)
     sys.stdout.flush()
     os._exit(code)
 

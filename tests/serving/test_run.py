@@ -130,7 +130,7 @@ def test_a_lost_gpu_is_told_and_ends_the_server(tmp_path):
         path = f"{url}/v2/models/faulty/infer"
         async with aiohttp.ClientSession() as session, session.post(path, data=body) as answer:
             assert answer.status == 503
-            assert "fault_if" in (await answer.json())["error"]
+            assert "fault_if" not in (await answer.json())["error"]  # the log has it
 
     with serving(str(config)) as process:
         lines = read_until(process.stderr, '"message":"loaded"')
