@@ -1,6 +1,6 @@
-"""Records the traces that ship as `pp.examples`, on any device.
+"""Records the traces that ship as `pp.recordings`, on any device.
 
-    python benchmarks/record_examples.py [--device virtual:h200] [--out paellapy/examples]
+    python benchmarks/record_traces.py [--device virtual:h200] [--out paellapy/recordings]
 
 The files are named after the GPU: those of a real H200 are `h200-…`, those of the virtual one `virtual-h200-…`.
 """
@@ -21,11 +21,11 @@ import triton.language as tl
 from kernels import add, gemm, softmax
 
 import paellapy as pp
-import paellapy.examples
+import paellapy.recordings
 from paellapy.demo.rivals import rivals, rush
 from paellapy.instrument.device import VirtualDevice
 
-FOLDER = Path(paellapy.examples.__file__).parent
+FOLDER = Path(paellapy.recordings.__file__).parent
 
 
 def normal(*shape: int, dtype: Any = np.float32) -> Any:

@@ -27,17 +27,17 @@ PAGES = (DOCS.parent / "README.md", DOCS / "pictures.md")
 
 
 def tail_effect(path: Path) -> str:
-    t = pp.examples.load("tail-effect")
+    t = pp.recordings.load("tail-effect")
     save_figure(t, path, ["heatmap", "residency"], size_inches=(8, 4.6))
     (kernel,) = t.summary().kernels
     return (
         f"{kernel.blocks:,} blocks in {kernel.waves:.1f} waves, some longer than others: {kernel.tail_share:.0%} of "
-        f"the kernel's time passes after the first SM has run dry. {pp.examples.origin(t)}"
+        f"the kernel's time passes after the first SM has run dry. {pp.recordings.origin(t)}"
     )
 
 
 def streams_against_paella(path: Path) -> str:
-    streams, paella = pp.examples.load("mix-streams"), pp.examples.load("mix-paella")
+    streams, paella = pp.recordings.load("mix-streams"), pp.recordings.load("mix-paella")
     assert isinstance(streams, EngineTrace)
     assert isinstance(paella, EngineTrace)
     both = streams, paella
@@ -53,7 +53,7 @@ def streams_against_paella(path: Path) -> str:
         f"The same {len(streams.jobs)} requests for two models; here, the first {ms} ms. Left, {late[0]} of them miss "
         f"their deadline, right, {late[1]}; a `short` takes {mean[0]} and {mean[1]} ms on average, {worst[0]} and "
         f"{worst[1]} at worst. The last `long` is done after {rush_ms[0]:.1f} and {rush_ms[1]:.1f} ms. "
-        f"{pp.examples.origin(paella)}"
+        f"{pp.recordings.origin(paella)}"
     )
 
 
@@ -75,40 +75,40 @@ def latencies_ms(trace: EngineTrace, model: str) -> NDArray[np.float64]:
 
 
 def gantt(path: Path) -> str:
-    t, last_sm = pp.examples.load("two-streams"), 11
+    t, last_sm = pp.recordings.load("two-streams"), 11
     save_figure(t, path, "gantt", sms=(0, last_sm), size_inches=(8, 4))
     gemm, softmax = (t.select(kernel=kernel).blocks for kernel in ("gemm", "softmax"))
     beside = (gemm["start_ns"][:, None] < softmax["end_ns"]) & (softmax["start_ns"] < gemm["end_ns"][:, None])
     return (
         f"Blocks of two kernels on two streams, each in a lane of its SM; here, SMs 0 to {last_sm}. "
         f"{int(beside.any(axis=0).sum()):,} of the {len(softmax):,} blocks of `softmax` run beside a `gemm`. "
-        f"{pp.examples.origin(t)}"
+        f"{pp.recordings.origin(t)}"
     )
 
 
 def waves(path: Path) -> str:
-    t = pp.examples.load("add-two-waves")
+    t = pp.recordings.load("add-two-waves")
     save_figure(t, path, "residency", size_inches=(8, 2.4))
     (kernel,) = t.summary().kernels
     return (
         f"`{kernel.kernel}` in {kernel.waves:.0f} waves, against its theoretical occupancy (dashed). "
-        f"{pp.examples.origin(t)}"
+        f"{pp.recordings.origin(t)}"
     )
 
 
 def requests(path: Path) -> str:
-    t = pp.examples.load("mix-streams")
+    t = pp.recordings.load("mix-streams")
     assert isinstance(t, EngineTrace)
     save_figure(t, path, "requests", size_inches=(8, 3.6))
     late = int((t.lateness_ns() > 0).sum())
-    return f"{len(t.jobs)} requests under `{t.policy}`, {late} late. {pp.examples.origin(t)}"
+    return f"{len(t.jobs)} requests under `{t.policy}`, {late} late. {pp.recordings.origin(t)}"
 
 
 def linked(path: Path) -> str:
-    t, ms = pp.examples.load("mix-paella"), 3
+    t, ms = pp.recordings.load("mix-paella"), 3
     assert isinstance(t, EngineTrace)
     save_figure(t, path, "all", size_inches=(8, 10), dpi=110, end_ns=after_ms(t, ms))
-    return f"All views on one time axis, the first {ms} ms; colours stand for models. {pp.examples.origin(t)}"
+    return f"All views on one time axis, the first {ms} ms; colours stand for models. {pp.recordings.origin(t)}"
 
 
 MAKERS: dict[str, Callable[[Path], str]] = {

@@ -122,8 +122,8 @@ print(f"seen: {t.summary().kernels[0].occupancy:.1%} of an SM's warps, while it 
 # launched with exactly two waves of blocks. Where it was recorded, the file says itself.
 
 # %%
-recorded = pp.examples.load("add-two-waves")
-print(pp.examples.origin(recorded))
+recorded = pp.recordings.load("add-two-waves")
+print(pp.recordings.origin(recorded))
 print(recorded.summary())
 recorded.picture(["heatmap", "residency"])
 

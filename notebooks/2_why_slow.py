@@ -137,8 +137,8 @@ pp.viz.compare_picture(ragged, sorted_, ["heatmap", "residency"], labels=("as th
 # trusted is in `docs/virtual-gpu.md`.
 
 # %%
-recorded = pp.examples.load("tail-effect")
-print(pp.examples.origin(recorded))
+recorded = pp.recordings.load("tail-effect")
+print(pp.recordings.origin(recorded))
 print(recorded.summary())
 pp.viz.compare_picture(ragged, recorded, ["heatmap", "residency"], labels=("here", "recorded"))
 

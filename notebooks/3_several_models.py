@@ -165,8 +165,8 @@ t.picture("requests", size_inches=(9, 4))
 # The rush, recorded under both policies. Where, the files say.
 
 # %%
-recorded = {name: pp.examples.load(f"mix-{name}") for name in ("streams", "paella")}
-print(pp.examples.origin(recorded["paella"]))
+recorded = {name: pp.recordings.load(f"mix-{name}") for name in ("streams", "paella")}
+print(pp.recordings.origin(recorded["paella"]))
 table(recorded)
 
 # %% [markdown]

@@ -143,8 +143,8 @@ pp.viz.compare_picture(*seen.values(), "requests", labels=tuple(seen), size_inch
 # before somebody who had come earlier?
 
 # %%
-recorded = pp.examples.load("mix-paella")
-print(pp.examples.origin(recorded))
+recorded = pp.recordings.load("mix-paella")
+print(pp.recordings.origin(recorded))
 jobs = np.sort(recorded.jobs, order="arrival_ns")
 latest_before = np.maximum.accumulate(jobs["start_ns"])
 passed = jobs["start_ns"] < latest_before  # somebody who came earlier was launched later

@@ -198,8 +198,8 @@ for policy, met in within.items():
 # one, with its slowest request:
 
 # %%
-recorded = pp.examples.load("mix-streams")
-print(pp.examples.origin(recorded))
+recorded = pp.recordings.load("mix-streams")
+print(pp.recordings.origin(recorded))
 worst = recorded.jobs[np.argmax(recorded.lateness_ns())]
 print(
     f"{recorded.models[worst['model']]}, request {worst['request']}: {recorded.lateness_ns().max() / 1e6:.2f} ms late, "

@@ -1,4 +1,4 @@
-from . import examples as examples
+from . import recordings as recordings
 from . import viz as viz
 from .arrays import array as array
 from .arrays import empty as empty

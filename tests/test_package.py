@@ -107,7 +107,7 @@ def test_importing_the_package_imports_none_of_what_it_may_need() -> None:
 
 
 def test_methods_from_above_are_there_without_another_import() -> None:
-    code = "import paellapy as pp; t = pp.examples.load('tail-effect'); print(t.plot.__name__, t.to_html.__name__)"
+    code = "import paellapy as pp; t = pp.recordings.load('tail-effect'); print(t.plot.__name__, t.to_html.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["plot", "to_html"]
 

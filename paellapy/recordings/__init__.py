@@ -1,6 +1,6 @@
-"""Traces to look at before making one's own: `pp.examples.load("tail-effect").plot()`.
+"""Traces to look at before making one's own: `pp.recordings.load("tail-effect").plot()`.
 
-They are recorded by benchmarks/record_examples.py, on a real GPU or a virtual one: the trace says which.
+They are recorded by benchmarks/record_traces.py, on a real GPU or a virtual one: the trace says which.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIRST_CHOICE = ("h200-", "virtual-h200-")
 
 
 def names() -> list[str]:
-    """The recorded examples, each named after the GPU and what can be seen on it.
+    """The recorded traces, each named after the GPU and what can be seen on it.
 
     >>> len(names()) > 0
     True
@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Trace:
-    """A recorded example; without a GPU in its name the one of the real H200, where it is shipped, else the virtual's.
+    """A recorded trace. Without a GPU in its name: the real H200's, or the virtual one's where that is not shipped.
 
     >>> load("tail-effect").device.n_sm
     132
@@ -38,7 +38,7 @@ def load(name: str) -> Trace:
         if full in shipped:
             with as_file(files(__name__) / f"{full}{_ENDING}") as path:
                 return Trace.load(path)
-    raise TraceError(f"there is no example {name!r}, only {', '.join(shipped) or 'none'}")
+    raise TraceError(f"there is no recording named {name!r}: choose one of {', '.join(shipped) or 'none'}")
 
 
 def origin(trace: Trace) -> str:

@@ -35,8 +35,8 @@ def save_figure(
     """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format. `sms` = (first, last) looks
     closer at some of them.
 
-    >>> from paellapy import examples
-    >>> save_figure(examples.load(examples.names()[0]), "/dev/null.txt")
+    >>> from paellapy import recordings
+    >>> save_figure(recordings.load(recordings.names()[0]), "/dev/null.txt")
     Traceback (most recent call last):
     paellapy.instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
     """

@@ -15,10 +15,10 @@ from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz.requests import requests
 
 
-def test_every_example_loads_and_is_whole() -> None:
-    assert len(pp.examples.names()) >= 3
-    for name in pp.examples.names():
-        t = pp.examples.load(name)
+def test_every_recording_loads_and_is_whole() -> None:
+    assert len(pp.recordings.names()) >= 3
+    for name in pp.recordings.names():
+        t = pp.recordings.load(name)
         if not isinstance(t, EngineTrace):  # there launches are replayed
             assert len(t.blocks) == t.launches["blocks"].sum(), name
         assert (t.dropped, t.unfinished) == (0, 0), name
@@ -26,19 +26,19 @@ def test_every_example_loads_and_is_whole() -> None:
 
 
 def of(example: str) -> list[str]:
-    return [name for name in pp.examples.names() if name.endswith(example)]
+    return [name for name in pp.recordings.names() if name.endswith(example)]
 
 
 def test_the_tail_effect_is_there() -> None:
     for name in of("tail-effect"):
-        (kernel,) = pp.examples.load(name).summary().kernels
+        (kernel,) = pp.recordings.load(name).summary().kernels
         assert 2 < kernel.waves < 3, name
         assert kernel.tail_share > 0.2, name
 
 
 def test_the_mix_has_the_same_requests_under_both_policies() -> None:
     for name in of("mix-streams"):
-        streams, paella = pp.examples.load(name), pp.examples.load(name.replace("streams", "paella"))
+        streams, paella = pp.recordings.load(name), pp.recordings.load(name.replace("streams", "paella"))
         assert isinstance(streams, EngineTrace)
         assert isinstance(paella, EngineTrace)
         assert (streams.policy, paella.policy) == ("streams", "paella")
@@ -57,37 +57,37 @@ def test_the_mix_has_the_same_requests_under_both_policies() -> None:
 
 
 def test_every_example_is_small() -> None:
-    folder = Path(pp.examples.__file__).parent
+    folder = Path(pp.recordings.__file__).parent
     assert all(path.stat().st_size < 300_000 for path in folder.glob("*.pptrace"))
 
 
 def test_an_example_without_a_gpu_in_its_name_is_the_real_one_where_it_is_shipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shipped = pp.examples.load("virtual-h200-tail-effect")
-    monkeypatch.setattr(pp.examples, "files", lambda _: tmp_path)
+    shipped = pp.recordings.load("virtual-h200-tail-effect")
+    monkeypatch.setattr(pp.recordings, "files", lambda _: tmp_path)
     for name, facts in (("virtual-h200-x", shipped.device), ("h200-x", replace(shipped.device, name="NVIDIA H200"))):
         Trace(shipped.blocks, shipped.launches, shipped.kernels, facts).save(tmp_path / f"{name}.pptrace")
-        assert pp.examples.load("x").device == facts
-    assert pp.examples.origin(pp.examples.load("x")) == "Recorded on a real NVIDIA H200."
+        assert pp.recordings.load("x").device == facts
+    assert pp.recordings.origin(pp.recordings.load("x")) == "Recorded on a real NVIDIA H200."
 
 
 def test_the_origin_of_a_trace_is_what_it_says_of_itself() -> None:
-    tail, mix = (pp.examples.load(f"virtual-h200-{name}") for name in ("tail-effect", "mix-paella"))
-    assert "virtual NVIDIA H200" in pp.examples.origin(tail)
-    assert "times are modelled: not a measurement" in pp.examples.origin(tail)
-    assert "simulated time: not a measurement" in pp.examples.origin(mix)
+    tail, mix = (pp.recordings.load(f"virtual-h200-{name}") for name in ("tail-effect", "mix-paella"))
+    assert "virtual NVIDIA H200" in pp.recordings.origin(tail)
+    assert "times are modelled: not a measurement" in pp.recordings.origin(tail)
+    assert "simulated time: not a measurement" in pp.recordings.origin(mix)
 
 
 def test_the_addition_has_two_waves() -> None:
     for name in of("add-two-waves"):
-        (kernel,) = pp.examples.load(name).summary().kernels
+        (kernel,) = pp.recordings.load(name).summary().kernels
         assert kernel.waves == pytest.approx(2, abs=0.2), name
 
 
 def test_two_kernels_share_the_gpu_on_two_streams() -> None:
     for name in of("two-streams"):
-        t = pp.examples.load(name)
+        t = pp.recordings.load(name)
         assert set(t.kernels) == {"gemm", "softmax"}
         assert len(np.unique(t.launches["stream"])) == 2
         gemm, softmax = (t.select(kernel=kernel).blocks for kernel in ("gemm", "softmax"))
@@ -95,6 +95,6 @@ def test_two_kernels_share_the_gpu_on_two_streams() -> None:
         assert beside.any(axis=0).mean() > 0.1, f"{name}: few blocks ran beside those of the other stream"
 
 
-def test_an_unknown_example_names_the_known_ones() -> None:
-    with pytest.raises(TraceError, match=r"no example 'mona-lisa', only .*virtual-h200-tail-effect"):
-        pp.examples.load("mona-lisa")
+def test_an_unknown_recording_names_the_known_ones() -> None:
+    with pytest.raises(TraceError, match=r"'mona-lisa'.*virtual-h200-tail-effect"):
+        pp.recordings.load("mona-lisa")

@@ -73,13 +73,13 @@ def test_legends_with_long_names_are_inside_the_figure(size: tuple[float, float]
 
 
 def test_legends_of_launches_are_inside_the_figure() -> None:
-    assert_all_is_inside(drawn(pp.examples.load("mix-paella"), by="launch"))
-    assert_all_is_inside(drawn(pp.examples.load("two-streams"), "gantt", by="launch"))
+    assert_all_is_inside(drawn(pp.recordings.load("mix-paella"), by="launch"))
+    assert_all_is_inside(drawn(pp.recordings.load("two-streams"), "gantt", by="launch"))
 
 
 @pytest.mark.parametrize(("view", "size"), [("requests", (3.5, 2.5)), ("all", (4, 3)), ("all", (3.5, 5))])
 def test_figures_of_a_paper_s_column_are_whole_and_their_axes_names_apart(view: Any, size: tuple[float, float]) -> None:
-    figure = drawn(pp.examples.load("mix-paella"), view, size)
+    figure = drawn(pp.recordings.load("mix-paella"), view, size)
     assert_all_is_inside(figure)
     axes = [ax for ax in figure.axes if ax.get_subplotspec() is not None]
     assert_apart([ax.yaxis.label.get_window_extent() for ax in axes])
@@ -103,13 +103,13 @@ def test_what_was_lost_is_said_on_a_line_of_its_own(size: tuple[float, float] | 
 
 
 def test_models_have_colours_that_no_launch_has() -> None:
-    legend = legend_of(drawn(pp.examples.load("mix-paella"), by="launch"))
+    legend = legend_of(drawn(pp.recordings.load("mix-paella"), by="launch"))
     colour = {name: handle.get_facecolor() for name, handle in legend.items() if hasattr(handle, "get_facecolor")}
     assert len({colour[name] for name in colour}) == len(colour)
     taken = palette.colours(f"launch {i}" for i in range(7))
     models = palette.further_colours(("bert", "resnet"), taken.values())
     assert not {*models.values()} & {*taken.values(), palette.OTHERS}
-    plotted = pp.examples.load("mix-paella").plot(by="launch")
+    plotted = pp.recordings.load("mix-paella").plot(by="launch")
     blocks = {t.marker.color for t in plotted.data if t.type == "scatter" and t.showlegend and t.mode == "markers"}
     requests = {t.marker.color for t in plotted.data if t.type == "bar" and t.meta == "segments"}
     assert len(requests) == 2
