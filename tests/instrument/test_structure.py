@@ -1,4 +1,4 @@
-"""How the package is put together: imports without circles, short argument lists, a cache that sees every part."""
+"""How the package is put together: imports without circles, short argument lists."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from numba.core.dispatcher import Dispatcher
 
 import paellapy.instrument
-from paellapy.instrument.device import sm_core
 
 ROOT = Path(paellapy.instrument.__file__).parent
 MODULES = {
@@ -52,15 +50,3 @@ def test_functions_take_eight_arguments_at_most(name: str):
         if isinstance(node, ast.FunctionDef):
             given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             assert len([a for a in given if a not in ("self", "cls")]) <= 8, node.name
-
-
-def test_an_edit_of_anything_folded_into_the_sm_model_compiles_it_anew():
-    files, todo = set(), [sm_core.run, sm_core.next_event, sm_core.submit_again, sm_core.fetch_completed]
-    while todo:
-        function = todo.pop().py_func
-        files.add(Path(function.__code__.co_filename).resolve())
-        used = (function.__globals__.get(name) for name in function.__code__.co_names)
-        todo += [each for each in used if isinstance(each, Dispatcher) and each.py_func is not function]
-    constants = {n for f in files for n in imported(ast.parse(f.read_text())) if ".device." in n}
-    files |= {Path(ROOT, *n.split(".")[2:]).with_suffix(".py").resolve() for n in constants if not n.endswith(".jit")}
-    assert files == {part.resolve() for part in sm_core.PARTS}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paellapy.instrument.device import sm_core
 from paellapy.instrument.device.jit_cache import fingerprint
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.sim.fluid import run_fluid
@@ -61,6 +62,17 @@ def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkey
     assert before == fingerprint(function), "a constant that no instruction uses"
     monkeypatch.setattr(part, "__code__", (lambda s: s).__code__)
     assert before != fingerprint(function)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("sm_blocks", "WARP_SHIFT"), ("sm_place", "PLACED"), ("sm_streams", "STATUS")]
+)
+def test_the_sm_model_knows_the_constants_of_its_parts(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(sm_core.run.py_func)
+    monkeypatch.setattr(importlib.import_module(f"paellapy.instrument.device.{module}"), name, 12345)
+    assert before != fingerprint(sm_core.run.py_func)
 
 
 def test_the_disk_has_what_is_unchanged_and_nothing_else(tmp_path: Path) -> None:

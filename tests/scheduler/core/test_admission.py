@@ -35,7 +35,7 @@ def note(allowance, tuning, entered, now, limit, number):
     some.integers(1, 16),
 )
 def test_a_servers_allowance_is_a_row_of_the_table(events, slots):
-    table, allowance = new_allowances([slots], TUNING), Allowance(2.0 * slots, TUNING)
+    table, allowance = new_allowances([slots], TUNING), Allowance(slots, TUNING)
     now = 0
     for took, pause, number in events:
         now += pause * MS
