@@ -1,6 +1,7 @@
 """What a decision of the dispatcher core costs, and how fast segments are simulated. One CPU core, no GPU.
 
     python benchmarks/core_speed.py
+    git worktree add ../before COMMIT && python benchmarks/core_speed.py --base ../before
 
 A decision is one launch and all that belongs to it: a segment's completion is seen and accounted for, ranks are made
 fresh, and the next segment is chosen among all that wait, and launched. Every fourth ends a request, which is answered
@@ -8,14 +9,22 @@ and followed by a new submission; that is in the figure too. Every request has a
 
 Shared machines slow down for seconds at a time. So a loop of plain arithmetic runs before and after each round;
 a round counts if the loop took at most 15 % longer than it ever did here, and is repeated if not.
+
+With `--base`, another checkout's script runs before and after this one's; ratios are to the mean of its two medians.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,7 +207,32 @@ def simulation_speed(quiet: Quiet, policy: str) -> dict[str, Any]:
     return {"policy": policy, "segment_events_per_s_median": round(statistics.median(rates)), "best": round(max(rates))}
 
 
-def main() -> None:
+def measured_of(base: Path) -> dict[str, Any]:
+    """Another checkout's figures, by its own script."""
+    script = base / "benchmarks" / "core_speed.py"
+    if not script.exists():
+        raise SystemExit(f"{base} is no checkout of paellapy: {script} is not there")
+    subprocess.run(
+        [sys.executable, script], check=True, cwd=base, env={**os.environ, "PYTHONPATH": str(base.resolve())}
+    )
+    found: dict[str, Any] = json.loads((script.parent / "results" / "core_speed.json").read_text())["results"]
+    return found
+
+
+def ratios(now: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each row's median ÷ the mean of the other checkout's medians for the same row."""
+    found = {}
+    for kind, key in (("decision", "ns_per_decision_median"), ("simulation", "segment_events_per_s_median")):
+        names = [name for name in now[kind][0] if not name.endswith(("median", "least", "best"))]
+        for row in now[kind]:
+            label = ", ".join(str(row[name]) for name in names[:3])
+            same = [each[key] for other in others for each in other[kind] if all(each[n] == row[n] for n in names[:3])]
+            if same:
+                found[f"{kind}: {label}"] = round(row[key] / statistics.mean(same), 3)
+    return found
+
+
+def measure() -> dict[str, Any]:
     results: dict[str, Any] = {"decision": [], "simulation": []}
     quiet = Quiet()
     for policy in ("srpt", "edf", "paella", "slack"):
@@ -211,7 +245,22 @@ def main() -> None:
         results["simulation"].append(simulation_speed(quiet, policy))
         print(results["simulation"][-1], flush=True)
     results["rounds"] = {"kept": quiet.kept, "repeated": quiet.repeated, "loop_ns": quiet.quickest}
-    print("saved", save("core_speed", results))
+    return results
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--base", type=Path, help="another checkout to compare with")
+    asked.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
+    options = asked.parse_args()
+    before = [measured_of(options.base)] if options.base else []
+    results = measure()
+    if options.base:
+        results["base"] = {"runs": [*before, measured_of(options.base)]}
+        results["base"]["ratio"] = ratios(results, results["base"]["runs"])
+        for label, ratio in results["base"]["ratio"].items():
+            print(f"{ratio:6.3f}  {label}")
+    print("saved", save("core_speed", results, folder=options.write))
 
 
 if __name__ == "__main__":
