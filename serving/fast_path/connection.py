@@ -17,7 +17,7 @@ from paellapy.serving.connections import Connection
 from paellapy.serving.errors import LateBodyError
 from paellapy.serving.fast_path.buffers import AHEAD_BYTES, Body, Reader, write
 from paellapy.serving.fast_path.head import LONGEST_HEAD
-from paellapy.serving.fast_path.inference import ShortInference, ShortWay
+from paellapy.serving.fast_path.way import Way, Work
 from paellapy.serving.inference import Pieces
 from paellapy.serving.protocol import BESIDE_BYTES
 
@@ -31,11 +31,11 @@ class FastConnection(Connection):
     __slots__ = ("_body_timer", "_drained", "_held", "_reading_held", "_strange", "_unwanted", "_way", "_work", "body",
                  "closing")  # fmt: skip
 
-    def __init__(self, manager: Any, *, way: ShortWay, **options: Any) -> None:
+    def __init__(self, manager: Any, *, way: Way, **options: Any) -> None:
         super().__init__(manager, **options)
         self._way = way
         self._held = b""  # what has come and belongs to nobody yet
-        self._work: ShortInference | None = None  # from its header to its answer
+        self._work: Work | None = None  # from its header to its answer
         self.body: Body | None = None  # of that, as far as it has come; None: all of it is here
         self._body_timer: asyncio.TimerHandle | None = None
         self._unwanted = 0  # bytes of a body whose request is answered already
@@ -93,7 +93,7 @@ class FastConnection(Connection):
             return
         if self._timer is not None:
             self._disarm()
-        work = self._work = ShortInference(self, self._way, head)
+        work = self._work = self._way.begin(self, head, start[:end])
         body_end = end + head.length
         if len(data) >= body_end:
             self._held = bytes(data[body_end:])
@@ -106,8 +106,8 @@ class FastConnection(Connection):
             work.fail(e)
             return
         self.body = Body(head.length)
-        if work.service.body_timeout_s is not None:
-            self._body_timer = self._loop.call_later(work.service.body_timeout_s, self._body_is_late)
+        if self._way.body_timeout_s is not None:
+            self._body_timer = self._loop.call_later(self._way.body_timeout_s, self._body_is_late)
         self._read_body(memoryview(data)[end:])
 
     def _give(self, data: bytes) -> None:
@@ -155,11 +155,11 @@ class FastConnection(Connection):
 
     # -- out
 
-    def send(self, work: ShortInference, answer: Pieces, close: bool) -> None:
+    def send(self, work: Work, answer: Pieces, close: bool) -> None:
         if self._work is not work:  # the client has left
             return
         self._work = None
-        work.service.counters.leave()
+        work.settle()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         if self.transport is None:
@@ -194,7 +194,7 @@ class FastConnection(Connection):
         self._forget_body()
         if work is not None:
             work.leave()
-            work.service.counters.leave()
+            work.settle()
         self._held = b""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Protocol
 
 from paellapy.serving.codings import IN_THREAD_BYTES, answer_coding, pack
 from paellapy.serving.errors import error_answer
 from paellapy.serving.fast_path.answers import BINARY, Answer, Clock, of_error
 from paellapy.serving.fast_path.buffers import read_buffer
 from paellapy.serving.fast_path.head import Head, Heads
+from paellapy.serving.fast_path.way import Client
 from paellapy.serving.inference import Inference, Pieces
 from paellapy.serving.logs import request_id
 from paellapy.serving.protocol import largest_request
@@ -22,28 +22,20 @@ class ShortWay:
 
     def __init__(self, service: Service, client_header: str) -> None:
         """In the event loop that reads them."""
-        self.service = service
+        self.service, self.body_timeout_s = service, service.body_timeout_s
         self.heads = Heads(client_header, service.max_body_bytes)
         self.clock = Clock()
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self.buffer = read_buffer()  # what has been read is used up before anything else is
+
+    def begin(self, client: Client, head: Head, raw: bytes) -> ShortInference:
+        return ShortInference(client, self, head)
 
     def is_too_large(self, head: Head) -> bool:
         """aiohttp says so then, and ends the connection without losing the answer."""
         entry = self.service.registry.entries.get(head.model)
         model = None if entry is None else entry.model
         return model is not None and head.length > largest_request(model)
-
-
-class Client(Protocol):
-    """Who is answered: a connection."""
-
-    @property
-    def closing(self) -> bool:
-        """Its next answer is its last."""
-
-    def send(self, work: ShortInference, answer: Pieces, close: bool) -> None:
-        """In the loop's thread. The pieces' memory is the caller's again when this returns."""
 
 
 class ShortInference(Inference):
@@ -68,6 +60,9 @@ class ShortInference(Inference):
     def refused(self, error: Exception) -> None:
         number = request_id(self.head.id)
         self._write(of_error(error_answer(error, number, f"/v2/models/{self.name}/infer"), number))
+
+    def settle(self) -> None:
+        self.service.counters.leave()
 
     def _pack(self, answer: Answer, size: int, coding: str) -> None:
         body = b"".join(answer.pieces)
