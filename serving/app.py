@@ -15,6 +15,7 @@ from paellapy.serving.dashboard_routes import add_dashboard
 from paellapy.serving.metrics import add_metrics
 from paellapy.serving.middleware import SERVICE, outermost
 from paellapy.serving.openapi import add_docs
+from paellapy.serving.outlook import add_outlook
 from paellapy.serving.registry import Catalogue, registry_of
 from paellapy.serving.routes import add_routes
 from paellapy.serving.service import Service
@@ -62,6 +63,7 @@ def create_app(
     add_routes(app)
     add_metrics(app)
     add_docs(app)
+    add_outlook(app)
     add_dashboard(app)
 
     async def close(_: web.Application) -> None:

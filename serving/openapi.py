@@ -50,6 +50,7 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
     ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models of the configuration.", True),
     ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Its requests are finished first.", True),
+    ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5: again and again, a line each.", False),
     ("/metrics", "get", "Prometheus metrics", "", False),
     ("/", "get", "The dashboard", "A page for browsers.", False),
     ("/dashboard/events", "get", "The dashboard's data", "Server-sent events, one snapshot each.", False),
