@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paellapy import cli_bench, cli_simulate
+from paellapy import cli_bench, cli_cluster, cli_simulate
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
 app.command()(cli_bench.bench)
+app.add_typer(cli_cluster.app, name="cluster")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,204 @@
+"""One request on its way through a router: to the engine likely to finish it first, and on to the next if need be.
+
+A request goes to another engine when one refuses it, and when one is lost before its answer was here: no byte of an
+answer is passed on before all of it has come. A request with the header `X-At-Most-Once` goes to one engine only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paellapy.cluster.deadline import timeout_s, with_timeout
+from paellapy.cluster.view import EngineView
+from paellapy.serving.errors import RefusedError, error_answer
+from paellapy.serving.fast_path.answers import Clock, of_error
+from paellapy.serving.fast_path.head import Head
+from paellapy.serving.fast_path.way import Client
+from paellapy.serving.inference import Pieces
+from paellapy.serving.logs import request_id
+
+MOST_LOSSES = 5  # engines that a request may see die: it may be what kills them
+AT_MOST_ONCE = "X-At-Most-Once"
+_AT_MOST_ONCE = re.compile(rb"\r\nx-at-most-once:[ \t]*(?!0[ \t]*\r|false[ \t]*\r)[^\r]", re.I)
+_CLOSE = b"Connection: close\r\n"
+_clock = Clock()
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a router has seen since it started."""
+
+    requests: int = 0
+    refused: int = 0  # answers 503 and 404 of engines, after which others were asked
+    lost: int = 0  # engines that ended, or fell silent, before an answer
+    again: int = 0  # requests sent again after that
+    held: int = 0  # requests that had to wait for an engine
+    by_model: dict[str, int] = field(default_factory=dict)
+
+
+class Dispatcher(Protocol):
+    """A router, as its requests know it."""
+
+    in_flight: int
+    draining: bool
+    counts: Counts
+
+    def check_model(self, model: str) -> None:
+        """UnknownModelError where there is none of that name."""
+
+    def dispatch(self, work: Forward, again: bool = False) -> None:
+        """Sends it to an engine, holds it, or refuses it."""
+
+
+class Forward:
+    """A request from when it is here to its answer. `answer` is called once, with the parts of a whole HTTP answer."""
+
+    __slots__ = (
+        "_answer", "_deadline_at", "_over", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "body",
+        "client", "head", "losses", "model", "raw", "seen", "started_at", "tried",
+    )  # fmt: skip
+
+    def __init__(
+        self, router: Dispatcher, model: str, raw: bytes, answer: Callable[[Pieces], object] | None = None
+    ) -> None:
+        self._router, self.model, self.raw = router, model, raw
+        self._answer = answer
+        self.head: Head
+        self.client: Client | None = None
+        self.body = b""
+        self.tried: set[str] = set()
+        self.losses, self.seen = 0, False  # seen: the router has looked for an engine before
+        self.started_at = self._sent_at = time.monotonic()
+        self._predicted_ms = 0.0
+        self._refusal: Pieces | None = None
+        self._deadline_at: float | None = -1.0  # not known yet
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+        router.in_flight += 1
+
+    # -- as a connection of the short way sees it
+
+    def look(self) -> None:
+        self._router.check_model(self.model)
+
+    def start(self, body: Any, json_length: str | None = None) -> None:
+        self.body = bytes(body)
+        self._router.dispatch(self)
+
+    def fail(self, error: Exception) -> None:
+        number = request_id(None)
+        answer = of_error(error_answer(error, number, f"/v2/models/{self.model}/infer"), number)
+        self._give(answer.parts(_clock.date(), close=self.client is not None and self.client.closing))
+
+    def leave(self) -> None:
+        """Its engine goes on; the answer is dropped."""
+        self._end()
+
+    def settle(self) -> None:
+        pass
+
+    # -- as an engine's connection sees it
+
+    def bytes_of(self) -> list[bytes]:
+        return [self.raw, self.body]
+
+    def send_to(self, view: EngineView) -> None:
+        self._sent_at = time.monotonic()
+        self._predicted_ms = view.predicted_ms(self.model) or 0.0
+        view.note_sent(self.model)
+        assert view.pool is not None
+        view.pool.send(self)
+
+    def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None:
+        view.outstanding -= 1
+        if self._over:
+            return
+        status = head[9:12]
+        if status == b"200":
+            view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
+        elif status in (b"503", b"404") and not self.at_most_once:  # full; or the model has just left that engine
+            self._refusal = self._parts(view, head, body)
+            self.tried.add(view.name)
+            self._router.counts.refused += 1
+            self._router.dispatch(self)
+            return
+        self._give(self._parts(view, head, body))
+
+    def _parts(self, view: EngineView, head: bytes, body: list[bytes]) -> Pieces:
+        if _CLOSE in head:
+            head = head.replace(_CLOSE, b"")
+        return [head[:-2] + b"X-Engine: %b\r\n\r\n" % view.name.encode(), *body]
+
+    def lost(self, view: EngineView, was_sent: bool) -> None:
+        view.outstanding -= 1
+        if self._over:
+            return
+        self.tried.add(view.name)
+        if was_sent:
+            self.losses += 1
+            self._router.counts.lost += 1
+            if self.at_most_once or self.losses >= MOST_LOSSES:
+                why = f"it is marked {AT_MOST_ONCE}" if self.at_most_once else "so did those before"
+                said = f"engine {view.name} ended before its answer, and the request is not sent again: {why}"
+                self.fail(RefusedError(said, "engine_away"))
+                return
+        self._router.dispatch(self, again=was_sent)
+
+    @property
+    def at_most_once(self) -> bool:
+        return _AT_MOST_ONCE.search(self.raw) is not None
+
+    # -- waiting, and the end
+
+    def left_s(self) -> float | None:
+        """Until its deadline; None: it has none."""
+        if self._deadline_at is not None and self._deadline_at < 0:
+            limit_s = timeout_s(self.raw, self.body)
+            self._deadline_at = None if limit_s is None else self.started_at + limit_s
+        return None if self._deadline_at is None else self._deadline_at - time.monotonic()
+
+    def shorten(self) -> None:
+        """Before it is sent again: its engine counts from then."""
+        left_s = self.left_s()
+        if left_s is not None:
+            self.raw, self.body = with_timeout(self.raw, self.body, max(left_s, 1e-6))
+
+    def refuse(self, error: Exception) -> None:
+        """With what the last engine said, if any did."""
+        if self._refusal is not None:
+            self._give(self._refusal)
+        else:
+            self.fail(error)
+
+    def wait(self, seconds: float, then: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+
+    def wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def _give(self, parts: Pieces) -> None:
+        if self._over:
+            return
+        self._end()
+        if self._answer is not None:
+            self._answer(parts)
+        elif self.client is not None:
+            closing = self.client.closing or self._router.draining
+            self.client.send(self, parts, closing)
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            self.wake()
+            self._router.in_flight -= 1

@@ -1,0 +1,218 @@
+"""The front door: a router on a socket. Inference takes the short way; everything else is aiohttp's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from paellapy.cluster.forward import Forward
+from paellapy.cluster.merged import ROUTER, merged_index, merged_metrics, merged_statistics
+from paellapy.cluster.router import Router
+from paellapy.cluster.status import cluster_status
+from paellapy.serving import describe
+from paellapy.serving.access import open_to_all
+from paellapy.serving.connections import Connections
+from paellapy.serving.errors import RequestError, error_answer
+from paellapy.serving.fast_path.buffers import read_buffer
+from paellapy.serving.fast_path.connection import FastConnection
+from paellapy.serving.fast_path.head import Head, Heads
+from paellapy.serving.fast_path.way import Client
+from paellapy.serving.inference import Pieces
+from paellapy.serving.listening import Site, listen, stop_listening, url_of
+from paellapy.serving.logs import request_id
+from paellapy.serving.middleware import json_response
+
+HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
+
+# Of one connection only, or said anew by who sends on.
+_HOP = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "trailer", "upgrade")
+)
+
+
+class RouterWay:
+    """What the short way's connections of a router have in common."""
+
+    def __init__(self, router: Router) -> None:
+        o = router.options
+        self._router = router
+        self.heads = Heads(o.client_header, o.max_body_bytes)
+        self.buffer = read_buffer()
+        self.body_timeout_s = o.body_timeout_s
+
+    def is_too_large(self, head: Head) -> bool:
+        return False  # its engine knows
+
+    def begin(self, client: Client, head: Head, raw: bytes) -> Forward:
+        work = Forward(self._router, head.model, raw)
+        work.head, work.client = head, client
+        return work
+
+
+class _Runner(web.AppRunner):
+    """Makes connections of the short way."""
+
+    __slots__ = ("_way",)
+
+    def __init__(self, app: web.Application, way: RouterWay, **more: Any) -> None:
+        super().__init__(app, **more)
+        self._way = way
+
+    async def _make_server(self) -> Connections:
+        made = await super()._make_server()
+        limits = {"header_timeout_s": HEADER_TIMEOUT_S, "send_timeout_s": SEND_TIMEOUT_S, "log_rejected": False}
+        return Connections(
+            partial(FastConnection, way=self._way),
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **{**made._kwargs, **limits},
+        )
+
+
+async def forwarded(request: web.Request) -> web.Response:
+    """A request that is not of the short way, handed on whole."""
+    router = request.app[ROUTER]
+    o = router.options
+    try:
+        async with asyncio.timeout(o.body_timeout_s):
+            body = await request.read()
+    except TimeoutError:
+        raise RequestError("the body did not arrive in time", status=408) from None
+    lines = [f"{request.method} {request.raw_path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
+    lines.append(f"Content-Length: {len(body)}")
+    raw = "".join(f"{line}\r\n" for line in [*lines, ""]).encode("utf-8", "surrogateescape")
+    answer: asyncio.Future[Pieces] = asyncio.get_running_loop().create_future()
+
+    def told(parts: Pieces) -> None:
+        if not answer.done():
+            answer.set_result(parts)
+
+    work = Forward(router, request.match_info["model"], raw, told)
+    try:
+        work.start(body)
+        parts = await answer
+    except asyncio.CancelledError:
+        work.leave()
+        raise
+    first, *headers = bytes(parts[0]).decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    response = web.Response(status=int(first.split(" ", 2)[1]), body=b"".join(parts[1:]))
+    for each in headers:
+        name, _, value = each.partition(":")
+        if name.lower() not in _HOP and name.lower() != "date":
+            response.headers[name] = value.strip()
+    return response
+
+
+async def server(request: web.Request) -> web.Response:
+    return json_response(describe.server_metadata())
+
+
+@open_to_all
+async def live(request: web.Request) -> web.Response:
+    return json_response({"live": True})
+
+
+@open_to_all
+async def ready(request: web.Request) -> web.Response:
+    is_ready = request.app[ROUTER].ready
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+
+async def model_ready(request: web.Request) -> web.Response:
+    router, name = request.app[ROUTER], request.match_info["model"]
+    router.check_model(name)
+    is_ready = any(name in view.offers() for view in router.views.values() if view.up) and not router.draining
+    return json_response({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+async def placed(request: web.Request) -> web.Response:
+    said = "the cluster's plan says which engine has which model: change it with `paellapy cluster`"
+    raise RequestError(said, status=403)
+
+
+async def status(request: web.Request) -> web.Response:
+    return json_response(cluster_status(request.app[ROUTER]))
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Every error as `{"error": "…"}`, as a server has it."""
+    number = request_id(request.headers.get("X-Request-Id"))
+    try:
+        response: web.StreamResponse = await handler(request)
+    except web.HTTPException as e:
+        if e.status < 400:
+            raise
+        response = json_response({"error": e.reason}, e.status)
+    except Exception as e:
+        found = error_answer(e, number, request.path)
+        headers = {} if found.retry_after_s is None else {"Retry-After": str(found.retry_after_s)}
+        response = json_response({"error": found.said}, found.status, headers)
+    response.headers.setdefault("X-Request-Id", number)
+    if request.app[ROUTER].draining:
+        response.force_close()
+    return response
+
+
+def router_app(router: Router) -> web.Application:
+    app = web.Application(middlewares=[errors], client_max_size=router.options.max_body_bytes)
+    app[ROUTER] = router
+    add = app.router
+    add.add_get("/v2", server)
+    add.add_get("/v2/", server)
+    add.add_get("/v2/health/live", live)
+    add.add_get("/v2/health/ready", ready)
+    add.add_get("/v2/cluster", status)
+    add.add_get("/v2/models/stats", merged_statistics)
+    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        add.add_post(f"{path}/infer", forwarded)
+        add.add_get(path, forwarded)
+        add.add_get(f"{path}/ready", model_ready)
+        add.add_get(f"{path}/config", forwarded)
+        add.add_get(f"{path}/stats", merged_statistics)
+    add.add_post("/v2/repository/index", merged_index)
+    add.add_post("/v2/repository/models/{model}/load", placed)
+    add.add_post("/v2/repository/models/{model}/unload", placed)
+    add.add_get("/metrics", merged_metrics)
+    return app
+
+
+class FrontDoor:
+    """A router that listens. `listening`: a socket that does so already, shared with other routers."""
+
+    def __init__(self, router: Router, listening: socket.socket | None = None) -> None:
+        self.router, self._listening = router, listening
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        o = self.router.options
+        self._runner = _Runner(
+            router_app(self.router), RouterWay(self.router), access_log=None, auto_decompress=False,
+            handler_cancellation=True, shutdown_timeout=o.drain_s, keepalive_timeout=KEEPALIVE_S,
+        )  # fmt: skip
+        await self._runner.setup()
+        try:
+            sockets = listen(o.host, o.port) if self._listening is None else [self._listening]
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        for each in sockets:
+            await Site(self._runner, each, None, handshake_s=HEADER_TIMEOUT_S).start()
+        self.url = url_of(self._runner.addresses[0], tls=False)
+
+    async def stop(self) -> None:
+        """Nothing new, then what is in flight is finished."""
+        self.router.draining = True
+        if self._runner is not None:
+            await stop_listening(self._runner)
+            await self._runner.cleanup()
+            self._runner = None
+        await self.router.close()

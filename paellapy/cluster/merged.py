@@ -1,0 +1,171 @@
+"""One answer for the whole cluster: the index, the statistics and the metrics of all engines together."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from paellapy.cluster.router import Router
+from paellapy.serving.errors import RequestError
+from paellapy.serving.middleware import json_response
+from paellapy.serving.registry import READY, VERSION
+
+PATIENCE_S = 2.0  # for an engine's part of an answer; without it, the answer has the rest
+ROUTER = web.AppKey("router", Router)
+
+_PASSED = ("Authorization", "X-API-Key")
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)$")
+
+
+async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, bytes]:
+    """The same of every engine that is up, with the client's own key. Those that refuse the key are an error."""
+    headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+    found: dict[str, bytes] = {}
+
+    async def ask(session: ClientSession, name: str, url: str) -> None:
+        try:
+            async with session.get(url + path, headers=headers) as answer:
+                body = await answer.read()
+        except (ClientError, OSError, TimeoutError):
+            return
+        if answer.status in (401, 403):
+            raise RequestError(msgspec.json.decode(body)["error"], status=answer.status)
+        if answer.status == 200:
+            found[name] = body
+
+    async with ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session:
+        up = [(view.name, view.member.url.rstrip("/")) for view in router.views.values() if view.up]
+        await asyncio.gather(*(ask(session, name, url) for name, url in up))
+    return {view.name: found[view.name] for view in router.views.values() if view.name in found}
+
+
+def _add(total: Any, more: Any) -> Any:
+    """Sums of numbers, wherever they are in both."""
+    if isinstance(total, dict) and isinstance(more, dict):
+        return {key: _add(total[key], more[key]) if key in total and key in more else total.get(key, more.get(key))
+                for key in {**total, **more}}  # fmt: skip
+    if isinstance(total, int | float) and isinstance(more, int | float):
+        return total + more
+    return total
+
+
+def add_statistics(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Statistics of models, those of one name added up.
+
+    >>> one = {"name": "m", "last_inference": 3, "inference_count": 2, "batch_stats": []}
+    >>> add_statistics([one, {**one, "last_inference": 5}])
+    [{'name': 'm', 'last_inference': 5, 'inference_count': 4, 'batch_stats': []}]
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for each in parts:
+        if (before := found.get(each["name"])) is None:
+            found[each["name"]] = each
+            continue
+        sizes: dict[int, dict[str, Any]] = {}
+        for batch in [*before["batch_stats"], *each["batch_stats"]]:
+            size = batch["batch_size"]
+            sizes[size] = {**_add(sizes[size], batch), "batch_size": size} if size in sizes else batch
+        last = max(before["last_inference"], each["last_inference"])
+        together = {"last_inference": last, "batch_stats": [sizes[size] for size in sorted(sizes)]}
+        found[each["name"]] = {**_add(before, each), **together}
+    return list(found.values())
+
+
+async def merged_statistics(request: web.Request) -> web.Response:
+    router, model = request.app[ROUTER], request.match_info.get("model")
+    if model is not None:
+        router.check_model(model)
+    parts = await ask_all(router, request, "/v2/models/stats")
+    every = [each for part in parts.values() for each in msgspec.json.decode(part)["model_stats"]]
+    return json_response({"model_stats": add_statistics(each for each in every if model in (None, each["name"]))})
+
+
+async def merged_index(request: web.Request) -> web.Response:
+    router = request.app[ROUTER]
+    try:
+        body = await request.read()
+        asked = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise RequestError(f"the body is not a JSON object: {e}") from None
+    ready_only = asked.get("ready", False)
+    if not isinstance(ready_only, bool):
+        raise RequestError('"ready" is true or false')
+    found = []
+    for name in sorted(router.models):
+        there = [view.name for view in router.views.values() if view.up and name in view.offers()]
+        state, reason = (READY, "on " + ", ".join(there)) if there else ("UNAVAILABLE", "on no engine that answers")
+        if there or not ready_only:
+            found.append({"name": name, "version": VERSION, "state": state, "reason": reason})
+    return json_response(found)
+
+
+def labelled(page: str, engine: str, said: set[str]) -> Iterable[str]:
+    """The lines of a metrics page, each sample with its engine's name; what was said of a metric before is left out.
+
+    >>> list(labelled('# TYPE a gauge\\na 1\\nb{c="d"} 2', "e0", set()))
+    ['# TYPE a gauge', 'a{engine="e0"} 1', 'b{engine="e0",c="d"} 2']
+    """
+    for line in page.splitlines():
+        if line.startswith("#"):
+            if line not in said:
+                said.add(line)
+                yield line
+        elif sample := _SAMPLE.match(line):
+            more = f",{sample[2]}" if sample[2] else ""
+            yield f'{sample[1]}{{engine="{engine}"{more}}} {sample[3]}'
+
+
+def _families(pages: dict[str, str]) -> list[str]:
+    """Samples of one metric have to stand together."""
+    blocks: dict[str, list[str]] = {}
+    said: set[str] = set()
+    for engine, page in pages.items():
+        current = ""
+        for line in labelled(page, engine, said):
+            if line.startswith("# "):
+                current = line.split(" ", 3)[2]
+                blocks.setdefault(current, []).append(line)
+            else:
+                name = line.partition("{")[0]
+                known = (each for each in (current, name, name.rpartition("_")[0]) if each in blocks)
+                family = next((each for each in known if name.startswith(each)), name)
+                blocks.setdefault(family, []).append(line)
+    return [line for block in blocks.values() for line in block]
+
+
+def router_metrics(router: Router) -> list[str]:
+    counts = asdict(router.counts)
+    found = []
+    for name, text in (
+        ("requests", "Requests taken"),
+        ("refused", "Answers 503 and 404 of engines, after which others were asked"),
+        ("lost", "Engines that ended, or fell silent, before an answer"),
+        ("again", "Requests sent again after that"),
+        ("held", "Requests that waited for an engine"),
+    ):
+        metric = f"paellapy_router_{name}_total"
+        found += [f"# HELP {metric} {text}", f"# TYPE {metric} counter", f"{metric} {counts[name]}"]
+    found += ["# HELP paellapy_engine_up 1: the engine takes requests", "# TYPE paellapy_engine_up gauge"]
+    found += [f'paellapy_engine_up{{engine="{view.name}"}} {int(view.up)}' for view in router.views.values()]
+    name = "paellapy_predicted_seconds"
+    found += [f"# HELP {name} Predicted time of a request that came now", f"# TYPE {name} gauge"]
+    for view in router.views.values():
+        for model in sorted(view.offers()):
+            estimate_ms = view.estimate_ms(model) or 0.0
+            found.append(f'{name}{{engine="{view.name}",model="{model}"}} {estimate_ms * 1e-3:.6g}')
+    found += ["# HELP paellapy_router_in_flight Requests being handled", "# TYPE paellapy_router_in_flight gauge"]
+    return [*found, f"paellapy_router_in_flight {router.in_flight}"]
+
+
+async def merged_metrics(request: web.Request) -> web.Response:
+    router = request.app[ROUTER]
+    pages = await ask_all(router, request, "/metrics")
+    lines = [*router_metrics(router), *_families({name: page.decode() for name, page in pages.items()}), ""]
+    return web.Response(body="\n".join(lines).encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})

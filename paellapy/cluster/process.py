@@ -1,0 +1,56 @@
+"""Processes beside ours: started with everything they need on their command line, ended with us, started again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """In the child, before it runs: it is told to stop when the thread that started it ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start(
+    module: str, arguments: Sequence[str], pass_fds: Sequence[int] = (), environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """`python -m module …` that does not outlive us, in a session of its own: Ctrl-C is for us to pass on."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        pass_fds=list(pass_fds),
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """Asks it to stop, and kills it if it does not."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(within_s)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def ends_within(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
+    """All of them at once."""
+    for each in processes:
+        if each.poll() is None:
+            each.terminate()
+    until = time.monotonic() + within_s
+    for each in processes:
+        end(each, max(0.0, until - time.monotonic()))

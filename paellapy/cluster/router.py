@@ -1,0 +1,232 @@
+"""`Router`: sends requests to the engine with the earliest predicted finish, holds those no engine can take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paellapy.cluster.forward import Counts, Forward
+from paellapy.cluster.listening import Listener
+from paellapy.cluster.pool import Pool
+from paellapy.cluster.view import EngineView, Member
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.errors import UnknownModelError
+from paellapy.serving.app import BODY_TIMEOUT_S, CLIENT_HEADER, MAX_BODY_BYTES
+from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.logs import log
+from paellapy.serving.outlook import Outlook
+
+TICK_S = 0.05
+MOST_WAITING = 8192
+FIRST_S = 3.0  # a router that has not heard all of its engines yet does not know which models there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """What a router may be told."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    every_ms: float = 5.0  # between an engine's lines
+    silent_s: float = 0.6  # without a line: its requests go elsewhere
+    hold_s: float = 20.0  # a request waits so long for an engine that has its model; its own deadline is shorter
+    key: str | None = None  # for engines that want one
+    client_header: str = CLIENT_HEADER
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float | None = BODY_TIMEOUT_S
+    drain_s: float = 30.0
+
+
+class Router:
+    """Engines come and go with `set_members`. `models` are names that are to be served: their requests are held while
+    no engine has them; other names are unknown until an engine has them.
+    """
+
+    def __init__(self, options: RouterOptions | None = None, models: Iterable[str] = ()) -> None:
+        self.options = options or RouterOptions()
+        self.models = set(models)
+        self.views: dict[str, EngineView] = {}
+        self.counts = Counts()
+        self.in_flight = 0
+        self.draining = False
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+        self._reasons: dict[str, Listener] = {}
+        self._waiting: deque[Forward] = deque()
+        self._turn = itertools.count()
+        self._ticker: asyncio.Task[None] | None = None
+        self._ticks, self._knew_all = 0, False
+        self._gone: set[asyncio.Task[None]] = set()
+
+    # -- members
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """From now on these, and no others; who leaves finishes what it has."""
+        wanted = {each.name: each for each in members}
+        addresses = {each.address for each in wanted.values()}
+        if len(addresses) < len(wanted):
+            raise ArgumentError("two engines have one address: name each once")
+        for name in [name for name, view in self.views.items() if wanted.get(name) != view.member]:
+            self._drop(name)
+        for name, member in wanted.items():
+            if name not in self.views:
+                self._add(member)
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
+
+    def _add(self, member: Member) -> None:
+        o, view = self.options, EngineView(member)
+        context = ssl.create_default_context() if member.address[2] else None
+        view.pool = Pool(view, context)
+        self.views[member.name] = view
+        listener = self._reasons[member.name] = Listener(view, self._hear, self._left, o.every_ms, o.key, context)
+        self._listeners[member.name] = asyncio.create_task(listener.run())
+
+    def _drop(self, name: str) -> None:
+        view = self.views.pop(name)
+        view.up = False
+        self._listeners.pop(name).cancel()
+        self._reasons.pop(name)
+        task = asyncio.create_task(self._see_off(view))
+        self._gone.add(task)
+        task.add_done_callback(self._gone.discard)
+
+    async def _see_off(self, view: EngineView) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.options.drain_s):
+                while view.outstanding:
+                    await asyncio.sleep(TICK_S)
+        assert view.pool is not None
+        await view.pool.close()
+
+    def _hear(self, view: EngineView, outlook: Outlook) -> None:
+        if self.views.get(view.name) is view and view.hear(outlook):
+            self.models.update(view.offers())
+            self._wake()
+
+    def _left(self, view: EngineView) -> None:
+        """Its stream has ended: nothing more goes there. What it has may still be answered."""
+        view.up = False
+
+    async def _tick(self) -> None:
+        """Time is counted in ticks: where this process stood still, lines wait in its sockets."""
+        most = max(1, round(self.options.silent_s / TICK_S))
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._ticks += 1
+            if not self._knew_all and self.knows_all:
+                self._knew_all = True
+                self._wake()
+            for view in self.views.values():
+                view.quiet_ticks += 1
+                if view.quiet_ticks == most and view.outlook is not None and not view.outlook.draining:
+                    view.up = False
+                    log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
+                    assert view.pool is not None
+                    view.pool.cut()
+
+    # -- requests
+
+    @property
+    def knows_all(self) -> bool:
+        """Names that it has not heard of are none."""
+        heard = bool(self.views) and all(view.outlook is not None for view in self.views.values())
+        return heard or self._ticks * TICK_S > FIRST_S
+
+    def check_model(self, model: str) -> None:
+        if model not in self.models and self.knows_all:
+            raise UnknownModelError(f"no model named {short(model)}; there are {', '.join(sorted(self.models))}")
+
+    def choose(self, model: str, tried: Iterable[str] = ()) -> EngineView | None:
+        """The engine that is likely to finish first; of equals, whose turn it is."""
+        best, best_key = None, (float("inf"), 0, 0)
+        turn, n = next(self._turn), max(1, len(self.views))
+        for k, view in enumerate(self.views.values()):
+            estimate_ms = view.estimate_ms(model)
+            if estimate_ms is not None and view.name not in tried:
+                key = (estimate_ms, view.outstanding, (k - turn) % n)
+                if key < best_key:
+                    best, best_key = view, key
+        return best
+
+    def dispatch(self, work: Forward, again: bool = False) -> None:
+        """Sends it, holds it, or refuses it."""
+        if not work.seen:
+            work.seen = True
+            self.counts.requests += 1
+            self.counts.by_model[work.model] = self.counts.by_model.get(work.model, 0) + 1
+            try:
+                self.check_model(work.model)
+            except UnknownModelError as e:
+                work.fail(e)
+                return
+        elif (left_s := work.left_s()) is not None:
+            if left_s <= 0:
+                work.refuse(RefusedError(f"model {work.model!r}: the deadline has passed", "deadline"))
+                return
+            work.shorten()
+        view = self.choose(work.model, work.tried)
+        if view is not None:
+            self.counts.again += again
+            work.send_to(view)
+        elif any(v.up and v.name in work.tried and work.model in v.offers() for v in self.views.values()):
+            work.refuse(RefusedError(f"model {work.model!r}: no engine takes the request now", "overloaded"))
+        else:
+            self._hold(work)
+
+    def _hold(self, work: Forward) -> None:
+        """No engine has its model now."""
+        refusal = RefusedError(f"model {work.model!r} is on no engine that answers now", "engine_away", 2.0)
+        left_s = work.left_s()
+        if len(self._waiting) >= MOST_WAITING:
+            work.refuse(refusal)
+            return
+        self.counts.held += 1
+        self._waiting.append(work)
+        hold_s = self.options.hold_s if left_s is None else min(left_s, self.options.hold_s)
+        work.wait(hold_s, lambda: self._drop_waiting(work, refusal))
+
+    def _drop_waiting(self, work: Forward, refusal: RefusedError) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(work)
+        work.refuse(refusal)
+
+    def _wake(self) -> None:
+        """An engine offers something new."""
+        waiting, self._waiting = self._waiting, deque()
+        for work in waiting:
+            if work.over:
+                continue
+            known = work.model in self.models or not self.knows_all
+            if known and not any(work.model in view.offers() for view in self.views.values() if view.up):
+                self._waiting.append(work)
+                continue
+            work.wake()
+            work.seen &= known  # to be refused with the names that there are
+            work.tried.clear()  # every engine may be asked again
+            self.dispatch(work, again=work.losses > 0)
+
+    @property
+    def ready(self) -> bool:
+        """Every model has an engine."""
+        offered = frozenset().union(*(view.offers() for view in self.views.values() if view.up))
+        return bool(self.models) and self.models <= offered and not self.draining
+
+    def why_away(self, name: str) -> str:
+        return self._reasons[name].why
+
+    async def close(self) -> None:
+        for task in [*self._listeners.values(), *([self._ticker] if self._ticker else [])]:
+            task.cancel()
+        self._ticker = None
+        for view in self.views.values():
+            assert view.pool is not None
+            await view.pool.close()
+        for work in list(self._waiting):
+            work.refuse(RefusedError("the router is stopping", "closing"))
+        for task in list(self._gone):
+            task.cancel()

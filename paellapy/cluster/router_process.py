@@ -1,0 +1,51 @@
+"""One router as a process: `python -m paellapy.cluster.router_process '{…}'`, as `routers.py` starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from paellapy.cluster.front_door import FrontDoor
+from paellapy.cluster.router import Router, RouterOptions
+from paellapy.cluster.view import Member
+from paellapy.serving.logs import configure
+from paellapy.serving.server import keep_memory, loop_factory
+
+
+class RouterTask(msgspec.Struct, kw_only=True):
+    """What the process is told."""
+
+    engines: dict[str, str]
+    options: dict[str, Any]
+    models: list[str] = []
+    descriptor: int | None = None  # of the socket that it listens on
+
+
+async def _run(task: RouterTask) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listening = None if task.descriptor is None else socket.socket(fileno=task.descriptor)
+    door = FrontDoor(Router(RouterOptions(**task.options), task.models), listening)
+    door.router.set_members(Member(name, url) for name, url in task.engines.items())
+    await door.start()
+    try:
+        await stop.wait()
+    finally:
+        await door.stop()
+
+
+def main() -> None:
+    configure("text", "info")
+    keep_memory()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_run(msgspec.json.decode(sys.argv[1], type=RouterTask)))
+
+
+if __name__ == "__main__":
+    main()

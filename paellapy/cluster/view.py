@@ -1,0 +1,127 @@
+"""An engine as a router sees it: what it last published, corrected by what the router has sent and heard since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from paellapy.instrument.errors import ArgumentError
+from paellapy.serving.outlook import Outlook
+from paellapy.serving.registry import READY
+
+LEARN = 0.05  # weight of the newest answer in what is learned of an engine
+FORGET = 0.005  # of that, lost with every line while the router has nothing there: who is avoided is tried again
+LEAST_MS = 1e-3  # predictions are of GPU time; beside a shorter one only the host's time would count
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where an engine is."""
+
+    name: str
+    url: str
+
+    @property
+    def address(self) -> tuple[str, int, bool]:
+        """Host, port, and whether it speaks TLS."""
+        try:
+            parts = urlsplit(self.url)
+            tls = parts.scheme == "https"
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError
+            return parts.hostname, parts.port or (443 if tls else 80), tls
+        except ValueError:
+            raise ArgumentError(f"engine {self.name!r} is at {self.url!r}: give http://HOST:PORT") from None
+
+
+class Learned:
+    """How long answers of one model take at one engine, against what was predicted."""
+
+    __slots__ = ("actual_ms", "predicted_ms")
+
+    def __init__(self) -> None:
+        self.actual_ms = self.predicted_ms = 1.0
+
+    @property
+    def factor(self) -> float:
+        """Long answers count more than short ones, whose time is the host's."""
+        return self.actual_ms / self.predicted_ms
+
+    def note(self, predicted_ms: float, actual_ms: float) -> None:
+        self.actual_ms += LEARN * (actual_ms - self.actual_ms)
+        self.predicted_ms += LEARN * (max(predicted_ms, LEAST_MS) - self.predicted_ms)
+
+    def forget(self) -> None:
+        self.actual_ms += FORGET * (self.predicted_ms - self.actual_ms)
+
+
+class Connections(Protocol):
+    """Those of a router to an engine."""
+
+    def send(self, work: Any) -> None: ...
+
+    def cut(self) -> None:
+        """The engine is silent: what was sent there is lost."""
+
+    async def close(self) -> None: ...
+
+
+class EngineView:
+    """`up`: it is heard of, takes requests, and its last connection did not break."""
+
+    def __init__(self, member: Member) -> None:
+        self.member, self.name = member, member.name
+        self.outlook: Outlook | None = None
+        self.up = False
+        self.quiet_ticks = 0
+        self.added_ms = 0.0  # work sent since its last line
+        self.outstanding = 0  # requests of this router there
+        self.sent = 0
+        self.learned: dict[str, Learned] = {}
+        self.pool: Connections | None = None
+
+    def hear(self, outlook: Outlook) -> bool:
+        """A line has come; True: what it offers has changed."""
+        before = self.offers() if self.up else None
+        if self.outlook is None or self.outlook.since != outlook.since:
+            self.learned.clear()
+        self.outlook, self.added_ms, self.quiet_ticks = outlook, 0.0, 0
+        self.up = not outlook.draining
+        if not self.outstanding:
+            for each in self.learned.values():
+                each.forget()
+        return (self.offers() if self.up else None) != before
+
+    def offers(self) -> frozenset[str]:
+        """Models that are loaded."""
+        models = {} if self.outlook is None else self.outlook.models
+        return frozenset(name for name, each in models.items() if each.state == READY)
+
+    def predicted_ms(self, model: str) -> float | None:
+        """When a request sent now would be done, by what it published; None: it has not got the model."""
+        if not self.up or self.outlook is None:
+            return None
+        found = self.outlook.models.get(model)
+        return None if found is None or found.state != READY else found.predicted_ms + self.added_ms
+
+    def estimate_ms(self, model: str) -> float | None:
+        """The same, with what its answers have taught."""
+        predicted_ms = self.predicted_ms(model)
+        if predicted_ms is None:
+            return None
+        learned = self.learned.get(model)
+        return predicted_ms if learned is None else max(predicted_ms, LEAST_MS) * learned.factor
+
+    def note_sent(self, model: str) -> None:
+        self.outstanding += 1
+        self.sent += 1
+        if self.outlook is not None and (found := self.outlook.models.get(model)) is not None:
+            self.added_ms += found.step_ms
+
+    def note_answer(self, model: str, predicted_ms: float, actual_ms: float) -> None:
+        learned = self.learned.get(model)
+        if learned is None:
+            learned = self.learned[model] = Learned()
+            learned.actual_ms, learned.predicted_ms = actual_ms, max(predicted_ms, LEAST_MS)
+        learned.note(predicted_ms, actual_ms)
