@@ -1,6 +1,6 @@
 """How long the pictures of 100,000 blocks on 132 SMs take to build, how large they are, and how long a browser draws.
 
-    python benchmarks/plot_speed.py [--blocks 100000] [--out DIR]
+python benchmarks/plot_speed.py [--blocks 100000] [--out DIR]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import save
 
 import paellapy as pp
 from paellapy.instrument.records import BLOCK, LAUNCH
-from paellapy.instrument.trace import DeviceFacts
+from paellapy.instrument.traces.trace import DeviceFacts
 from paellapy.viz import data
 
 ROUNDS = 5

@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 import paellapy as pp
-from paellapy.instrument import assemble
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.ptx import assemble
 from paellapy.instrument.records import LEFT_HEAD_BYTES, SM_LINE
 
 VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one counter")

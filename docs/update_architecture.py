@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("paellapy", "serving", "scheduler", "instrument")
 # From the top of the imports down; rooms that are not named here come after these, by name.
-ORDER = ("sim", "engine", "backends", "models", "policies", "core")
+ORDER = ("sim", "engine", "backends", "models", "policies", "core", "traces", "kernels", "device", "ttir", "ptx")
 
 
 def first_line(path: Path) -> str:

@@ -1,22 +1,22 @@
 """See and control which block of which kernel runs on which SM, from Python.
 
-    import paellapy as pp
+import paellapy as pp
 
-    @pp.kernel
-    @triton.jit
-    def add(x, y, out, n, B: tl.constexpr): ...
+@pp.kernel
+@triton.jit
+def add(x, y, out, n, B: tl.constexpr): ...
 
-    with pp.trace() as t:
-        add[(grid,)](x, y, out, n, B=1024)
-    print(t.summary())
+with pp.trace() as t:
+    add[(grid,)](x, y, out, n, B=1024)
+print(t.summary())
 """
 
 from __future__ import annotations
 
 import lazy_loader
 
-from paellapy.instrument.above import add_methods
 from paellapy.instrument.queues import ask_for_all
+from paellapy.instrument.traces.above import add_methods
 
 ask_for_all()
 _FIGURES = ("plot", "plot_heatmap", "plot_gantt", "plot_residency", "plot_requests")

@@ -38,25 +38,25 @@ from .instrument.errors import (
 from .instrument.errors import (
     UnsupportedOpError as UnsupportedOpError,
 )
-from .instrument.kernel import (
+from .instrument.kernels.kernel import (
     CudaKernel as CudaKernel,
 )
-from .instrument.kernel import (
+from .instrument.kernels.kernel import (
     Kernel as Kernel,
 )
-from .instrument.kernel import (
+from .instrument.kernels.kernel import (
     TritonKernel as TritonKernel,
 )
-from .instrument.kernel import (
+from .instrument.kernels.kernel import (
     kernel as kernel,
 )
-from .instrument.live import Counts as Counts
-from .instrument.live import counts as counts
-from .instrument.preempt import PreemptibleLaunch as PreemptibleLaunch
-from .instrument.torch_hook import instrument_torch as instrument_torch
-from .instrument.trace import Trace as Trace
-from .instrument.tracing import trace as trace
-from .instrument.turnaround import Turnaround as Turnaround
+from .instrument.kernels.preempt import PreemptibleLaunch as PreemptibleLaunch
+from .instrument.kernels.torch_hook import instrument_torch as instrument_torch
+from .instrument.kernels.turnaround import Turnaround as Turnaround
+from .instrument.traces.live import Counts as Counts
+from .instrument.traces.live import counts as counts
+from .instrument.traces.trace import Trace as Trace
+from .instrument.traces.tracing import trace as trace
 from .scheduler.core.profiles import (
     ModelProfile as ModelProfile,
 )

@@ -14,7 +14,7 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
 
 if TYPE_CHECKING:
-    from paellapy.instrument.trace import Trace
+    from paellapy.instrument.traces.trace import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
@@ -141,7 +141,7 @@ def view(
     import webbrowser
 
     from paellapy import viz
-    from paellapy.instrument.trace import Trace
+    from paellapy.instrument.traces.trace import Trace
     from paellapy.output_path import check_output
 
     trace = Trace.load(file)

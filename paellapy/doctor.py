@@ -12,10 +12,10 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from paellapy.instrument.assemble import find_ptxas
 from paellapy.instrument.device import Device, devices
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import PaellaError
+from paellapy.instrument.ptx.assemble import find_ptxas
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core.tuning import Tuning
 
@@ -93,7 +93,7 @@ def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
 
 
 def _saxpy() -> Any:
-    from paellapy.instrument.kernel import kernel
+    from paellapy.instrument.kernels.kernel import kernel
 
     code = 'extern "C" __global__ void saxpy(int n, float a, const float* x, float* y)'
     code += "{ int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) y[i] += a * x[i]; }"
@@ -102,7 +102,7 @@ def _saxpy() -> Any:
 
 def _triton_kernel() -> Any:
     from paellapy.doctor_kernel import twice
-    from paellapy.instrument.kernel import kernel
+    from paellapy.instrument.kernels.kernel import kernel
 
     return kernel(twice)
 
@@ -119,7 +119,7 @@ def _instrument_cuda() -> str:
 
 def _trace_on(name: str) -> Callable[[], str]:
     def run() -> str:
-        from paellapy.instrument.tracing import trace
+        from paellapy.instrument.traces.tracing import trace
 
         device = Device.open(name)
         with device:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paellapy.instrument.live import counts
+from paellapy.instrument.traces.live import counts
 from paellapy.scheduler.engine.engine import Engine
 
 

@@ -11,9 +11,9 @@ from corpus import Case, CudaCase, ast_source
 from corpus.case import Argument, Call, options
 from triton.backends.compiler import GPUTarget
 
-from paellapy.instrument.compiled import Source
-from paellapy.instrument.cuda_source import CudaSource
-from paellapy.instrument.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.kernels.cuda_source import CudaSource
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers
+from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ttir import TtirProgram
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("paellapy", "serving", "scheduler", "instrument")  # each imports those behind it only
-ROOMS = ("core", "policies", "models", "backends", "engine", "sim")  # of scheduler/: each imports those before it only
+ROOMS = {  # each imports those before it only; "" stands for the modules at the top of the folder
+    "scheduler": ("", "core", "policies", "models", "backends", "engine", "sim"),
+    "instrument": ("", "ptx", "ttir", "device", "kernels", "traces"),
+}
 
 Graph = Mapping[str, set[str]]
 
@@ -66,9 +69,9 @@ def layer(module: str) -> str:
 
 
 def room(module: str) -> str:
-    """The folder a module lies in; at the top of a package every module is a room of its own."""
+    """The folder a module lies in; at the top of paellapy/ and serving/ every module is a room of its own."""
     path = modules()[module].relative_to(ROOT)
-    return str(path) if len(path.parts) == 2 else str(path.parent)
+    return str(path) if len(path.parts) == 2 and path.parts[0] not in ROOMS else str(path.parent)
 
 
 def rooms() -> Graph:

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from paellapy.instrument.compiled import Source
 from paellapy.instrument.device import Device, Event, Launcher, Stream
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.kernels.triton_source import TypeHandlers
+from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import SM_LINE, Records
-from paellapy.instrument.triton_source import TypeHandlers
 
 
 @dataclass

@@ -15,7 +15,6 @@ PARAMETERS, LINES = 8, 50
 KNOWN_CIRCLES: Mapping[frozenset[str], str] = {
     frozenset({"paellapy.serving.bench.load", "paellapy.serving.bench.processes"}): "load from several processes",
 }
-KNOWN_ROOM_CIRCLES = {frozenset({"instrument/device", "instrument/occupancy.py"})}
 
 # Functions of more than eight parameters, and why they have them.
 MANY_PARAMETERS = {
@@ -44,15 +43,15 @@ MANY_LINES = {
 
 
 def test_no_rooms_import_each_other() -> None:
-    assert set(house.circles(house.rooms())) <= KNOWN_ROOM_CIRCLES
+    assert house.circles(house.rooms()) == []
 
 
-def test_rooms_of_the_scheduler_import_those_before_them() -> None:
+def test_rooms_import_those_before_them() -> None:
     for name, others in house.rooms().items():
         folder, _, own = name.partition("/")
-        if folder == "scheduler" and own in house.ROOMS:
-            inside = {other.partition("/")[2] for other in others if other.startswith("scheduler/")}
-            assert inside & set(house.ROOMS) <= set(house.ROOMS[: house.ROOMS.index(own)]), name
+        if order := house.ROOMS.get(folder):
+            inside = {other.partition("/")[2] for other in others if other.partition("/")[0] == folder}
+            assert inside <= set(order[: order.index(own)]), name
 
 
 def test_no_modules_import_each_other() -> None:

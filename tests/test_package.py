@@ -68,9 +68,7 @@ def test_a_source_distribution_holds_one_package(source: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("installed", ["wheel", "editable"])
-def test_a_script_may_lie_beside_files_with_names_of_our_folders(
-    installed: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_a_script_may_lie_beside_files_with_names_of_our_folders(installed: str, wheel: Path, tmp_path: Path) -> None:
     """And beside packages of those names, as PyPI has them."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -113,8 +111,8 @@ def test_methods_from_above_are_there_without_another_import() -> None:
 
 
 def test_every_method_from_above_has_a_home() -> None:
-    from paellapy.instrument.above import Above
-    from paellapy.instrument.trace import Trace
+    from paellapy.instrument.traces.above import Above
+    from paellapy.instrument.traces.trace import Trace
     from paellapy.scheduler.sim.results import Results
 
     for owner in (Trace, Results):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from paellapy.instrument.records import BLOCK, LAUNCH
-from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.scheduler.engine.trace import JOB_RECORD, OWNER, SEGMENT_RECORD, EngineTrace
 
 EPOCH = 1_780_000_000_000_000_000

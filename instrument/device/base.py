@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import Descriptor, Handlers
-from paellapy.instrument.compiled import Compiled, Draft, Source
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 
 _current: contextvars.ContextVar[Device | None] = contextvars.ContextVar("paellapy_device", default=None)

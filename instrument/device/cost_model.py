@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.timing import PROFILES, Timing
+from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.records import Records
 
 # What a product's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import SCALARS, Descriptor, Handler, Handlers, pointer_keys
-from paellapy.instrument.compiled import Source
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
@@ -23,7 +22,8 @@ from paellapy.instrument.device.cuda_tile import encode_tile
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled, Source
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cuda_memory import CudaArray
 from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
@@ -18,7 +17,8 @@ from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.errors import ArgumentError, LaunchError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx.compiled import Compiled, Source
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
 
 _INVALID_CONTEXT = 201

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device import sm_core as core
 from paellapy.instrument.device import sm_layout as lay
+from paellapy.instrument.device.occupancy import footprint, occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import Costs, cost_table
 from paellapy.instrument.device.sm_flags import Flags
@@ -34,7 +35,6 @@ from paellapy.instrument.device.sm_state import (
 )
 from paellapy.instrument.device.timing import Timing
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.occupancy import footprint, occupancy
 
 CopyKind = Literal["h2d", "d2h", "d2d"]
 _ENGINES: dict[CopyKind, int] = {"h2d": 0, "d2h": 1, "d2d": 2}

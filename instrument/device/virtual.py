@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_keys
-from paellapy.instrument.compiled import Draft, Source
 from paellapy.instrument.device.base import Device, Event, Stream
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import part
@@ -28,7 +27,8 @@ from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualLauncher
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun
 from paellapy.instrument.errors import ArgumentError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx.compiled import Draft, Source
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.ttir.addresses import know
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled, Draft
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cost_model import CostModel, KernelCost
+from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.preemption import Blocks, Work
 from paellapy.instrument.device.sm_costs import BlockCost
@@ -20,8 +20,8 @@ from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel, Under
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.occupancy import occupancy
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx.compiled import Compiled, Draft
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
 

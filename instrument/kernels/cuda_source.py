@@ -17,10 +17,10 @@ import numpy as np
 
 from paellapy.instrument import cache
 from paellapy.instrument.arguments import param_layout
-from paellapy.instrument.compiled import Source
 from paellapy.instrument.errors import ArgumentError, CompileError, NoDeviceError, PtxError
-from paellapy.instrument.ptx import Function, Module
-from paellapy.instrument.triton_source import target_capability
+from paellapy.instrument.kernels.triton_source import target_capability
+from paellapy.instrument.ptx.compiled import Source
+from paellapy.instrument.ptx.module import Function, Module
 
 # PTX parameter types → struct codes. NVRTC writes every 32-bit integer as .u32, so signs are folded when packing.
 _CODES = {"8": "B", "16": "H", "32": "I", "64": "Q"}

@@ -14,21 +14,21 @@ from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 
-from paellapy.instrument import cuda_source, triton_source
 from paellapy.instrument.arguments import Handlers, triton_dtype
-from paellapy.instrument.autotune import Tuner
-from paellapy.instrument.compiled import Compiled, Draft, Source
-from paellapy.instrument.cuda_source import CudaSource
 from paellapy.instrument.device.base import Device, Launcher, check_grid
+from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import limits_for_capability
 from paellapy.instrument.device.preemption import Work
 from paellapy.instrument.errors import ArgumentError, InstrumentError
-from paellapy.instrument.occupancy import Occupancy, occupancy
-from paellapy.instrument.passes import Exits, PassConfig, Report
-from paellapy.instrument.preempt import Preemptible, Prepared
-from paellapy.instrument.triton_driver import stand_in
-from paellapy.instrument.triton_source import TritonSource
-from paellapy.instrument.turnaround import Wave
+from paellapy.instrument.kernels import cuda_source, triton_source
+from paellapy.instrument.kernels.autotune import Tuner
+from paellapy.instrument.kernels.cuda_source import CudaSource
+from paellapy.instrument.kernels.preempt import Preemptible, Prepared
+from paellapy.instrument.kernels.triton_driver import stand_in
+from paellapy.instrument.kernels.triton_source import TritonSource
+from paellapy.instrument.kernels.turnaround import Wave
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
+from paellapy.instrument.ptx.passes import Exits, PassConfig, Report
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

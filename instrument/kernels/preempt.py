@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device, Launcher
 from paellapy.instrument.device.preemption import Blocks, Flag, Part, Run, Work
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.turnaround import Turnaround, Wave
+from paellapy.instrument.kernels.turnaround import Turnaround, Wave
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from triton import knobs
 from triton.compiler import compiler
 from triton.runtime import _allocation
 
-from paellapy.instrument import passes
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import InstrumentError, PaellaError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.kernels.triton_source import TRITON_VERSION, compiling, is_warp_specialised
+from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC
-from paellapy.instrument.triton_source import TRITON_VERSION, compiling, is_warp_specialised
 
 _TABLE = 8192  # descriptors; a trace takes this many launches of PyTorch's kernels
 _active: _Hook | None = None

@@ -40,9 +40,9 @@ from paellapy.instrument.arguments import (
     param_layout,
     triton_dtype,
 )
-from paellapy.instrument.compiled import Draft, Source
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.triton_stages import Stage, Translated, translate
+from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
+from paellapy.instrument.ptx.compiled import Draft, Source
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
 # Launch options, and what they must be: Triton takes some that no GPU can run, and fails on others far from the cause.

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from paellapy.instrument import cache, passes
-from paellapy.instrument.assemble import Assembled, assemble
+from paellapy.instrument import cache
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.passes import PassConfig
+from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.assemble import Assembled, assemble
+from paellapy.instrument.ptx.passes import PassConfig
 
 
 @dataclass(frozen=True, slots=True)

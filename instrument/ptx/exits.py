@@ -10,8 +10,8 @@ be reached before its two ways meet again.
 from __future__ import annotations
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_special, written
-from paellapy.instrument.ptx import Function, Module, Statement
+from paellapy.instrument.ptx.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_special, written
+from paellapy.instrument.ptx.module import Function, Module, Statement
 
 BARRIER_OPS = ("bar", "barrier")
 # Give different threads different results whatever their operands: memory, other threads, pieces of a matrix.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paellapy.instrument.ptx import Function, Kind, Statement
+from paellapy.instrument.ptx.module import Function, Kind, Statement
 
 # Special registers with the same value in every thread of a block; all others are taken as different.
 UNIFORM_SPECIAL = (

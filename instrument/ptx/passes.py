@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from paellapy.instrument import records
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
-from paellapy.instrument.preempt_pass import insert_decision, insert_flag_load, refuse_unpreemptible
-from paellapy.instrument.ptx import Function, Kind, Module, Token
+from paellapy.instrument.ptx.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
+from paellapy.instrument.ptx.module import Function, Kind, Module, Token
+from paellapy.instrument.ptx.preempt_pass import insert_decision, insert_flag_load, refuse_unpreemptible
+from paellapy.instrument.ptx.slice_pass import slice_entry
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
-from paellapy.instrument.slice_pass import slice_entry
 
 Report = Literal["count", "trace", "notify"]
 Exits = Literal["auto", "barrier", "spare-barrier", "count-out"]
@@ -38,7 +39,7 @@ class PassConfig:
     """What to do to a kernel. Part of every cache key.
 
     `also_notify` makes a kernel that counts or traces tell, besides, when its last block starts.
-    `exits` says how the end of a block is seen: "auto" decides from the code (instrument/exits.py).
+    `exits` says how the end of a block is seen: "auto" decides from the code (exits.py).
     `pointer_param` names the parameter that points to the descriptor; None adds a parameter passed by value.
     `preempt` makes blocks look at a flag when they start, and not run while it is set; with `sliced` a launch may
     then run any list of blocks.
@@ -86,9 +87,10 @@ def pass_version() -> str:
 
 
 _SOURCES = (
-    "passes.py", "slice_pass.py", "preempt_pass.py", "exits.py", "flow.py", "waits.py", "ptx.py", "records.py",
+    "passes.py", "slice_pass.py", "preempt_pass.py", "exits.py", "flow.py", "waits.py", "module.py",
 )  # fmt: skip
-_VERSION = hashlib.sha256(b"".join((Path(__file__).parent / n).read_bytes() for n in _SOURCES)).hexdigest()[:16]
+_PATHS = (*(Path(__file__).parent / name for name in _SOURCES), Path(records.__file__))
+_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _PATHS)).hexdigest()[:16]
 
 
 def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.flow import Names, written
-from paellapy.instrument.ptx import Function, Kind, Module, Statement, statements
+from paellapy.instrument.ptx.flow import Names, written
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
+from paellapy.instrument.ptx.waits import blocks_that_wait
 from paellapy.instrument.records import LEFT_HEAD_BYTES
-from paellapy.instrument.waits import blocks_that_wait
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paellapy.instrument.flow import FlowGraph, Names, written
-from paellapy.instrument.ptx import Function, Module, Statement
+from paellapy.instrument.ptx.flow import FlowGraph, Names, written
+from paellapy.instrument.ptx.module import Function, Module, Statement
 
 _STRONG = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 _OWN_SPACES = (".shared", ".local", ".param", ".const")  # nothing another block writes

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import WARP, limits_for_capability
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.occupancy import Occupancy, occupancy
 from paellapy.instrument.records import Records
 
 if TYPE_CHECKING:

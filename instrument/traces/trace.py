@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from paellapy.instrument import trace_file
-from paellapy.instrument.above import Above
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
-from paellapy.instrument.summary import (
+from paellapy.instrument.traces import trace_file
+from paellapy.instrument.traces.above import Above
+from paellapy.instrument.traces.summary import (
     Residency,
     Summary,
     counted,

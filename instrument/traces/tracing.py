@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.compiled import Compiled
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
+from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
-from paellapy.instrument.ring import Mark, decode
-from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.traces.ring import Mark, decode
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.instrument.versions import versions
 
 _LEAST, _MOST = 16, 1 << 22

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 
 __all__ = ["load", "names", "origin"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import timeline
 
 _SMS, _STREAMS, _REQUESTS = 0, 1, 2  # "processes"; their "threads" are lanes

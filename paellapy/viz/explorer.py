@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import BINS, By
 from paellapy.viz.figures import all_views, build

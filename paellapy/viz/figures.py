@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import Parts, Picture, TimeAxis
 from paellapy.viz.needs import need

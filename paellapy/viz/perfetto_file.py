@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import timeline
 from paellapy.viz.needs import need
 from paellapy.viz.requests import has_requests

@@ -6,7 +6,7 @@ import html
 import os
 from pathlib import Path
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz.data import BINS, By
 from paellapy.viz.figures import plot
 from paellapy.viz.palette import Theme, look

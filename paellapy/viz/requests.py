@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.records import Records
-from paellapy.instrument.summary import readable_time
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.summary import readable_time
+from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.core.codes import OK, STATUS
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data

@@ -13,8 +13,8 @@ from types import TracebackType
 
 from paellapy.instrument.device import Device
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import Trace
-from paellapy.instrument.tracing import trace
+from paellapy.instrument.traces.trace import Trace
+from paellapy.instrument.traces.tracing import trace
 
 _INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
 

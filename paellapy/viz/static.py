@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import data, fit
 from paellapy.viz import requests as rq
 from paellapy.viz.data import Part, Parts, Picture

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import data
 from paellapy.viz.data import Part, Parts
 from paellapy.viz.palette import Theme

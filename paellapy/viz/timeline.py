@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.records import Records
-from paellapy.instrument.summary import runs
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.summary import runs
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz.data import lanes
 from paellapy.viz.requests import requests
 

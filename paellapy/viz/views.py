@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.summary import readable_time
+from paellapy.instrument.traces.summary import readable_time
 from paellapy.viz import data
 from paellapy.viz.data import Picture
 from paellapy.viz.needs import need

@@ -18,7 +18,7 @@ from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import InstrumentError, LaunchError
-from paellapy.instrument.tracing import Session
+from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.cuda_graphs import CapturedGraph, describe, read_graph
 from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
@@ -55,9 +55,7 @@ def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
     if launcher not in _notifying:
         compiled = launcher.compiled
         try:
-            _notifying[launcher] = launcher.device.prepare(
-                compiled.source, compiled.config.notifying(), launcher.pick
-            )
+            _notifying[launcher] = launcher.device.prepare(compiled.source, compiled.config.notifying(), launcher.pick)
         except InstrumentError:
             _notifying[launcher] = None
     return _notifying[launcher]

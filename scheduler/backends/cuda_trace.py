@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paellapy.instrument.tracing import trace
+from paellapy.instrument.traces.tracing import trace
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Launches, LoadedModel, write_handles
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece

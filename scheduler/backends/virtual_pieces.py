@@ -12,7 +12,7 @@ from paellapy.instrument.device.sm_program import Placed
 from paellapy.instrument.device.sm_program import Program as SmProgram
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.records import Records
-from paellapy.instrument.tracing import Session
+from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.models.capture import Recorded
 
@@ -68,9 +68,7 @@ class Piece:
         launch = first_id
         for n, step in enumerate(self.steps):
             if isinstance(step, SmProgram):
-                last = model.launch_program(
-                    stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns
-                )
+                last = model.launch_program(stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns)
                 launch += len(step.ints)
                 kernel = last
             else:

@@ -1,8 +1,8 @@
 """`Engine`: models on one GPU, requests in, results out. Everything else is behind it.
 
-    with pp.Engine("virtual:h200", policy="paella") as engine:
-        engine.load(model)
-        y = engine.infer_sync("double", {"x": x})["y"]
+with pp.Engine("virtual:h200", policy="paella") as engine:
+    engine.load(model)
+    y = engine.infer_sync("double", {"x": x})["y"]
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Engine(Requester):
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
 
-        A virtual GPU knows; of a real one only kernels that report tell (`paellapy.instrument.live.counts`).
+        A virtual GPU knows; of a real one only kernels that report tell (`paellapy.instrument.traces.live.counts`).
         """
         return self._backend.sm_totals()
 
@@ -386,9 +386,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _check_settings(
-    quantum_us: float, max_active: int | None, memory_bytes: int | None, sm_windows: int
-) -> None:
+def _check_settings(quantum_us: float, max_active: int | None, memory_bytes: int | None, sm_windows: int) -> None:
     if not 1 <= quantum_us < math.inf:
         raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
     if max_active is not None and max_active < 1:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from paellapy.instrument.live import counts
+from paellapy.instrument.traces.live import counts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
 from paellapy.scheduler.engine.gpu_use import RESOURCES

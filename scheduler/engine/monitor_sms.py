@@ -13,7 +13,7 @@ import numpy as np
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
-from paellapy.instrument.live import Counts, counts
+from paellapy.instrument.traces.live import Counts, counts
 
 _PERIOD_S = 0.0097  # not in step with anything; a look takes some 50 µs
 

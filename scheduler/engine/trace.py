@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument import trace_file
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
-from paellapy.instrument.summary import counted
-from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.traces import trace_file
+from paellapy.instrument.traces.summary import counted
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
@@ -282,9 +282,7 @@ def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
     ]  # fmt: skip
 
 
-def _segments(
-    blocks: Records, jobs: Records, pieces: list[TracedPiece]
-) -> list[tuple[TracedPiece, int, int, int]]:
+def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list[tuple[TracedPiece, int, int, int]]:
     """When each piece ran. Replays share launch ids: they are told apart by the requests that ran in the lane."""
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paellapy.instrument import cache
+from paellapy.instrument.device.occupancy import footprint
 from paellapy.instrument.device.parts import SmLimits
-from paellapy.instrument.occupancy import footprint
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model

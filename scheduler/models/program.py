@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paellapy.instrument import cache
+from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import SmLimits
-from paellapy.instrument.occupancy import occupancy
 from paellapy.scheduler.models.tensors import Capturable
 
 NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
@@ -58,7 +58,6 @@ class Program:
         if not self._content:
             self._content = content_digest(self.nodes)
         return self._content
-
 
     def for_lane(self, lane: int, body: Any, marks: Marks) -> Program:
         """The same nodes in another lane's memory."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.above import Above
 from paellapy.instrument.errors import ArgumentError
+from paellapy.instrument.traces.above import Above
 from paellapy.scheduler.core.codes import NEVER, OK, QUEUE_FULL, STATUS
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table

@@ -12,7 +12,7 @@ from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_program import Program
 from paellapy.instrument.device.virtual import VirtualDevice
 from paellapy.instrument.records import BLOCK, LAUNCH
-from paellapy.instrument.trace import DeviceFacts
+from paellapy.instrument.traces.trace import DeviceFacts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.backends.virtual import VirtualBackend
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer

@@ -10,7 +10,7 @@ import pytest
 
 import paellapy as pp
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz.requests import requests
 

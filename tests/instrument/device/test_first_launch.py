@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
-from paellapy.instrument import compiled, triton_stages
-from paellapy.instrument.kernel import TritonKernel
+from paellapy.instrument.kernels import triton_stages
+from paellapy.instrument.kernels.kernel import TritonKernel
+from paellapy.instrument.ptx import compiled
 
 
 @triton.jit

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paellapy.instrument.device.occupancy import Occupancy, active_clusters, footprint, occupancy
 from paellapy.instrument.device.parts import KIB, Part, SmLimits, limits_for_capability, part
 from paellapy.instrument.errors import LaunchError
-from paellapy.instrument.occupancy import Occupancy, active_clusters, footprint, occupancy
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 HOPPER = limits_for_capability(90)
@@ -141,9 +141,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("needs a C compiler and cuda_occupancy.h")
     folder = tmp_path_factory.mktemp("occupancy")
     (folder / "c.c").write_text(CALCULATOR)
-    subprocess.run(
-        ["cc", "-w", "-shared", "-fPIC", f"-I{headers}", "-o", folder / "c.so", folder / "c.c"], check=True
-    )
+    subprocess.run(["cc", "-w", "-shared", "-fPIC", f"-I{headers}", "-o", folder / "c.so", folder / "c.c"], check=True)
     return ctypes.CDLL(str(folder / "c.so"))
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from places import ROOT
 
 import paellapy as pp
+from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import PARTS
-from paellapy.instrument.occupancy import occupancy
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import triton.language as tl
 from stand_in_device import Launch, StandInDevice
 
 from paellapy.instrument.errors import ArgumentError, LaunchError
-from paellapy.instrument.kernel import TritonKernel, kernel
+from paellapy.instrument.kernels.kernel import TritonKernel, kernel
 
 
 @triton.jit

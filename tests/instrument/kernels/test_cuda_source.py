@@ -14,11 +14,11 @@ from corpus import CUDA_CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paellapy.instrument import cuda_source
-from paellapy.instrument.cuda_source import CudaSource, bind_values, compile_to_ptx
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernel import CudaKernel, kernel
-from paellapy.instrument.triton_source import TypeHandlers
+from paellapy.instrument.kernels import cuda_source
+from paellapy.instrument.kernels.cuda_source import CudaSource, bind_values, compile_to_ptx
+from paellapy.instrument.kernels.kernel import CudaKernel, kernel
+from paellapy.instrument.kernels.triton_source import TypeHandlers
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

@@ -12,8 +12,8 @@ import triton.language as tl
 from stand_in_device import StandInDevice
 
 from paellapy.instrument.errors import ArgumentError, InstrumentError, LaunchError
-from paellapy.instrument.kernel import CudaKernel, TritonKernel, kernel
-from paellapy.instrument.ptx import Module
+from paellapy.instrument.kernels.kernel import CudaKernel, TritonKernel, kernel
+from paellapy.instrument.ptx.module import Module
 
 SAXPY = """
 extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {

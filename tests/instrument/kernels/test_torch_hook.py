@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import _allocation
 
-from paellapy.instrument import torch_hook
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.kernel import kernel
-from paellapy.instrument.torch_hook import instrument_torch
-from paellapy.instrument.triton_source import TRITON_VERSION
+from paellapy.instrument.kernels import torch_hook
+from paellapy.instrument.kernels.kernel import kernel
+from paellapy.instrument.kernels.torch_hook import instrument_torch
+from paellapy.instrument.kernels.triton_source import TRITON_VERSION
 
 
 @triton.jit

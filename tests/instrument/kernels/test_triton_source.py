@@ -19,12 +19,13 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import create_function_from_signature
 
-from paellapy.instrument import assemble, cache
+from paellapy.instrument import cache
 from paellapy.instrument.arguments import of_int, param_layout, triton_dtype
 from paellapy.instrument.errors import ArgumentError, CompileError
-from paellapy.instrument.kernel import TritonKernel
-from paellapy.instrument.ptx import Module
-from paellapy.instrument.triton_source import TritonSource, TypeHandlers, launch_values, target_capability
+from paellapy.instrument.kernels.kernel import TritonKernel
+from paellapy.instrument.kernels.triton_source import TritonSource, TypeHandlers, launch_values, target_capability
+from paellapy.instrument.ptx import assemble
+from paellapy.instrument.ptx.module import Module
 
 HANDLERS = TypeHandlers()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ptx_pieces import HEADER, entry, module
 
 from paellapy.instrument.errors import PtxError
-from paellapy.instrument.ptx import Function, Kind, Module, Statement, statements, tokenize
+from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements, tokenize
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 
@@ -151,7 +151,7 @@ def test_a_missing_or_unreadable_header_is_an_error() -> None:
 # -- random modules from such pieces: what is built is what is read
 
 identifiers = st.from_regex(r"[a-z_$][a-z0-9_$]{0,6}", fullmatch=True)
-trivia = st.sampled_from([" ", "\n\t", " /* ; } */ ", " // { \"\n", "\n\n"])
+trivia = st.sampled_from([" ", "\n\t", " /* ; } */ ", ' // { "\n', "\n\n"])
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def test_a_module_cut_anywhere_parses_or_is_refused(ptx: str, where: float) -> N
     reads_or_refuses(ptx[: int(where * len(ptx))])
 
 
-mutations = st.tuples(st.floats(0, 1), st.integers(0, 3), st.sampled_from([*"{}()[];:,.@!%\"/*\\\n\x00é", "/*"]))
+mutations = st.tuples(st.floats(0, 1), st.integers(0, 3), st.sampled_from([*'{}()[];:,.@!%"/*\\\n\x00é', "/*"]))
 
 
 @given(real_ptx, st.lists(mutations))

@@ -9,11 +9,11 @@ from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
 from corpus_sources import source_of
 from ptx_pieces import entry, module
 
-from paellapy.instrument import passes
-from paellapy.instrument.assemble import assemble
 from paellapy.instrument.errors import InstrumentError, PtxError
-from paellapy.instrument.passes import PassConfig
-from paellapy.instrument.ptx import Function, Module
+from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.assemble import assemble
+from paellapy.instrument.ptx.module import Function, Module
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")

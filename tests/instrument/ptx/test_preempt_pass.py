@@ -9,10 +9,10 @@ from corpus import CUDA_CASES, TRITON_CASES, Case, CudaCase
 from corpus_sources import source_of
 from ptx_pieces import entry, module
 
-from paellapy.instrument import passes
 from paellapy.instrument.errors import InstrumentError
-from paellapy.instrument.passes import PassConfig
-from paellapy.instrument.ptx import Kind, Module, Statement
+from paellapy.instrument.ptx import passes
+from paellapy.instrument.ptx.module import Kind, Module, Statement
+from paellapy.instrument.ptx.passes import PassConfig
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="CUDA C needs NVRTC: pip install 'paellapy[dev]'")
 

@@ -10,7 +10,7 @@ import pytest
 from viz_traces import EPOCH, MIX, TOY, engine_trace, make
 
 import paellapy as pp
-from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import palette
 

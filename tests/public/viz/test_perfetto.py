@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from viz_traces import EPOCH, MIX, NAMES, WARPS, engine_trace, make, schedules
 
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import timeline
 
 protos = pytest.importorskip(

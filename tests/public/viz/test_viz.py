@@ -19,7 +19,7 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, WARPS, engine_trace, make, many, 
 
 import paellapy as pp
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.trace import DeviceFacts, Trace
+from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz import data, palette
 from paellapy.viz.requests import requests

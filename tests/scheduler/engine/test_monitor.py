@@ -13,8 +13,8 @@ import paellapy as pp
 from paellapy.instrument.device.parts import part
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel
-from paellapy.instrument.live import counts
 from paellapy.instrument.records import WARP_SHIFT
+from paellapy.instrument.traces.live import counts
 from paellapy.scheduler.backends import virtual
 from paellapy.scheduler.engine import monitor_sms
 from paellapy.scheduler.engine.engine import Engine

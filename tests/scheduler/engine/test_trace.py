@@ -17,7 +17,7 @@ from viz_traces import EPOCH, MIX, NAMES, TOY, engine_trace, make
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
-from paellapy.instrument.trace import Trace
+from paellapy.instrument.traces.trace import Trace
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.tables import COMPLETION
