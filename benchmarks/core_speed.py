@@ -209,7 +209,7 @@ def simulation_speed(quiet: Quiet, policy: str) -> dict[str, Any]:
 
 def measured_of(base: Path) -> dict[str, Any]:
     """Another checkout's figures, by its own script."""
-    script = base / "benchmarks" / "core_speed.py"
+    script = base.resolve() / "benchmarks" / "core_speed.py"
     if not script.exists():
         raise SystemExit(f"{base} is no checkout of paellapy: {script} is not there")
     subprocess.run(
