@@ -105,7 +105,7 @@ def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_n
 
 
 def test_slices_keep_every_block(gpu: Any) -> None:
-    spin = pp.kernel(source=SPIN, name="spin", report=None)  # a million blocks take 10 ms: they still run when they are preempted
+    spin = pp.kernel(source=SPIN, name="spin", report=None)  # a million blocks take 10 ms: they still run
     for us in (30, 100, 1000):
         count = gpu.array(np.zeros(1_000_000, np.uint32))
         launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[1_000_000, 128](count, np.uint32(20_000))
