@@ -39,7 +39,7 @@ from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
-from paellapy.scheduler.core.rings import post, take_done
+from paellapy.scheduler.core.rings import Message, post, publish, take_into
 from paellapy.scheduler.core.step import step
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import find_policy
@@ -106,7 +106,7 @@ class Quiet:
 
 
 @compiled
-def drive(s: st.State, taken: tables.Table, steps: int, now: int) -> int:
+def drive(s: st.State, taken: tables.Table, message: tables.Table, steps: int, now: int) -> int:
     """The GPU completes one launch per step, and each answered request is followed by another; launches made."""
     before = s.core[0].launches
     for k in range(steps):
@@ -117,13 +117,12 @@ def drive(s: st.State, taken: tables.Table, steps: int, now: int) -> int:
             store_at(s.whole[lane, a.size].word if a.whole else s.launch[lane, a.size, a.done].word, np.uint64(1))
         now += 1000
         step(s, now)
-        for i in range(take_done(s.ring[0], s.done[0], taken)):
-            e = taken[i]
-            post(
-                s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, e.request,
-                np.int64(e.serial) + 1, 0, e.model,
-                e.client, 0, now, now + 10**12 + 1_000_000 * (np.int64(e.serial) % 977), 0, False,
-            )  # fmt: skip
+        for i in range(take_into(s, 0, taken.ctypes.data, taken.shape[0])):
+            e, c = taken[i], message[0]
+            c.request, c.serial, c.model, c.client = e.request, e.serial + np.uint64(1), e.model, e.client
+            c.arrival_ns = now
+            c.deadline_ns = now + 10**12 + 1_000_000 * (np.int64(e.serial) % 977)
+            publish(s, 0, message.ctypes.data)
     return int(s.core[0].launches - before)
 
 
@@ -157,9 +156,9 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
     for row in range(requests):
         now += 1000
         deadline = now + 10**12 + int(random.integers(10**9))
-        post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, 0, 0, row % models,
-             row % 7, 0, now, deadline, 0,
-             False)  # fmt: skip
+        message = Message(kind=codes.SUBMIT, request=row, model=row % models, client=row % 7, arrival_ns=now)
+        message.deadline_ns = deadline
+        post(s, 0, message.address)
         if row % 512 == 511:
             step(s, now)
             s.core["out"][0] = 0
@@ -171,14 +170,15 @@ def waiting(models: int, requests: int, policy: str) -> st.State:
 
 def decision_cost(quiet: Quiet, models: int, requests: int, policy: str) -> dict[str, Any]:
     s = waiting(models, requests, policy)
-    taken = np.zeros(64, tables.COMPLETION)
+    taken, message = np.zeros(64, tables.COMPLETION), np.zeros(1, tables.SUBMISSION)
+    message["kind"], message["lane"], message["slot"] = codes.SUBMIT, codes.NONE, codes.NONE
     clock = itertools.count(10**10, 10**9)
-    drive(s, taken, STEPS, next(clock))
+    drive(s, taken, message, STEPS, next(clock))
 
     def once() -> float:
         now = next(clock)
         since = time.perf_counter_ns()
-        decisions = drive(s, taken, STEPS, now)
+        decisions = drive(s, taken, message, STEPS, now)
         return (time.perf_counter_ns() - since) / decisions
 
     costs = quiet.measure(once)

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.scheduler.core import codes, rings, tables
-from paellapy.scheduler.core.admission import leaves, lets_in, new_allowances
+from paellapy.scheduler.core.admission import ASKED, LET_IN, leaves, lets_in, new_allowances
 from paellapy.scheduler.core.atomics import call_launch, call_write, copy_bytes, load_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.loop import wakes
+from paellapy.scheduler.core.predict import reader
 from paellapy.scheduler.core.slots import copy_inputs
 from paellapy.scheduler.engine.engine import Engine
 
@@ -38,7 +39,7 @@ def drive(
     s: Any, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
     source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, think_ns: int,
     owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any,
-    bell: int, pauses: Any, scratch: Any,
+    bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
@@ -84,29 +85,32 @@ def drive(
             m = model[i]
             due = codes.NEVER if deadline_ns[m] == 0 else arrival[i] + deadline_ns[m]
             limit = deadline_ns[m]
-            if allowance.shape[0] > 0 and limit > 0 and not lets_in(
-                ask, allowance, m, rows[m], priority[m], due, arrival[i], float(limit), start + now
-            ):
-                status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
-                done += 1
-                continue
-            while True:
-                # As a server does it: straight into a slot of the lane that is open, if one is.
-                at = rings.post(
-                    s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, i + 1, 0, rows[m],
-                    0, priority[m], arrival[i], due, source[m, which[i]], True,
-                )  # fmt: skip
-                if at != rings.RING_FULL:
-                    break
+            if allowance.shape[0] > 0 and limit > 0:
+                a = asked[0]
+                a.model, a.priority, a.deadline_ns, a.limit_ns = rows[m], priority[m], due, float(limit)
+                a.entered_ns, a.now_ns = arrival[i], start + now
+                if lets_in(ask, allowance, m, a) != LET_IN:
+                    status[i], finish[i] = codes.QUEUE_FULL, arrival[i]
+                    done += 1
+                    continue
+            # As a server does it: straight into a slot of the lane that is open, if one is.
+            at = rings.claim_slot(s, 0, rows[m])
+            lane = slot = codes.NONE
+            if at >= 0:
+                lane, slot = at // rings.SLOTS, at % rings.SLOTS
+            c = message[0]
+            c.request, c.serial, c.model, c.lane, c.slot = row, i + 1, rows[m], lane, slot
+            c.priority, c.arrival_ns, c.deadline_ns, c.source = priority[m], arrival[i], due, source[m, which[i]]
+            while not rings.publish(s, 0, message.ctypes.data):
                 ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
-                copy_inputs(s, source[m, which[i]], at // rings.SLOTS, at % rings.SLOTS, rows[m])
-                rings.mark_ready(s.lane_ready, at // rings.SLOTS, at % rings.SLOTS)
+                copy_inputs(s, source[m, which[i]], lane, slot, rows[m])
+                rings.set_ready(s, lane, slot)
             owner[row] = i
             n_free -= 1
             posted = True
             break  # a copy takes its time: others may be done by now, and who is due next is let in by the clock
-        k = rings.take_done(s.ring[0], s.done[0], buffer)
+        k = rings.take_into(s, 0, buffer.ctypes.data, buffer.shape[0])
         for j in range(k):
             entry = buffer[j]
             row = entry.request
@@ -116,7 +120,7 @@ def drive(
                 n_bytes = out_bytes[model[i]]
                 where = out_address[entry.lane] + np.uint64(entry.slot * n_bytes)
                 copy_bytes(results[i : i + 1].ctypes.data, where, np.uint64(n_bytes))
-                rings.release(s.lane_hold, entry.lane, entry.slot)
+                rings.clear_hold(s, entry.lane, entry.slot)
             if allowance.shape[0] > 0 and deadline_ns[model[i]] > 0:
                 leaves(s, allowance, model[i], arrival[i], finish[i], float(deadline_ns[model[i]]), entry.status)
             free[n_free] = row
@@ -265,15 +269,16 @@ class Generator:
         allowance = new_allowances(
             (each.model.max_batch for each in self.loaded if admission), self.engine.tuning
         )
-        pauses = np.zeros(2, np.int64)
+        pauses, message = np.zeros(2, np.int64), np.zeros(1, tables.SUBMISSION)
+        message["kind"] = codes.SUBMIT
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
-            state, state._replace(job=np.zeros_like(state.job)), allowance, n, at_ns, models, whichs,
+            state, reader(state), allowance, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),
             np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
-            self._scratch,
+            self._scratch, np.zeros(1, ASKED), message,
         )  # fmt: skip
         if sent < 0 or ((status[:sent] != codes.OK).any() and not may_fail):
             bad = {codes.STATUS[k]: int((status == k).sum()) for k in np.unique(status)}

@@ -9,12 +9,17 @@ limit: `paellapy.scheduler.core.admission` has the arithmetic.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from paellapy.scheduler.core import admission, codes
-from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.core.predict import reader
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import struct_fields
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
@@ -27,22 +32,21 @@ _reach_ns: Any = admission.reach_ns.py_func  # type: ignore[attr-defined]
 _note_latency: Any = admission.note_latency.py_func  # type: ignore[attr-defined]
 
 
-class Allowance:
+class Allowance(ctypes.Structure):
     """How many requests of a model may be in flight, and what predictions are worth: a row of ALLOWANCE as an object.
 
     The core's functions run on it as they do on the table's rows. A row of NumPy would take ten times as long to read.
     """
 
-    __slots__ = (*(admission.ALLOWANCE.names or ()), "generation", "tuning")
-
-    in_flight: int
+    _fields_ = struct_fields(admission.ALLOWANCE)
     size: float
+    in_flight: int
+    shortest_ns: float
 
     def __init__(self, max_batch: int, tuning: Tuning, generation: int = 0) -> None:
+        super().__init__(*admission.new_allowances([max_batch], tuning)[0].item())
         self.tuning, self.generation = tuning, generation
-        row = admission.new_allowances([max_batch], tuning)[0]
-        for name in admission.ALLOWANCE.names or ():
-            setattr(self, name, row[name].item())
+        self.table = np.frombuffer(self, admission.ALLOWANCE)  # type: ignore[call-overload]
 
     @property
     def full(self) -> bool:
@@ -73,12 +77,33 @@ class Ticket:
             self.allowance.done(self.entered_ns, time.monotonic_ns(), self.limit_ns, self.number)
 
 
+class Asked(ctypes.Structure):
+    """A request at the door: a row of ASKED."""
+
+    _fields_ = struct_fields(admission.ASKED)
+    model: int
+    priority: int
+    entered_ns: int
+    now_ns: int
+    deadline_ns: int
+    limit_ns: float
+    predicted_ns: float
+    reach_ns: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.frombuffer(self, admission.ASKED)  # type: ignore[call-overload]
+
+
 class Admission:
     """`mode`: refuse by the requests' deadlines only, also by their models' targets, or never."""
 
     def __init__(self, engine: Engine | RemoteEngine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
         self.allowances: dict[str, Allowance] = {}
+        self._asked = Asked()
+        self._state: State = engine.state
+        self._reader = reader(engine.state)
 
     def check_room(self, model: Model) -> None:
         """Before a request's body is read, where every request has a limit: under overload most are refused, and what
@@ -102,13 +127,15 @@ class Admission:
         if allowance is None or allowance.generation != generation:  # of another model of that name
             tuning = Tuning.of_row(state.tuning[0])
             allowance = self.allowances[model.name] = Allowance(model.max_batch, tuning, generation)
-        if allowance.full:
+        asked = self._asked
+        asked.model, asked.entered_ns, asked.now_ns, asked.limit_ns = row, now_ns, now_ns, limit_ms * 1e6
+        asked.priority = int(state.model["priority"][row]) if priority is None else priority
+        asked.deadline_ns = codes.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
+        verdict = admission.ask(self._own(state), allowance.table, asked.table)
+        if verdict == admission.NO_ROOM:
             raise _overloaded(model, allowance, kind, limit_ms)
-        deadline_ns = codes.NEVER if deadline_ms is None else now_ns + int(deadline_ms * 1e6)
-        predicted_ms = (predict_finish(state, row, now_ns, priority, deadline_ns) - now_ns) * 1e-6
-        alone_ns, live = float(state.size["total_ns"][row, 0]), int(state.core["live"][0])
-        reach_ms = allowance.reach_ns(limit_ms * 1e6, alone_ns, live, now_ns) * 1e-6
-        if predicted_ms > reach_ms:
+        if verdict == admission.TOO_LATE:
+            predicted_ms, reach_ms = asked.predicted_ns * 1e-6, asked.reach_ns * 1e-6
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
             raise RefusedError(
                 f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms"
@@ -116,8 +143,13 @@ class Admission:
                 f"predicted_{kind}",
                 retry_after_s=(predicted_ms - reach_ms) * 1e-3,
             )
-        allowance.in_flight += 1
         return Ticket(allowance, now_ns, limit_ms * 1e6, allowance.in_flight)
+
+    def _own(self, state: State) -> State:
+        """The engine's tables with a scratch of our own, made anew where the engine has other tables now."""
+        if state is not self._state:
+            self._state, self._reader = state, reader(state)
+        return self._reader
 
 
 def _overloaded(model: Model, allowance: Allowance, kind: str, limit_ms: float) -> RefusedError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from paellapy.scheduler.core import admission
 from paellapy.scheduler.core.install import install
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.state import Limits, new_state
-from paellapy.scheduler.core.step import predict_finish
 from paellapy.scheduler.core.tables import COMPLETION
+from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine import front_calls
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy
@@ -20,7 +21,7 @@ def warm_up(policy: Policy) -> None:
     state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
     attach_policy(state, policy)
     install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
-    predict_finish(state, 0, 0)
+    admission.ask(state, admission.new_allowances([1], Tuning.of_row(state.tuning[0])), np.zeros(1, admission.ASKED))
     front_calls.warm_up(state)
     note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
                np.zeros(0, COMPLETION))  # fmt: skip

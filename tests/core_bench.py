@@ -73,15 +73,16 @@ class Bench:
         self.serial += 1
         row = self.free.pop()
         s = self.state
-        answer = rings.post(
-            s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, row, self.serial,
-            1000 + self.serial,
-            model, client, priority, self.now, deadline, source, direct,
+        claimed = rings.claim(s, 0, model) if direct else rings.STAGED
+        lane, slot = (codes.NONE, codes.NONE) if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
+        message = rings.Message(
+            kind=codes.SUBMIT, request=row, serial=self.serial, tag=1000 + self.serial, model=model, lane=lane,
+            slot=slot, client=client, priority=priority, arrival_ns=self.now, deadline_ns=deadline, source=source,
         )  # fmt: skip
-        assert answer != rings.RING_FULL
+        assert rings.post(s, 0, message.address)
         self.rows[self.serial] = row
-        if answer >= 0:
-            self.unready.append(divmod(answer, rings.SLOTS))
+        if lane >= 0:
+            self.unready.append((lane, slot))
             if ready:
                 self.write()
         return self.serial
@@ -89,12 +90,12 @@ class Bench:
     def write(self) -> None:
         """A front end finishes writing one slot."""
         if self.unready:
-            rings.mark_ready(self.state.lane_ready, *self.unready.pop(0))
+            rings.mark_ready(self.state, *self.unready.pop(0))
 
     def read(self) -> None:
         """A front end has read one output."""
         if self.unread:
-            rings.release(self.state.lane_hold, *self.unread.pop(0))
+            rings.release(self.state, *self.unread.pop(0))
 
     def cancel(self, serial: int) -> None:
         tell(self.state, codes.CANCEL, request=self.rows.get(serial, 0), serial=serial)
@@ -125,7 +126,7 @@ class Bench:
     def take(self) -> list[int]:
         into = np.zeros(64, tables.COMPLETION)
         finished = []
-        while n := rings.take_done(self.state.ring[0], self.state.done[0], into):
+        while n := rings.take_done(self.state, 0, into):
             for entry in into[:n].copy():
                 if entry["request"] < 0:
                     self.closed.append(int(entry["model"]))

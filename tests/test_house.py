@@ -25,13 +25,6 @@ MANY_PARAMETERS = {
     "paellapy/demo/kernels.py:layer_norm": "a kernel: its arguments are what the GPU is given",
     "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
     "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
-    "scheduler/core/admission.py:lets_in": "to be given one record",
-    "scheduler/core/requests.py:fill_job": "to be given one record",
-    "scheduler/core/rings.py:post": "to be given one record",
-    "scheduler/engine/front_calls.py:publish": "to be given one record",
-    "scheduler/engine/front_calls.py:post": "to be given one record",
-    "scheduler/engine/front_calls.py:post_written": "to be given one record",
-    "scheduler/engine/front_end.py:FrontEnd._post": "to be given one record",
     "scheduler/models/model.py:Model.__init__": "public: the keywords of a model are its options",
 }
 # Functions of more than fifty lines without their docstrings, and why.

@@ -125,6 +125,7 @@ def _value(value: Any, seen: set[int]) -> Iterator[str]:
         yield f"{value.dtype} {value.shape} {value.tobytes()!r}"
     elif callable(value) or isinstance(value, ModuleType | numba.types.Type):
         yield from _by_module(value)
+        yield str(getattr(value, "made_for", ""))  # an intrinsic that was made for one type
     else:
         raise TypeError(f"compiled code uses {value!r}: whether that changes cannot be told")
 

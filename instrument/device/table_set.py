@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.core.imputils import lower_builtin, lower_getattr_generic
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, infer, infer_getattr, infer_global
-from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 from numpy.typing import NDArray
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -101,6 +101,23 @@ def table_set(kind: Kind) -> Kind:
         at += 1 + dimensions
     made.numba_type = TableSetType(kind.__name__, columns)
     return made  # type: ignore[no-any-return]
+
+
+def found_at(kind: type[TableSet]) -> Any:
+    """A function for compiled code: the table set of this kind whose directory is at an address.
+
+    Whoever is called very often takes a number from Python instead of a table set: that is known to be one at once.
+    """
+
+    def at(typing: Any, address: Any) -> tuple[Any, Any]:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], _I64.as_pointer())
+
+        return kind.numba_type(types.uint64), generate
+
+    made = intrinsic(at)
+    made.made_for = kind.numba_type.name
+    return made
 
 
 # --- what Numba needs to know ---------------------------------------------------------------------------------------

@@ -17,13 +17,28 @@ from typing import Any
 
 import numpy as np
 
-from paellapy.instrument.device.jit import part
+from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core.codes import EXPIRED, OK
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.core.tuning import Tuning
 
+LET_IN, NO_ROOM, TOO_LATE = range(3)
+
+ASKED = np.dtype(  # a request at the door, and what the prediction says of it
+    [
+        ("model", "i8"),  # row
+        ("priority", "i8"),
+        ("entered_ns", "i8"),
+        ("now_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("limit_ns", "f8"),  # how long it may take
+        ("predicted_ns", "f8"),  # how long it would take,
+        ("reach_ns", "f8"),  # and the longest such time that is let in
+    ],
+    align=True,
+)
 ALLOWANCE = np.dtype(  # [model]
     [
         ("size", "f8"),  # so many may be in flight
@@ -96,17 +111,23 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
 
 
 @part
-def lets_in(
-    s: State, allowance: Table, m: int, row: int, priority: int, deadline: int, entered: int, limit: float, now: int
-) -> bool:
-    """Whether a request of the model in this row has room in its allowance, and would be in time by the prediction."""
+def lets_in(s: State, allowance: Table, m: int, asked: Any) -> int:
+    """Whether a request has room in row m of the allowances and would be in time by the prediction: then it is in."""
     if allowance[m].in_flight >= allowance[m].size:
-        return False
-    most = reach_ns(allowance, m, limit, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0])
-    if predict(s, row, priority, deadline, now) - entered > most:
-        return False
+        return NO_ROOM
+    row, now = asked.model, asked.now_ns
+    asked.reach_ns = reach_ns(allowance, m, asked.limit_ns, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0])
+    asked.predicted_ns = predict(s, row, asked.priority, asked.deadline_ns, now) - asked.entered_ns
+    if asked.predicted_ns > asked.reach_ns:
+        return TOO_LATE
     allowance[m].in_flight += 1
-    return True
+    return LET_IN
+
+
+@compiled
+def ask(s: State, allowance: Table, asked: Table) -> int:
+    """`lets_in` for a server: one model's allowance, one request. `s` has a scratch of its own (`predict.reader`)."""
+    return int(lets_in(s, allowance, 0, asked[0]))
 
 
 @part

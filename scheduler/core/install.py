@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paellapy.scheduler.core.codes import ABSENT, NEVER, NONE, OPEN_MODEL
+from paellapy.scheduler.core.codes import ABSENT, NONE, OPEN_MODEL
 from paellapy.scheduler.core.demand import TOGETHER, usual_demand
 from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
-from paellapy.scheduler.core.rings import RING_FULL, post
+from paellapy.scheduler.core.rings import Message, post
 from paellapy.scheduler.core.state import State
 
 
@@ -86,11 +86,8 @@ def remove(state: State, model: int) -> None:
 
 def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
     """Post what is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL (its error code as `tag`)."""
-    answer = post(
-        state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front,
-        kind, request, serial, tag, model, 0, 0, 0, NEVER, 0, False,
-    )  # fmt: skip
-    if answer == RING_FULL:
+    message = Message(kind=kind, request=request, serial=serial, tag=tag, model=model)
+    if not post(state, 0, message.address):
         raise ProfileError("the submission ring is full: step the core, then try again")
 
 

@@ -8,7 +8,7 @@ from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core.atomics import call_asking, load_at
 from paellapy.scheduler.core.codes import FILLING, HELD, NEVER, RESERVED_MASK, RESERVED_SHIFT
 from paellapy.scheduler.core.job import READS_SEGMENT
-from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment
+from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment, fill_terms
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 
@@ -19,6 +19,17 @@ _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_S
 def rank_filled(s: State, row: int) -> float:
     """The rank of the job in that scratch row."""
     return float(call_asking(s.call[0].rank, s.job[row:].ctypes.data, s.call[0].rank_2, s.call[0].rank_3))
+
+
+@part
+def rank_new(s: State, m: int, size: int, batch: int, now: int) -> float:
+    """The rank of a job that comes now, the terms of which are filled in."""
+    fill_job(s, 1, m, 0, now)
+    s.job[1].total_ns = s.job[1].remaining_ns = s.size[m, size].total_ns
+    s.job[1].batch, s.job[1].started = batch, 0.0
+    if s.core[0].facts & READS_SEGMENT:
+        fill_segment(s, s.job[1].segment, m, size, 0)
+    return float(rank_filled(s, 1))
 
 
 @compiled
@@ -40,12 +51,8 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     while s.size[m, k].batch < joins:
         k += 1
     alone = s.size[m, k].total_ns
-    fill_job(s, 1, m, 0, now, deadline, priority, core.client_virtual_ns, now)
-    s.job[1].total_ns = s.job[1].remaining_ns = alone
-    s.job[1].batch, s.job[1].started = joins, 0.0
-    if core.facts & READS_SEGMENT:
-        fill_segment(s, s.job[1].segment, m, k, 0)
-    mine = rank_filled(s, 1)
+    fill_terms(s, 1, m, now, deadline, priority, core.client_virtual_ns)
+    mine = rank_new(s, m, k, joins, now)
     ahead = queued_before * s.size[m, model.n_sizes - 1].total_ns
     demand, idle, beside = s.size[m, k].demand, 1.0 - s.size[m, k].demand, 0
     for other in range(s.lane.shape[0]):
@@ -74,11 +81,15 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     return float(now + max(least, (ahead + alone) / max(core.gain, 1.0)))
 
 
+def reader(state: State) -> State:
+    """The same tables but for the scratch: a thread that predicts fills in jobs of its own."""
+    return state._replace(job=np.zeros_like(state.job))
+
+
 def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
     """When a request of the model would be done if it came now: the work its policy puts before it, and its own.
 
     May be called from any thread; it reads tables that the core writes, so it is an estimate in that respect too.
     """
-    own = state._replace(job=np.zeros_like(state.job))
     urgency = int(state.model["priority"][model]) if priority is None else priority
-    return int(predict(own, model, urgency, deadline_ns, now))
+    return int(predict(reader(state), model, urgency, deadline_ns, now))

@@ -147,23 +147,17 @@ def complete(s: State, row: int, status: int, now: int) -> None:
 
 
 @part
-def fill_job(
-    s: State, k: int, m: int, client: int, arrival: int, deadline: int, priority: int, client_start: float, now: int
-) -> None:
-    """The facts that a lane and a request have in common, into the scratch row k."""
+def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
+    """Into the scratch row k, what a policy sees of the model and the client."""
     core = s.core[0]
     job = s.job[k]
     model = s.model[m]
     job.now_ns = now
-    job.arrival_ns = arrival
     job.target_ns = model.target_ns
-    job.deadline_ns = deadline if deadline < NEVER else arrival + job.target_ns
-    job.priority = priority
     job.share = model.share
     job.deficit_ns = (core.virtual_ns - model.virtual_ns) * model.share
     job.client = client
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
-    job.client_start_ns = client_start
     job.occupancy = s.gpu[0].occupancy
     job.used_ns = model.used_ns
     job.model = m
@@ -172,6 +166,16 @@ def fill_job(
         p = job.params
         p.p0, p.p1, p.p2, p.p3 = s.param[m, 0], s.param[m, 1], s.param[m, 2], s.param[m, 3]
         p.p4, p.p5, p.p6, p.p7 = s.param[m, 4], s.param[m, 5], s.param[m, 6], s.param[m, 7]
+
+
+@part
+def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: int, client_start: float) -> None:
+    """Into the scratch row k, what lanes and requests have in common."""
+    job = s.job[k]
+    job.arrival_ns = arrival
+    job.deadline_ns = deadline if deadline < NEVER else arrival + s.model[m].target_ns
+    job.priority = priority
+    job.client_start_ns = client_start
 
 
 @part
@@ -187,7 +191,8 @@ def fill_lane_job(s: State, lane: int, now: int) -> None:
     """Scratch row 0: the lane as it stands."""
     a = s.lane[lane]
     m = a.model
-    fill_job(s, 0, m, a.client, a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns, now)
+    fill_job(s, 0, m, a.client, now)
+    fill_terms(s, 0, m, a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns)
     job = s.job[0]
     total = s.size[m, a.size].total_ns
     job.total_ns = total

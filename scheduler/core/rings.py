@@ -7,12 +7,13 @@ front end has rings of its own, so that one which dies in the middle of an entry
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 
 from paellapy.instrument.device.jit import compiled, part
-from paellapy.scheduler.core.atomics import and_at, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import and_at, copy_bytes, exchange_at, load_at, or_at, store_at
 from paellapy.scheduler.core.codes import (
     CLOSED,
     DONE_HEAD,
@@ -20,17 +21,18 @@ from paellapy.scheduler.core.codes import (
     FRONT_MASK,
     GENERATION_MASK,
     GENERATION_SHIFT,
+    NEVER,
     NONE,
     RESERVED_MASK,
     RESERVED_ONE,
     RESERVED_SHIFT,
     SUBMIT_TAIL,
 )
-from paellapy.scheduler.core.tables import Table, Words
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
 
 STAGED = -1
-RING_FULL = -2
-SLOTS = 1 << 16  # slots a lane could have: `post` answers lane · SLOTS + slot
+SLOTS = 1 << 16  # slots a lane could have: `claim` answers lane · SLOTS + slot
 
 # Numba makes a float of a u64 plus an int: every number that meets a word is a u64.
 ONE = np.uint64(1)
@@ -47,6 +49,34 @@ _RESERVED_ONE = np.uint64(RESERVED_ONE)
 _RESERVED_SHIFT = np.uint64(RESERVED_SHIFT)
 _LOW = np.uint64(0xFFFF_FFFF)
 _HALF = np.uint64(32)
+_WORD = np.uint64(8)
+_MESSAGE_BYTES = np.uint64(SUBMISSION.itemsize) - _WORD
+_COMPLETION_BYTES = np.uint64(COMPLETION.itemsize)
+
+
+class Message(ctypes.Structure):
+    """A SUBMISSION to be filled in and posted by its address. One to a thread: posting copies it."""
+
+    _fields_ = struct_fields(SUBMISSION)
+    address: int
+    kind: int
+    request: int
+    serial: int
+    tag: int
+    model: int
+    lane: int
+    slot: int
+    client: int
+    priority: int
+    arrival_ns: int
+    deadline_ns: int
+    source: int
+    generation: int
+
+    def __init__(self, **values: int) -> None:
+        """What is not given: no slot, no deadline, otherwise zero."""
+        super().__init__(**{"lane": NONE, "slot": NONE, "deadline_ns": NEVER, **values})
+        self.address = ctypes.addressof(self)
 
 
 @part
@@ -116,69 +146,98 @@ def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
             return int(taken)
 
 
-@compiled
-def post(
-    ring: Words, submit: Table, filling: Words, lane_word: Words, slot_front: Words, kind: int, request: int,
-    serial: int, tag: int, model: int, client: int, priority: int, arrival_ns: int, deadline_ns: int, source: int,
-    direct: bool,
-) -> int:  # fmt: skip
-    """Hand something to the core, from any thread of the engine's process: `ring` and `submit` are front end 0's.
+@part
+def claim_slot(s: State, front: int, model: int) -> int:
+    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED."""
+    opened = load_at(address(s.filling, model))
+    if opened == _ZERO:
+        return STAGED
+    lane = int(np.int64(opened & _LOW)) - 1
+    slot = reserve(s.lane_word, s.slot_front, lane, int(np.int64(opened >> _HALF)), front)
+    return STAGED if slot < 0 else lane * SLOTS + slot
 
-    With `direct`, try for a slot of the model's filling lane. RING_FULL: nothing happened. STAGED: the core will copy
-    from `source`, which must stay until the completion. Otherwise lane · SLOTS + slot: write the inputs there, at once,
-    then `mark_ready(lane_ready, lane, slot)`; the lane waits.
-    """
-    tail = address(ring, SUBMIT_TAIL)
-    mask = np.uint64(submit.shape[0] - 1)
+
+@part
+def publish(s: State, front: int, message: int) -> bool:
+    """Copy a message, a SUBMISSION at an address, into the front end's ring; False: it is full."""
+    tail = s.ring[front, SUBMIT_TAIL:].ctypes.data
+    mask = np.uint64(s.submit.shape[1] - 1)
     while True:
         position = load_at(tail)
-        cell = np.int64(position & mask)
-        turn = load_at(submit[cell : cell + 1].ctypes.data)
+        at = np.int64(position & mask)
+        cell = np.uint64(s.submit[front, at:].ctypes.data)
+        turn = load_at(cell)
         if turn == position:
             if exchange_at(tail, position, position + ONE):
                 break
         elif turn < position:
-            return RING_FULL
-    lane = slot = NONE
-    if direct:
-        open_lane = load_at(address(filling, model))
-        if open_lane:
-            lane = int(np.int64(open_lane & _LOW)) - 1
-            slot = reserve(lane_word, slot_front, lane, int(np.int64(open_lane >> _HALF)), 0)
-            if slot < 0:
-                lane = NONE
-    row = submit[cell]
-    row.kind, row.request, row.serial, row.tag = kind, request, serial, tag
-    row.model, row.lane, row.slot, row.client, row.priority = model, lane, slot, client, priority
-    row.arrival_ns, row.deadline_ns, row.source, row.generation = arrival_ns, deadline_ns, source, np.uint64(0)
-    store_at(submit[cell : cell + 1].ctypes.data, position + ONE)
-    return STAGED if lane < 0 else lane * SLOTS + slot
+            return False
+    copy_bytes(cell + _WORD, np.uint64(message) + _WORD, _MESSAGE_BYTES)  # all but the cell's own sequence number
+    store_at(cell, position + ONE)
+    return True
 
 
-@compiled
-def mark_ready(lane_ready: Words, lane: int, slot: int) -> None:
-    """The inputs of a reserved slot are written."""
-    or_at(bit_at(lane_ready, lane, slot), bit_of(slot))
+@part
+def set_ready(s: State, lane: int, slot: int) -> None:
+    or_at(bit_at(s.lane_ready, lane, slot), bit_of(slot))
 
 
-@compiled
-def release(lane_hold: Words, lane: int, slot: int) -> None:
-    """The outputs of a completed request are read."""
-    and_at(bit_at(lane_hold, lane, slot), _ALL ^ bit_of(slot))
+@part
+def clear_hold(s: State, lane: int, slot: int) -> None:
+    and_at(bit_at(s.lane_hold, lane, slot), _ALL ^ bit_of(slot))
 
 
-@compiled
-def ask_to_be_woken(wake: Words, front: int) -> None:
-    """The next completion is to write to the front end's eventfd. Look at the ring after this, and then sleep."""
-    exchange_at(address(wake, front), _ZERO, ONE)
-
-
-@compiled
-def take_done(ring: Words, done: Table, into: Table) -> int:
-    """Move completions out of the ring, at most len(into); how many. One consumer at a time."""
-    head = load_at(address(ring, DONE_HEAD))
-    n = min(np.int64(load_at(address(ring, DONE_TAIL)) - head), into.shape[0])
+@part
+def take_into(s: State, front: int, into: int, most: int) -> int:
+    """Move completions out of a front end's ring to an address, at most so many; how many. One consumer at a time."""
+    head = load_at(s.ring[front, DONE_HEAD:].ctypes.data)
+    n = min(int(np.int64(load_at(s.ring[front, DONE_TAIL:].ctypes.data) - head)), most)
+    mask = np.int64(s.done.shape[1] - 1)
     for k in range(n):
-        into[k] = done[(np.int64(head) + k) & (done.shape[0] - 1)]
-    store_at(address(ring, DONE_HEAD), head + np.uint64(n))
-    return int(n)
+        cell = s.done[front, (np.int64(head) + k) & mask :].ctypes.data
+        copy_bytes(np.uint64(into) + np.uint64(k) * _COMPLETION_BYTES, cell, _COMPLETION_BYTES)
+    store_at(s.ring[front, DONE_HEAD:].ctypes.data, head + np.uint64(n))
+    return n
+
+
+# What a front end in the core's process calls; `engine.front_calls` has the same for those that are in a hurry.
+
+
+@compiled
+def claim(s: State, front: int, model: int) -> int:
+    """A slot to write inputs into: lane · SLOTS + slot, or STAGED. Post it, whatever comes."""
+    return int(claim_slot(s, front, model))
+
+
+@compiled
+def post(s: State, front: int, message: int) -> bool:
+    """Hand a `Message`, by its address, to the core, from any thread; False: the ring is full, and nothing happened.
+
+    Without a slot, the core copies the inputs from `source`, which must stay until the completion. With one, write the
+    inputs there, at once, then `mark_ready`; the lane waits.
+    """
+    return bool(publish(s, front, message))
+
+
+@compiled
+def mark_ready(s: State, lane: int, slot: int) -> None:
+    """The inputs of a claimed slot are written."""
+    set_ready(s, lane, slot)
+
+
+@compiled
+def release(s: State, lane: int, slot: int) -> None:
+    """The outputs of a completed request are read."""
+    clear_hold(s, lane, slot)
+
+
+@compiled
+def ask_to_be_woken(s: State, front: int) -> None:
+    """The next completion is to write to the front end's eventfd. Look at the ring after this, and then sleep."""
+    exchange_at(address(s.wake, front), _ZERO, ONE)
+
+
+@compiled
+def take_done(s: State, front: int, into: Table) -> int:
+    """Move completions out of the ring, at most len(into); how many. One consumer at a time."""
+    return int(take_into(s, front, into.ctypes.data, into.shape[0]))

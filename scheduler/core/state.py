@@ -16,12 +16,11 @@ Words that two parties touch at once, and so only through `atomics`: `lane_word`
 that launches write. A front end may die between any two of its instructions: whose a reserved slot is follows from one
 word, what it has written and read are bits that can be set for it, and `reclaim.reclaim` takes back all it had.
 
-A request's way, the direct one: claim a cell of `submit` → `reserve` a slot → publish the cell → write the inputs →
-`mark_ready`. The staged one, when no lane is open: publish with lane −1 and the address of the inputs (items of all
-inputs one after the other); the core copies them into a slot once there is one, or has the copier do it. Then, both:
-the lane gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where
-`core.hold` is set, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with
-`release`.
+A request's way, the direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`. The staged
+one, when no lane is open: `post` with lane −1 and the address of the inputs (items of all inputs one after the other);
+the core copies them into a slot once there is one, or has the copier do it. Then, both: the lane gets its turn, closes,
+is launched in segments, and one DONE entry per request appears in `done`. Where `core.hold` is set, the lane's output
+slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.device.table_set import TableSet, table, table_set
+from paellapy.instrument.device.table_set import TableSet, found_at, table, table_set
 from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
@@ -200,6 +199,9 @@ class State(TableSet):
     wanted: Table = table(PARAM, PARAMS)  # those that the policy reads, with their values where a model has none
     param: Floats = table(np.float64, "models", PARAMS)  # the same for each model
     clock: Ints = table(INT, 8)  # scratch of the core's thread
+
+
+state_at = found_at(State)  # for compiled code: the state whose `address` this is
 
 
 def _power_of_two(n: int) -> int:

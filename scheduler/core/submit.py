@@ -38,7 +38,15 @@ from paellapy.scheduler.core.codes import (
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
 from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
-from paellapy.scheduler.core.requests import checked_rank, complete, enter, fill_job, fill_segment, post_done
+from paellapy.scheduler.core.requests import (
+    checked_rank,
+    complete,
+    enter,
+    fill_job,
+    fill_segment,
+    fill_terms,
+    post_done,
+)
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
@@ -75,7 +83,8 @@ def enqueue(s: State, row: int, now: int) -> None:
     """Into its model's queue, in the policy's order."""
     r = s.request[row]
     m = r.model
-    fill_job(s, 1, m, r.client, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns, now)
+    fill_job(s, 1, m, r.client, now)
+    fill_terms(s, 1, m, r.arrival_ns, r.deadline_ns, r.priority, r.client_start_ns)
     job = s.job[1]
     job.total_ns = job.remaining_ns = s.size[m, 0].total_ns
     job.batch = 1.0

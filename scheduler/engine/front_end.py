@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import InputError, QueueFullError
 from paellapy.scheduler.core.loop import Bell
-from paellapy.scheduler.core.rings import SLOTS
+from paellapy.scheduler.core.rings import SLOTS, Message
 from paellapy.scheduler.core.state import Limits, State, front_rows
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.engine import front_calls as calls
@@ -78,6 +78,22 @@ class Stage:
         """The core has read it, or never will."""
 
 
+class Messages(threading.local):
+    """Each thread's message: filled in for every request, and copied when it is posted."""
+
+    def __init__(self) -> None:
+        self._one = Message(kind=codes.SUBMIT)
+
+    def of(self, pending: Pending, client: int, priority: int, arrival_ns: int, deadline_ns: int) -> Message:
+        """All of a request but where its inputs are."""
+        message, loaded = self._one, pending.loaded
+        message.request, message.serial = pending.row, pending.serial
+        message.model, message.generation = loaded.row, loaded.generation
+        message.client, message.priority = client, priority
+        message.arrival_ns, message.deadline_ns = arrival_ns, deadline_ns
+        return message
+
+
 class FrontEnd:
     """Owns request rows and the consumer side of a completion ring."""
 
@@ -85,8 +101,8 @@ class FrontEnd:
         self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
     ) -> None:
         self.state, self.front, self.bell, self.wake_fd, self.stage = state, front, bell, wake_fd, stage or Stage()
-        self._scratch = np.zeros(1, np.int64)
-        self._view = calls.make_view(state, front, bell.fd, self._scratch)
+        self._line = calls.make_line(state, front, bell.fd)
+        self._messages = Messages()
         self._rows = deque(front_rows(limits, front))
         self._all_rows, self._first_row = len(self._rows), self._rows[0] if self._rows else 0
         self._pending: dict[int, Pending] = {}
@@ -132,66 +148,61 @@ class FrontEnd:
 
     def claim(self, loaded: Loaded) -> tuple[int, int] | None:
         """A slot to write inputs into at once, or None: stage them."""
-        found = calls.claim(self._view, loaded.row)
+        found = calls.claim(self._line, loaded.row)
         if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
-            found = calls.claim(self._view, loaded.row)
+            found = calls.claim(self._line, loaded.row)
         return None if found < 0 else divmod(found, SLOTS)
 
     def post_claimed(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """The request enters the queue, and may expire there; its lane waits for `ready`."""
-        loaded = pending.loaded
-        # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
-        while not calls.post(self._view, codes.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, lane,
-                             slot, client, priority, arrival_ns, deadline_ns, 0):  # fmt: skip
-            self._yield()
+        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
+        message.lane, message.slot, message.source = lane, slot, 0
+        self._post(message)
 
     def post_written(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """`post_claimed` and `ready` at once."""
-        loaded = pending.loaded
-        while not calls.post_written(self._view, pending.row, pending.serial, loaded.row, loaded.generation, lane,
-                                     slot, client, priority, arrival_ns, deadline_ns):  # fmt: skip
+        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
+        message.lane, message.slot, message.source = lane, slot, 0
+        while not calls.post_written(self._line, message.address, lane, slot):
             self._yield()
 
     def ready(self, lane: int, slot: int) -> None:
         """The inputs of a claimed slot are written."""
         if not self.closed:
-            calls.ready(self._view, lane, slot)
+            calls.ready(self._line, lane, slot)
 
     def post_staged(
         self, pending: Pending, source: int, keep: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
         """The core copies the inputs once the model has a free slot."""
         pending.keep = keep
-        loaded = pending.loaded
-        self._post(codes.SUBMIT, pending.row, pending.serial, loaded.row, loaded.generation, client, priority,
-                   arrival_ns, deadline_ns, source)  # fmt: skip
+        message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
+        message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
+        self._post(message)
 
     def cancel(self, pending: Pending) -> None:
         """Asks the core to drop a request; its completion still comes."""
         if not self.closed:
-            self._post(codes.CANCEL, pending.row, pending.serial)
+            self._post(Message(kind=codes.CANCEL, request=pending.row, serial=pending.serial))
 
     def nudge(self) -> None:
         """Something for the core to read that asks for nothing: the cancellation of a request that never was."""
-        self._post(codes.CANCEL, self._first_row, 0)
+        self._post(Message(kind=codes.CANCEL, request=self._first_row))
 
     def command(self, kind: int, model: int = codes.NONE) -> None:
         """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""
-        self._post(kind, codes.NONE, 0, model)
+        self._post(Message(kind=kind, request=codes.NONE, model=model))
 
     def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
         self._closed_models[model] = then
 
-    def _post(
-        self, kind: int, row: int, serial: int, model: int = codes.NONE, generation: int = 0, client: int = 0,
-        priority: int = 0, arrival_ns: int = 0, deadline_ns: int = codes.NEVER, source: int = 0,
-    ) -> None:  # fmt: skip
-        while not calls.post(self._view, kind, row, serial, model, generation, codes.NONE, codes.NONE, client, priority,
-                             arrival_ns, deadline_ns, source):  # fmt: skip
+    def _post(self, message: Message) -> None:
+        # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
+        while not calls.post(self._line, message.address):
             self._yield()
 
     def _yield(self) -> None:
@@ -214,7 +225,7 @@ class FrontEnd:
 
     def _take(self) -> int:
         total = 0
-        while not self.closed and (n := calls.take(self._view, self._numbers)):
+        while not self.closed and (n := calls.take(self._line, self._numbers)):
             total += n
             self._answer(n)
         return total
@@ -258,12 +269,12 @@ class FrontEnd:
             except Exception as e:  # its lane, and those who come after it, have nothing to do with that
                 failed = e
             if entry[E_STATUS] == codes.OK:
-                calls.release(self._view, entry[E_LANE], entry[E_SLOT])
+                calls.release(self._line, entry[E_LANE], entry[E_SLOT])
             if pending.keep is not None:
                 self.stage.give(pending.keep)
                 pending.keep = None
             self._rows.append(row)
-        calls.ring_read(self._view)
+        calls.ring_read(self._line)
         if failed is not None:
             raise failed
 

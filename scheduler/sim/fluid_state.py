@@ -8,9 +8,10 @@ import numpy as np
 
 from paellapy.instrument.device.heaps import Floats, Ints
 from paellapy.instrument.device.table_set import TableSet, table, table_set
-from paellapy.scheduler.core.admission import ALLOWANCE
+from paellapy.scheduler.core.admission import ALLOWANCE, ASKED
+from paellapy.scheduler.core.codes import NONE, SUBMIT
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.tables import COMPLETION, Table
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table
 
 SLOTS, MEMORY, ISSUE = range(3)
 BATCH = 256
@@ -97,6 +98,8 @@ class Fluid(TableSet):
     timer_id: Ints = table(np.int64, "timers")
     free: Ints = table(np.int64, "requests")  # request rows
     records: Table = table(RECORD, "records")
+    asked: Table = table(ASKED, 1)  # scratch: the request that comes now, for admission,
+    message: Table = table(SUBMISSION, 1)  # and for the core
     taken: Table = table(COMPLETION, BATCH)  # scratch
     allowance: Table = table(ALLOWANCE, "models")  # without rows everything is let in
     bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × jobs running
@@ -108,6 +111,8 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
     ints = np.int64
     sim = np.zeros(1, SIM)
     sim["news"] = 1  # the models are yet to be opened
+    message = np.zeros(1, SUBMISSION)
+    message["kind"], message["lane"], message["slot"] = SUBMIT, NONE, NONE
     return Fluid(
         sim=sim,
         use=program.use,
@@ -132,6 +137,8 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         timer_id=np.zeros(len(clients) + 1, ints),
         free=np.arange(rows, dtype=ints),
         records=np.zeros(max(1024, len(arrivals)), RECORD),
+        asked=np.zeros(1, ASKED),
+        message=message,
         taken=np.zeros(BATCH, COMPLETION),
         allowance=np.zeros(0, ALLOWANCE),
         bins=np.zeros((bins, 4)),

@@ -9,9 +9,9 @@ import numpy as np
 
 from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import compiled, part
-from paellapy.scheduler.core.admission import leaves, lets_in
-from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL, SUBMIT
-from paellapy.scheduler.core.rings import RING_FULL, post, take_done
+from paellapy.scheduler.core.admission import LET_IN, leaves, lets_in
+from paellapy.scheduler.core.codes import NEVER, NONE, QUEUE_FULL
+from paellapy.scheduler.core.rings import publish, take_into
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_state import Fluid
 
@@ -38,21 +38,23 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
         return
     limit = limit_ns(s, m, at, deadline)
     asks = f.allowance.shape[0] > 0 and limit < NEVER
-    if asks and not lets_in(s, f.allowance, m, m, priority, deadline, at, limit, at):
-        back(f, source, at)
-        return
-    row = f.free[sim.free - 1]
-    answer = post(
-        s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, SUBMIT, row, n, n, m, client, priority, at,
-        deadline, 0, False,
-    )  # fmt: skip
-    if answer == RING_FULL:
+    if asks:
+        asked = f.asked[0]
+        asked.model, asked.priority, asked.deadline_ns, asked.limit_ns = m, priority, deadline, limit
+        asked.entered_ns = asked.now_ns = at
+        if lets_in(s, f.allowance, m, asked) != LET_IN:
+            back(f, source, at)
+            return
+    message = f.message[0]
+    message.request, message.serial, message.tag, message.model = f.free[sim.free - 1], n, n, m
+    message.client, message.priority, message.arrival_ns, message.deadline_ns = client, priority, at, deadline
+    if publish(s, 0, f.message.ctypes.data):
+        sim.free -= 1
+        sim.news = 1
+    else:
         if asks:
             f.allowance[m].in_flight -= 1
         back(f, source, at)
-    else:
-        sim.free -= 1
-        sim.news = 1
 
 
 @part
@@ -114,7 +116,7 @@ def next_for_core(s: State) -> float:
 def record_some(f: Fluid, s: State) -> int:
     """Some completions into the records, how many: rows become free, closed-loop clients come back."""
     sim = f.sim[0]
-    n = take_done(s.ring[0], s.done[0], f.taken)
+    n = take_into(s, 0, f.taken.ctypes.data, f.taken.shape[0])
     for k in range(n):
         entry = f.taken[k]
         record = f.records[np.int64(entry.tag)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from paellapy.scheduler.core import codes, step, tables
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.check import check_integrity
-from paellapy.scheduler.core.rings import SLOTS, STAGED
+from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
 from paellapy.scheduler.engine import front_calls
 
 FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
@@ -23,26 +23,26 @@ class Front:
 
     def __init__(self, bench: Bench, front: int) -> None:
         self.bench, self.front = bench, front
-        self._scratch = np.zeros(1, np.int64)
-        self.view = front_calls.make_view(bench.state, front, 0, self._scratch)  # nobody arms the bell
+        self.line = front_calls.make_line(bench.state, front, 0)  # nobody arms the bell
         self.rows = list(st.front_rows(FRONTS, front))
         self.serial = 0
         self.taken = np.zeros((64, front_calls.COMPLETION_WORDS), np.int64)
         self.done: list[list[int]] = []
 
     def claim(self, model: int = 0) -> tuple[int, int] | None:
-        found = front_calls.claim(self.view, model)
+        found = front_calls.claim(self.line, model)
         return None if found == STAGED else divmod(found, SLOTS)
 
     def post(self, place: tuple[int, int] | None, model: int = 0, generation: int = 0) -> int:
         self.serial += 1
         lane, slot = place or (codes.NONE, codes.NONE)
-        assert front_calls.post(self.view, codes.SUBMIT, self.rows.pop(), self.serial, model, generation, lane, slot, 0,
-                                0, self.bench.now, codes.NEVER, 0)  # fmt: skip
+        message = Message(kind=codes.SUBMIT, request=self.rows.pop(), serial=self.serial, model=model, lane=lane,
+                          slot=slot, generation=generation, arrival_ns=self.bench.now)  # fmt: skip
+        assert front_calls.post(self.line, message.address)
         return self.serial
 
     def take(self) -> list[list[int]]:
-        n = front_calls.take(self.view, self.taken)
+        n = front_calls.take(self.line, self.taken)
         found = self.taken[:n].tolist()
         for entry in found:
             self.rows.append(entry[front_calls.E_REQUEST])
@@ -50,7 +50,7 @@ class Front:
         return found
 
     def read(self, entry: list[int]) -> None:
-        front_calls.release(self.view, entry[front_calls.E_LANE], entry[front_calls.E_SLOT])
+        front_calls.release(self.line, entry[front_calls.E_LANE], entry[front_calls.E_SLOT])
 
     def submit(self, upto: str = "write", model: int = 0) -> None:
         """One request, as far as a step."""
@@ -59,7 +59,7 @@ class Front:
             return
         self.post(place, model)
         if place is not None and upto != "post":
-            front_calls.ready(self.view, *place)
+            front_calls.ready(self.line, *place)
 
 
 def finish_all(bench: Bench, *fronts: Front) -> None:
@@ -143,7 +143,7 @@ def test_a_request_for_the_model_that_had_the_row_before_is_refused(bench):
     place = front.claim()
     assert place is not None
     front.post(place, generation=99)
-    front_calls.ready(front.view, *place)
+    front_calls.ready(front.line, *place)
     finish_all(bench, front)
     assert [entry[front_calls.E_STATUS] for entry in front.done] == [codes.NO_MODEL]
     assert bench.state.core["live"][0] == 0
@@ -181,7 +181,7 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
             if place is not None and action in ("claim", "post"):
                 unwritten[who].append(place)
             elif place is not None:
-                front_calls.ready(front.view, *place)
+                front_calls.ready(front.line, *place)
         elif action == "step":
             bench.step(1000)
         elif action == "finish":
@@ -192,7 +192,7 @@ def test_whenever_a_front_end_dies_the_core_stays_whole(script):
             unread[who] += [entry for entry in front.take() if entry[front_calls.E_STATUS] == codes.OK]
     for who, front in fronts.items():
         for place in unwritten[who]:
-            front_calls.ready(front.view, *place)
+            front_calls.ready(front.line, *place)
         for entry in unread[who]:
             front.read(entry)
     finish_all(bench, *fronts.values())

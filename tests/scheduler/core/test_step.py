@@ -290,13 +290,17 @@ def test_models_come_and_go_while_others_run() -> None:
 
 def test_the_ring_says_when_it_is_full() -> None:
     state = st.new_state(LIMITS)
-    args = (state.ring[0], state.submit[0], state.filling, state.lane_word, state.slot_front)
-    answers = [
-        rings.post(*args, codes.CANCEL, 0, 0, 0, 0, 0, 0, 0, codes.NEVER, 0, False)
-        for _ in range(state.submit.shape[1] + 1)
-    ]
-    assert answers[:-1] == [rings.STAGED] * state.submit.shape[1]
-    assert answers[-1] == rings.RING_FULL
+    message = rings.Message(kind=codes.CANCEL)
+    answers = [rings.post(state, 0, message.address) for _ in range(state.submit.shape[1] + 1)]
+    assert answers == [True] * state.submit.shape[1] + [False]
+
+
+def test_a_message_arrives_as_it_was_written() -> None:
+    state = st.new_state(LIMITS)
+    values = {name: 3 + k for k, name in enumerate(tables.SUBMISSION.names or ())}
+    assert rings.post(state, 0, rings.Message(**values).address)
+    arrived = {name: int(state.submit[0, 0][name]) for name in values}
+    assert arrived == {**values, "sequence": 1}
 
 
 # --- in real time ---------------------------------------------------------------------------------------------------
@@ -350,11 +354,17 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     def front_end(k: int) -> None:
         for i in range(each):
             row = serial = k * each + i
-            args = (row, serial, serial, i % 2, k, 0, i, codes.NEVER, 0, i % 3 > 0)
-            answer = rings.post(s.ring[0], s.submit[0], s.filling, s.lane_word, s.slot_front, codes.SUBMIT, *args)
-            assert answer != rings.RING_FULL
-            if answer >= 0:
-                rings.mark_ready(s.lane_ready, *divmod(answer, rings.SLOTS))
+            model, claimed = i % 2, rings.STAGED
+            if i % 3 > 0:
+                claimed = rings.claim(s, 0, model)
+            place = None if claimed == rings.STAGED else divmod(claimed, rings.SLOTS)
+            lane, slot = place or (codes.NONE, codes.NONE)
+            message = rings.Message(
+                kind=codes.SUBMIT, request=row, serial=serial, model=model, lane=lane, slot=slot, client=k, arrival_ns=i
+            )
+            assert rings.post(s, 0, message.address)
+            if place is not None:
+                rings.mark_ready(s, *place)
 
     step.step(s, 0)
     loop = threading.Thread(target=real.run, args=(10**15,))
@@ -366,14 +376,14 @@ def test_many_threads_submit_while_the_core_runs() -> None:
     serials: list[int] = []
     asked = False
     while len(serials) < each * threads:
-        n = rings.take_done(s.ring[0], s.done[0], into)
+        n = rings.take_done(s, 0, into)
         assert (into["status"][:n] == codes.OK).all()
         serials += into["serial"][:n].tolist()
         if not n and asked:
             os.eventfd_read(real.eventfd)
         asked = not n
         if asked:
-            rings.ask_to_be_woken(s.wake, 0)
+            rings.ask_to_be_woken(s, 0)
     for thread in front_ends:
         thread.join()
     real.stop[0] = 1
