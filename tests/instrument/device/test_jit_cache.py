@@ -51,7 +51,12 @@ def test_a_step_knows_the_constants_of_its_parts(module: str, name: str, monkeyp
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("sim.fluid_rates", "share"), ("core.admission", "reach_ns"), ("core.rings", "post"), ("core.predict", "predict")],
+    [
+        ("sim.fluid_rates", "share"),
+        ("core.admission", "reach_ns"),
+        ("core.rings", "publish"),
+        ("core.predict", "predict"),
+    ],
 )
 def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = run_fluid.py_func  # type: ignore[attr-defined]
