@@ -400,6 +400,17 @@ class FakeCuda:
         copy.srcMemoryType, copy.dstMemoryType = ends if facts["inward"] else ends[::-1]
         return _OK, copy
 
+    def cuGraphCreate(self, flags):
+        graph = Graph()
+        self.graphs[graph.id] = graph
+        return _OK, real.CUgraph(graph.id)
+
+    def cuGraphAddMemcpyNode(self, graph, dependencies, count, copy, context):
+        inward = copy.srcMemoryType == real.CUmemorytype.CU_MEMORYTYPE_HOST
+        source, target = (copy.srcHost, copy.dstDevice) if inward else (copy.srcDevice, copy.dstHost)
+        facts = {"source": int(source), "target": int(target), "nbytes": int(copy.WidthInBytes), "inward": inward}
+        return self._add(graph, dependencies, count, Node("copy", **facts))
+
     def cuGraphClone(self, graph):
         clone = Graph()
         for node in self.graphs[int(graph)].nodes.values():

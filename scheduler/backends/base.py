@@ -96,6 +96,12 @@ class Backend(ABC):
         """Time per run when every lane launches its whole program again and again, all at once, each on all SMs."""
 
     @abstractmethod
+    def grant(self, word: int) -> int:
+        """What the core can launch to say that a turn is granted: it writes 1 to the word at an address, and that is
+        all. It has no end; who has the turn writes the completion word.
+        """
+
+    @abstractmethod
     def release(self, launches: Launches) -> None: ...
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.scheduler.backends.base import Backend, device_lock
 from paellapy.scheduler.backends.cuda_capture import capture_program, cupy_in_arena
+from paellapy.scheduler.backends.cuda_foreign import foreign_program
 from paellapy.scheduler.backends.cuda_graphs import (
     Gate,
     SegmentGraph,
@@ -30,6 +32,7 @@ from paellapy.scheduler.backends.cuda_graphs import (
     segment_graph,
     segment_graphs,
     settled_times_ns,
+    word_graph,
 )
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
@@ -42,10 +45,11 @@ from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import ModelCapture
+from paellapy.scheduler.models.foreign import ForeignGraph
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
-from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
 
 # The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
@@ -164,8 +168,12 @@ class CudaBackend(Backend):
             yield
 
     def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        if isinstance(model.source, ForeignGraph):
+            return 0, 0  # there is nothing to run, and its memory is its owner's
         if not torch_in_use(model.uses_torch):
             return super().rehearse_all(model, weights)
+        if model.stateful:
+            return self._rehearse_step(model, weights)
         self._trial = TorchPool(self.device.index)
         try:
             scratch, _ = super().rehearse_all(model, weights)
@@ -182,12 +190,32 @@ class CudaBackend(Backend):
     ) -> tuple[Program, list[int]]:
         """Also under which id each node's blocks appear in a trace that is under way."""
         self.device.activate()
+        if isinstance(lane.model.source, ForeignGraph):
+            program = foreign_program(self.device, lane, lane.model.source)
+            return program, [0] * len(program.nodes)
         memory = lane.memory
         assert isinstance(memory, CudaMemory)
         if memory.torch_pool is None and torch_in_use(lane.model.uses_torch):
-            memory.torch_pool = TorchPool(self.device.index)
+            memory.torch_pool = self._torch_pool(lane.model)
         stream = self._capture_stream(lane.model.priority)
         return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
+
+    def _torch_pool(self, model: Capturable) -> TorchPool:
+        """Lanes of a model that changes its weights run one at a time, and share a pool."""
+        if not model.stateful:
+            return TorchPool(self.device.index)
+        if model.source.pool is None:
+            model.source.pool = TorchPool(self.device.index)
+        pool: TorchPool = model.source.pool
+        return pool
+
+    def _rehearse_step(self, model: Model, weights: Arrays) -> tuple[int, int]:
+        """Also what PyTorch holds at a time while a step runs, in whichever thread."""
+        torch: Any = sys.modules["torch"]
+        torch.cuda.reset_peak_memory_stats(self.device.index)
+        before = torch.cuda.memory_allocated(self.device.index)
+        scratch, _ = super().rehearse_all(model, weights)
+        return scratch, torch.cuda.max_memory_allocated(self.device.index) - before
 
     def _capture_stream(self, priority: int) -> CudaStream:
         """Kernels in a graph have the priority of the stream they were captured on, wherever the graph is launched."""
@@ -286,6 +314,11 @@ class CudaBackend(Backend):
             times.append(time.perf_counter_ns() - began)
         # The first warms up, and one that the host was late for took too long.
         return min(times[1:]) / (rounds * len(lanes))
+
+    def grant(self, word: int) -> int:
+        self.device.activate()
+        with word_graph(word) as graph:
+            return instantiate(graph)
 
     def release(self, launches: Launches) -> None:
         self.device.activate()

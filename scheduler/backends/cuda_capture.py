@@ -189,6 +189,57 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class Recorder:
+    """Makes a stream's work a graph."""
+
+    owner: Any = None
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+
+    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if pool is None else pool.on(self.stream)
+
+    def begin(self) -> None:
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver().cuStreamBeginCapture(self.stream, mode), "starting a capture")
+
+    def end(self) -> Any:
+        return check(driver().cuStreamEndCapture(self.stream), "ending a capture")
+
+    def abandon(self) -> None:
+        status, graph = driver().cuStreamEndCapture(self.stream)
+        if not int(status) and int(graph):
+            driver().cuGraphDestroy(graph)
+
+
+class TorchRecorder(Recorder):
+    """The same through PyTorch, for what trains: the backward pass runs in PyTorch's own threads, whose memory must
+    come from the pool too, and random numbers need a graph that their generator knows.
+    """
+
+    def __init__(self, stream: int, pool: TorchPool, step: Any) -> None:
+        super().__init__(stream)
+        self._pool = pool
+        torch: Any = sys.modules["torch"]
+        self.owner = torch.cuda.CUDAGraph(keep_graph=True)
+        step.draws.register(self.owner)
+
+    def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
+        return self._pool.stream_only(self.stream)
+
+    def begin(self) -> None:
+        self.owner.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+
+    def end(self) -> Any:
+        self.owner.capture_end()
+        return driver().CUgraph(self.owner.raw_cuda_graph())
+
+    def abandon(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it cannot end well: what went wrong is on its way to the caller
+            self.owner.capture_end()
+
+
 def capture_program(
     device: CudaDevice,
     stream: CudaStream,
@@ -205,16 +256,15 @@ def capture_program(
     capture = GraphCapture(lane, cuts, marks, device)
     inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
     handle = stream.handle
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    torch_memory = contextlib.nullcontext() if pool is None else pool.on(handle)
+    recorder = Recorder(handle) if pool is None or not model.stateful else TorchRecorder(handle, pool, model.source)
     with (
         no_collection(),
         capturing(device, capture),
         stream,
         cupy_in_arena(device, handle, capture.empty),
-        torch_memory,
+        recorder.memory(pool),
     ):
-        check(cu.cuStreamBeginCapture(handle, mode), "starting a capture")
+        recorder.begin()
         try:
             for name, array in inputs.items():
                 source = lane.inputs[name].ctypes.data
@@ -224,18 +274,17 @@ def capture_program(
                 target = lane.outputs[name].ctypes.data
                 check(cu.cuMemcpyDtoHAsync(target, array.ptr, array.nbytes, handle), "capturing a copy")
         except BaseException:
-            status, graph = cu.cuStreamEndCapture(handle)
-            if not int(status) and int(graph):
-                cu.cuGraphDestroy(graph)
+            recorder.abandon()
             raise
         try:
-            graph = check(cu.cuStreamEndCapture(handle), "ending a capture")
-        except LaunchError as e:
+            graph = recorder.end()
+        except (LaunchError, RuntimeError) as e:
             raise CaptureError(
                 f"model {model.name!r} did something at batch {batch} that cannot be captured, such as waiting for the "
                 f"GPU, using the default stream, or leaving a second stream unjoined: {e}"
             ) from e
         captured = read_graph(graph)
+        captured.owner = recorder.owner
         return _program(captured, capture, lane, batch)
 
 

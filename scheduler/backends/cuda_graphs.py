@@ -36,11 +36,13 @@ class CapturedGraph:
     nodes: list[Any]  # CUgraphNode, in order
     edges: list[tuple[int, int]]  # as indices into `nodes`
     chain: bool
+    owner: Any = None  # whose the CUgraph is, if not ours
 
     def destroy(self) -> None:
         if self.handle is not None:
-            driver().cuGraphDestroy(self.handle)
-            self.handle = None
+            if self.owner is None:
+                driver().cuGraphDestroy(self.handle)
+            self.handle = self.owner = None
 
 
 def read_graph(handle: Any) -> CapturedGraph:
@@ -153,6 +155,18 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
         yield _ended(clone, nodes, graph.edges, word)
 
 
+@contextmanager
+def word_graph(word: int) -> Iterator[Any]:
+    """A graph that writes 1 to a word and does nothing else: for as long as it takes to instantiate it."""
+    cu = driver()
+    handle = check(cu.cuGraphCreate(0), "making a graph")
+    try:
+        _ended(handle, {}, [], word)
+        yield handle
+    finally:
+        check(cu.cuGraphDestroy(handle), "freeing a graph")
+
+
 def segment_graphs(
     graph: CapturedGraph, bounds: Sequence[tuple[int, int]], words: Sequence[int]
 ) -> Iterator[SegmentGraph]:
@@ -242,7 +256,7 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
             before = [nodes[i - 1]] if i else []
             record = check(cu.cuGraphAddEventRecordNode(clone, before, len(before), event), "adding an event")
             if i < n:
-                _add_edge(cu, clone, record, nodes[i])
+                add_edge(cu, clone, record, nodes[i])
         timed = instantiate(clone)
         executables.append(timed)
         runs = []
@@ -286,7 +300,7 @@ def is_kernel(node: Any) -> bool:
     return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
 
 
-def _add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
+def add_edge(cu: Any, graph: Any, before: Any, after: Any) -> None:
     if "edgeData" in (cu.cuGraphAddDependencies.__doc__ or "").split("\n", 1)[0]:  # bindings 13
         check(cu.cuGraphAddDependencies(graph, [before], [after], None, 1), "ordering nodes")
     else:

@@ -63,6 +63,7 @@ class VirtualBackend(Backend):
         self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
         self._windows: list[int] = []  # their numbers in the SM model
         self._pieces: dict[int, Piece] = {}
+        self._grants: dict[int, ctypes.c_uint64] = {}
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
         self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
@@ -254,11 +255,18 @@ class VirtualBackend(Backend):
         model.run()
         return float(model.now_ns) / (rounds * len(lanes))
 
+    def grant(self, word: int) -> int:
+        with self._sm_model():
+            handle, self._next = self._next, self._next + 1
+            self._grants[handle] = ctypes.c_uint64.from_address(word)
+        return handle
+
     def release(self, launches: Launches) -> None:
         with self._sm_model():
             for handles, whole in ((launches.handles, launches.whole), *launches.confined):
                 for handle in (*handles, whole):
                     self._pieces.pop(handle, None)
+                    self._grants.pop(handle, None)
 
     def pool(self, state: State, priority: int) -> int:
         if not state.stream.any():
@@ -358,6 +366,10 @@ class VirtualBackend(Backend):
     def _carry_out(
         self, lane: int, size: int, segment: int, word: int, handle: int, stream: int, draining: int
     ) -> None:
+        granted = self._grants.get(handle)
+        if granted is not None:
+            granted.value = 1
+            return
         piece, tracer = self._pieces[handle], self._tracer
         # First: the GPU's time passes while its work is computed.
         submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -27,13 +27,21 @@ from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
-from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, ModelError, UnknownModelError
+from paellapy.scheduler.core.errors import (
+    EngineClosedError,
+    EngineFailedError,
+    MemoryPlanError,
+    ModelError,
+    UnknownModelError,
+)
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
 from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.engine.background import Job, Reports, check_memory
+from paellapy.scheduler.engine.feed import Feed
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
 from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
@@ -42,9 +50,12 @@ from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.tap import Tap
 from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
+from paellapy.scheduler.engine.turn import Turn, Turns
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.models.torch_module import needs_torch
+from paellapy.scheduler.models.torch_step import TorchStep
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
@@ -109,6 +120,8 @@ class Engine(Requester):
         self.memory = MemoryPlan(budget)
         self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
         self._models: dict[str, LoadedModel] = {}
+        self._jobs: dict[str, Job] = {}
+        self._turns = Turns(self)
         self._by_row: dict[int, LoadedModel] = {}
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
@@ -135,8 +148,12 @@ class Engine(Requester):
             self._check_open()
             if not isinstance(model, Model):
                 raise ModelError(f"a {type(model).__name__} is no model: give a pp.Model")
-            if model.name in self._models:
-                raise ModelError(f"a model named {model.name!r} is loaded already; unload it first")
+            self._models[model.name] = self._load(model)
+
+    def _load(self, model: Model) -> LoadedModel:
+        with self._loading:
+            if model.name in self._models or model.name in self._jobs or model.name in self._turns:
+                raise ModelError(f"a model or a job named {model.name!r} is loaded already; unload it first")
             free = int(np.count_nonzero(self.state.lane["model"] == codes.NONE))
             wanted = min(self.max_active or self.tuning.default_active, self.limits.lanes_per_model, free)
             if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
@@ -153,19 +170,110 @@ class Engine(Requester):
             loaded.load_s = times.seconds
             self._by_row[loaded.row] = loaded
             self._front.command(codes.OPEN_MODEL, loaded.row)
-            self._models[model.name] = loaded
+            return loaded
+
+    def background(
+        self,
+        step: Callable[..., Any],
+        *,
+        name: str = "train",
+        state: Sequence[Any],
+        data: Iterable[Any] | None = None,
+        priority: int = -1,
+        share: float = 1.0,
+        memory_bytes: int | None = None,
+        every: int = 100,
+        callback: Callable[[Job], object] | None = None,
+        params: Mapping[str, float] | None = None,
+    ) -> Job:
+        """Runs a PyTorch step again and again beside requests: captured, cut and scheduled like any model.
+
+        `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. The
+        first step is made here, as it is; capturing and measuring leave no trace. `step` returns tensors, a loss say,
+        which `job.outputs` has, or nothing. With `data` it is given the next batch each time, until there is none.
+
+        `callback(job)` is called after every `every`-th step, outside the capture: for losses, checkpoints, and
+        learning rates that are tensors. `share` and `params` are as of a model; `memory_bytes` is the most that the
+        state and a step may hold.
+        """
+        if every < 1:
+            raise ModelError(f"job {name!r}: every={every}; a callback comes after every step, or after some more")
+        with self._loading:
+            self._check_open()
+            if name in self._models or name in self._jobs:
+                raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
+            feed = None if data is None else Feed(needs_torch(), name, data)
+            return self._start_job(
+                Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
+                    Reports(every, callback)),
+                {"priority": priority, "share": share, "params": params}, memory_bytes,
+            )  # fmt: skip
+
+    def _start_job(self, job: Job, about: dict[str, Any], memory_bytes: int | None) -> Job:
+        try:
+            loaded = self._load(job.step.model(1 if job.feed is None else 2, **about))
+        except BaseException:
+            job.stop()
+            raise
+        self._jobs[job.name] = job
+        try:
+            check_memory(job.step, loaded.reservation.total_bytes, memory_bytes)
+        except MemoryPlanError:
+            job.stop()
+            job.adopt(loaded)
+            self.unload_job(job)
+            raise
+        job.start(loaded, computes=isinstance(self.device, VirtualDevice))
+        return job
+
+    def turn(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Turn:
+        """`with engine.turn("script"):` around code that was not captured: it runs when the policy grants it.
+
+        `turn.wanted()` says when to give way. Who waits for a turn that is wanted back waits for `give_back_ms` at
+        most: then the turn is over, and what its code launches runs beside others.
+        """
+        self._check_open()
+        with self._loading:
+            if name in self._models or name in self._jobs:
+                raise ModelError(f"a model or a job named {name!r} is loaded already; name the turn otherwise")
+            return Turn(self, self._turns, name, priority, share, give_back_ms)
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    def open_turns(self, loaded: LoadedModel) -> None:
+        """Turns of one name enter the core."""
+        install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
+        self._by_row[loaded.row] = loaded
+        self._front.command(codes.OPEN_MODEL, loaded.row)
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        """Background jobs that are not over, by name."""
+        return dict(self._jobs)
+
+    def unload_job(self, job: Job) -> None:
+        """From the job's own thread, when it is over."""
+        with self._loading:
+            self._jobs.pop(job.name, None)
+            if job.loaded is not None and job.loaded.row in self._by_row and self._failure is None:
+                self._close_model(job.loaded)
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests, refuses new ones, and gives its memory back. Others go on running."""
         with self._loading:
             loaded = self._find(name)
             del self._models[name]
-            waiter = Waiter()
-            self._front.on_model_closed(loaded.row, waiter.set)
-            self._front.command(codes.CLOSE_MODEL, loaded.row)
-            self._front.wait(waiter)
-            remove(self.state, loaded.row)
-            self._forget(loaded)
+            self._close_model(loaded)
+
+    def _close_model(self, loaded: LoadedModel) -> None:
+        waiter = Waiter()
+        self._front.on_model_closed(loaded.row, waiter.set)
+        self._front.command(codes.CLOSE_MODEL, loaded.row)
+        self._front.wait(waiter)
+        remove(self.state, loaded.row)
+        self._forget(loaded)
 
     def _forget(self, loaded: LoadedModel) -> None:
         self._loader.unload(loaded)
@@ -229,7 +337,12 @@ class Engine(Requester):
             "uptime_s": self.uptime_s,
             **core_stats(self.state),
             "memory": {"budget_bytes": self.memory.budget_bytes, "held_bytes": self.memory.held_bytes},
-            "models": {each.model.name: loaded_stats(self.state, each) for each in self.loaded_rows().values()},
+            "models": {
+                each.model.name: loaded_stats(self.state, each)
+                for each in self.loaded_rows().values()
+                if not each.model.stateful and each.model.name not in self._turns
+            },
+            "jobs": {**{name: job.stats() for name, job in self.jobs.items()}, **self._turns.stats()},
         }
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
@@ -300,6 +413,11 @@ class Engine(Requester):
         """Refuses new requests, finishes those it has, and gives everything back."""
         if self._closed or self._closing:
             return
+        for job in list(self._jobs.values()):
+            job.stop()
+        for job in list(self._jobs.values()):
+            job.join()
+        self._turns.end()
         self._closing = True
         for slot in list(self._slots):
             slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever

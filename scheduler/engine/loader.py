@@ -35,7 +35,7 @@ class Loader:
     def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
         """`alone`: nothing else runs on the GPU, so times are undisturbed. `times` gets what each phase took."""
         self._check(model)
-        with device_lock(self.backend.device):
+        with device_lock(self.backend.device), model.preserved():
             return self._load(model, lanes_wanted, alone, times or LoadTimes(model.name))
 
     def _load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
@@ -133,7 +133,7 @@ class _Program:
                 backend.launch_first(loaded.launches[k][-1], wholes=known.whole_ns < _BRIEF_NS)
             if k:
                 backend.discard(program)
-        crowd = [launches[-1] for launches in loaded.launches[:TOGETHER]]
+        crowd = [launches[-1] for launches in loaded.launches[: 1 if loaded.model.stateful else TOGETHER]]
         if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
             with self._times.phase("measure"):
                 demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns

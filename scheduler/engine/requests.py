@@ -182,7 +182,7 @@ class Requester(ABC):
 
         Write at once and submit: the batch the slot belongs to waits for it.
         """
-        return Slot(self, name, deadline_ms, priority, client)
+        return Slot(self, self._find(name), deadline_ms, priority, client)
 
     def _submit(
         self,
@@ -247,10 +247,10 @@ class Slot:
     """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
 
     def __init__(
-        self, engine: Requester, name: str, deadline_ms: float | None, priority: int | None, client: Hashable
+        self, engine: Requester, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable
     ) -> None:
         self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
-        self._loaded = engine._find(name)
+        self._loaded = loaded
         self._engine, self._front = engine, engine._front
         model = self._loaded.model
         self._client = 0 if client is None else self._front.client_number(client)
@@ -295,10 +295,18 @@ class Slot:
 
     def submit_sync(self) -> Outputs:
         """As `submit`, blocking this thread."""
+        return self.begin()()
+
+    def begin_for(self, finish: Callable[[Entry], None]) -> None:
+        """The inputs are written: run the request. `finish` is called with its completion, in whichever thread."""
+        self._go(finish)
+
+    def begin(self) -> Callable[[], Outputs]:
+        """The inputs are written: run the request. What comes back waits for it, in this thread."""
         waiter = thread_waiter()
         answer = SyncAnswer(self._engine, waiter)
-        self._go(answer)
-        return self._engine._block(self._pending, answer, waiter)
+        self.begin_for(answer)
+        return lambda: self._engine._block(self._pending, answer, waiter)
 
     def cancel(self) -> None:
         """Gives the slot back without running it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,10 +140,37 @@ class Model:
         signature = made.signature
         return cls(made.title, made.run, inputs=signature.inputs, outputs=signature.outputs, weights=made, **about)
 
+    @classmethod
+    def from_graph(
+        cls, graph: Any, *, inputs: Mapping[str, Any], outputs: Mapping[str, Any], name: str = "graph", **about: Any
+    ) -> Self:
+        """A CUDA graph that was captured elsewhere, cut and scheduled like any model.
+
+        `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)`, a graph of CuPy's, or the handle of a `CUgraph`. `inputs`
+        and `outputs` name the arrays on the GPU that it reads and writes; a request has inputs of their shapes. It has
+        one lane, since the graph has one set of arrays.
+
+            pp.Model.from_graph(graph, inputs={"x": x}, outputs={"y": y}, name="net")
+        """
+        from paellapy.scheduler.models.foreign import ForeignGraph
+
+        made = ForeignGraph(name, graph, inputs, outputs)
+        specs = [{key: place.spec for key, place in each.items()} for each in (made.inputs, made.outputs)]
+        return cls(name, made.run, inputs=specs[0], outputs=specs[1], weights=made, batch=(1,), lanes=1, **about)
+
     @property
     def uses_torch(self) -> bool:
         """Whether its function calls PyTorch."""
         return self.source is not None and self.source.uses_torch
+
+    @property
+    def stateful(self) -> bool:
+        """Whether its function changes the weights: then one lane of it runs at a time."""
+        return self.source is not None and self.source.stateful
+
+    def preserved(self) -> contextlib.AbstractContextManager[None]:
+        """What is run inside, to load the model, leaves its weights as they were."""
+        return contextlib.nullcontext() if self.source is None else self.source.preserved()
 
     @property
     def weights_bytes(self) -> int:

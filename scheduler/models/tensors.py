@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,14 +62,21 @@ class Capturable(Protocol):
     def max_batch(self) -> int: ...
     @property
     def uses_torch(self) -> bool: ...
+    @property
+    def stateful(self) -> bool: ...
+    @property
+    def source(self) -> Any: ...
 
 
 class Weights(Protocol):
     """Weights that know how to get onto a device: those of a PyTorch module."""
 
     uses_torch: bool  # whether the model's function calls PyTorch
+    stateful: bool  # whether its function changes them
 
     @property
     def nbytes(self) -> int: ...
     def place(self, model: str, device: Device) -> Arrays:
         """What the model's function is given as weights; `model` is the name that errors mention."""
+    def preserved(self) -> AbstractContextManager[None]:
+        """What is run inside leaves the weights as they were."""

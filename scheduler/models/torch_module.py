@@ -20,6 +20,7 @@ from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_ops import record_or_run
 from paellapy.scheduler.models.torch_pool import refusing_to_wait
+from paellapy.scheduler.models.torch_state import Kept, state_behind
 
 
 def needs_torch() -> Any:
@@ -121,6 +122,7 @@ class TorchModule:
     """A PyTorch module or function as a model's function and weights."""
 
     uses_torch = True
+    stateful = False
 
     def __init__(self, title: str, call: Callable[..., Any], signature: Signature, options: TorchOptions) -> None:
         self.title, self._call, self.signature, self.options = title, call, signature, options
@@ -149,6 +151,17 @@ class TorchModule:
         if self.options.compile and where != "cpu":
             call = torch.compile(call, dynamic=False)
         return {"call": call}
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """A function may change a module it refers to, one in training say: not by being loaded."""
+        torch = needs_torch()
+        kept = None if isinstance(self._call, torch.nn.Module) else Kept(torch, state_behind(torch, self._call))
+        try:
+            yield
+        finally:
+            if kept is not None:
+                kept.put_back()
 
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         """The model's function."""
@@ -247,8 +260,10 @@ def torch_module(
         given = {key: t.to(options.dtype) if t.is_floating_point() else t for key, t in given.items()}
     given = {key: t[:1].to(home) for key, t in given.items()}
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
-    outputs = _example_outputs(torch, title, call, Signature(inputs, {}, keywords), given, options)
-    return TorchModule(title, call, Signature(inputs, outputs, keywords), options)
+    made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
+    with made.preserved():
+        made.signature.outputs.update(_example_outputs(torch, title, call, made.signature, given, options))
+    return made
 
 
 def _example_outputs(

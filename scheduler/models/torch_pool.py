@@ -43,6 +43,23 @@ class TorchPool:
         mine = tuple(self._pool.id)
         return sum(int(s["total_size"]) for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == mine)
 
+    @property
+    def id(self) -> Any:
+        """What PyTorch's captures know it by."""
+        return self._pool.id
+
+    @contextlib.contextmanager
+    def stream_only(self, stream: int) -> Iterator[None]:
+        """PyTorch's calls go to the stream; memory comes from here by a capture of PyTorch's own."""
+        torch: Any = sys.modules["torch"]
+        cuda = torch.cuda
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with cuda.device(self.index), cuda.stream(cuda.ExternalStream(stream, self.index)):
+                yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
     @contextlib.contextmanager
     def on(self, stream: int | None) -> Iterator[None]:
         """PyTorch's memory in this thread comes from here, and its calls go to the stream if one is given."""

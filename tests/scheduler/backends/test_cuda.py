@@ -538,3 +538,45 @@ def test_long_inputs_that_wait_for_a_lane_are_copied_beside_the_core(run):
             assert 0 < engine.stats()["longest_launch_ms"] <= engine.stats()["launch_ms"]
             assert 0 < engine.stats()["longest_copy_ms"] < 60_000
     """)
+
+
+def test_a_graph_captured_elsewhere_is_cut_and_gives_what_it_gave(run):
+    run("""
+        from paellapy.instrument.device.cuda_memory import CudaStream
+        with Engine("cuda", quantum_us=1) as engine:
+            device = engine.device
+            x, y, z = (device.array(np.zeros(64, np.float32)) for _ in range(3))
+            stream = CudaStream(device, 0)
+            fake.cuStreamBeginCapture(stream.handle, 0)
+            with device, stream:
+                scale[(1,)](x, y, 3.0, 64, B=128)
+                scale[(1,)](y, z, 3.0, 64, B=128)
+            _, graph = fake.cuStreamEndCapture(stream.handle)
+            for k, given in enumerate((int(graph), graph, type("CuPy", (), {"graph": int(graph)})())):
+                model = Model.from_graph(given, inputs={"x": x}, outputs={"z": z}, name=f"g{k}")
+                engine.load(model)
+                assert len(engine.profile(f"g{k}")[0].bounds) >= 1
+                for value in (1.0, 2.0):
+                    one = np.full(64, value, np.float32)
+                    assert (engine.infer_sync(f"g{k}", {"x": one})["z"] == 9 * value).all()
+            for bad in (object(), 0, None):
+                try:
+                    Model.from_graph(bad, inputs={"x": x}, outputs={"z": z})
+                    raise SystemExit("taken")
+                except ModelError as e:
+                    assert "keep_graph=True" in str(e)
+        assert set(fake.graphs) == {int(graph)}, "the other's graph is left, and nothing else"
+        assert not fake.executables
+    """)
+
+
+def test_turns_are_granted_by_a_graph_and_ended_by_the_host(run):
+    run("""
+        with Engine("cuda", policy="serial") as engine:
+            engine.load(scale_model())
+            for _ in range(3):
+                with engine.turn("script", give_back_ms=5) as turn:
+                    assert (engine.infer_sync("scale", ONES)["y"] == 2).all()
+                    assert turn.over
+        assert not fake.executables
+    """)

@@ -1,0 +1,315 @@
+"""Turns: code that was not captured takes the GPU when the core grants it, and gives it back when the core wants it.
+
+    with engine.turn("script", priority=-1) as turn:
+        for batch in work:
+            compute(batch)
+            turn.give_way()  # where somebody is to go first
+
+To the core a turn is a job of one segment, which begins when it is granted and ends when it is given back: policies
+rank, admit and charge it as any other. A turn that is wanted back for `give_back_ms` ends, whatever its code does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import Launches, LoadedModel
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.profiles import SegmentProfile
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import ProgramProfile
+from paellapy.scheduler.models.program import Program
+from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+
+_WATCH_S = 0.0005  # how often turns are looked at while there are any
+_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a granted turn is looked for: at first, and later on
+_USUAL_NS = 1e6  # what a turn is taken to last, until more is known
+
+
+class Host(Protocol):
+    """The engine, as turns know it."""
+
+    state: State
+    memory: MemoryPlan
+
+    @property
+    def backend(self) -> Backend: ...
+    def open_turns(self, loaded: LoadedModel) -> None: ...
+
+
+def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+    raise AssertionError("a turn's code is its owner's to run")
+
+
+def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
+    """A model whose only segment says that a turn is granted; nothing on the GPU ends it."""
+    nothing = {"nothing": TensorSpec((1,), np.uint8)}
+    model = Model(name, _never, inputs=nothing, outputs=nothing, batch=(1,), lanes=1, priority=priority, share=share)
+    plan = plan_lane(model, 0, 1)
+    reservation = host.memory.reserve(name, 0, plan.device_bytes, 1)
+    lane = Lane(0, model, plan, host.backend.lane_memory(plan))
+    handle = host.backend.grant(int(lane.draining.ctypes.data))
+    segment = SegmentProfile(_USUAL_NS, blocks=1, warps=1, registers=0)
+    profile = ProgramProfile(1, ((0, 1),), (segment,), _USUAL_NS, {}, True)
+    launches = Launches(Program(model, 0, 1, [], True, None), ((0, 1),), [handle], 0, [lane])
+    loaded = LoadedModel(model, {}, reservation, [lane], [profile], [[launches]])
+    host.open_turns(loaded)
+    row = loaded.lane_rows[0]
+    host.state.whole["handle"][row, 0] = handle  # one piece or one segment: the same
+    host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
+    return loaded
+
+
+class Turns:
+    """All turns of one engine, and the thread that takes them back in time."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._names: dict[str, LoadedModel] = {}
+        self._busy: dict[str, threading.Lock] = {}
+        self._held: list[Turn] = []
+        self._wake, self._ended = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def find(self, name: str, priority: int, share: float) -> tuple[LoadedModel, threading.Lock]:
+        with self._lock:
+            if name not in self._names:
+                self._names[name] = load_turns(self._host, name, priority, share)
+                self._busy[name] = threading.Lock()
+            model = self._names[name].model
+            if (model.priority, model.share) != (priority, share):
+                raise ModelError(
+                    f"turns of {name!r} have priority {model.priority} and share {model.share}: use another name for "
+                    "others"
+                )
+            return self._names[name], self._busy[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def watch(self, turn: Turn) -> None:
+        with self._lock:
+            self._held.append(turn)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="paellapy-turns", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def forget(self, turn: Turn) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._held.remove(turn)
+
+    def end(self) -> None:
+        """The engine closes: every turn is over."""
+        self._ended = True
+        self._wake.set()
+        for turn in list(self._held):
+            turn.take_back()
+
+    def _watch(self) -> None:
+        while not self._ended:
+            self._wake.wait()
+            for turn in list(self._held):
+                turn.look()
+            if self._held:
+                time.sleep(_WATCH_S)
+            else:
+                self._wake.clear()
+                if self._held:
+                    self._wake.set()
+
+    def stats(self) -> dict[str, Any]:
+        held = {turn.name for turn in list(self._held)}
+        return {
+            name: {
+                "kind": "turns",
+                "state": "running" if name in held else "waiting",
+                "steps": int(self._host.state.outcome[loaded.row, 0]),
+                "priority": loaded.model.priority,
+                "share": loaded.model.share,
+            }
+            for name, loaded in self._names.copy().items()
+        }
+
+
+class Turn:
+    """One lease on the GPU after the other, for one owner: a context manager, of asyncio too."""
+
+    def __init__(self, engine: Requester, turns: Turns, name: str, priority: int, share: float, give_back_ms: float):
+        if not give_back_ms > 0:
+            raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; give a time above zero")
+        self.name, self._engine, self._turns, self._give_back_s = name, engine, turns, give_back_ms * 1e-3
+        self._loaded, self._busy = turns.find(name, priority, share)
+        self._lane = self._loaded.lanes[0]
+        self._ended = _Ended()
+        self._taking = threading.Lock()
+        self._since_s = 0.0  # when it was first wanted back
+        self.over = False  # it was taken back: others are on the GPU now
+
+    # -- for its owner
+
+    def wanted(self) -> bool:
+        """Whether somebody of higher priority is there, or somebody of the same waits."""
+        state, own = self._engine.state, self._loaded.model.priority
+        core = state.core[0]
+        mine = self._loaded.lane_rows[0]
+        active = state.active[: int(core["active"])]
+        ready = state.ready[: int(core["ready"])]
+        rank = state.lane["priority"]
+        return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any())
+
+    def give_way(self) -> bool:
+        """Where it is wanted, gives the turn back and waits for the next one. Whether it did."""
+        if not (self.over or self.wanted()):
+            return False
+        self._release()
+        self._acquire()
+        return True
+
+    async def give_way_async(self) -> bool:
+        """As `give_way`, in an asyncio task."""
+        if not (self.over or self.wanted()):
+            return False
+        await asyncio.to_thread(self._release)
+        await self._acquire_async()
+        return True
+
+    def __enter__(self) -> Self:
+        self._busy.acquire()
+        try:
+            self._acquire()
+        except BaseException:
+            self._busy.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._release()
+        finally:
+            self._busy.release()
+
+    async def __aenter__(self) -> Self:
+        while not self._busy.acquire(blocking=False):
+            await asyncio.sleep(_LATE_S)
+        try:
+            await self._acquire_async()
+        except BaseException:
+            self._busy.release()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await asyncio.to_thread(self._release)
+        finally:
+            self._busy.release()
+
+    # -- the lease
+
+    def _ask(self) -> None:
+        self._engine._check_open()
+        self._lane.draining[0] = 0
+        self.over, self._since_s = False, 0.0
+        self._ended = _Ended()
+        Slot(self._engine, self._loaded, None, None, None).begin_for(self._ended)
+
+    def _acquire(self) -> None:
+        self._ask()
+        try:
+            since = time.monotonic()
+            while not self._granted():
+                time.sleep(_SOON_S if time.monotonic() - since < 1e-3 else _LATE_S)
+        except BaseException:
+            self._give_up()
+            raise
+        self._turns.watch(self)
+
+    async def _acquire_async(self) -> None:
+        self._ask()
+        try:
+            while not self._granted():
+                await asyncio.sleep(_LATE_S)
+        except BaseException:
+            self._give_up()
+            raise
+        self._turns.watch(self)
+
+    def _granted(self) -> bool:
+        if self._lane.draining[0]:
+            return True
+        self._engine._check_open()
+        self._engine._front.drain()  # its lane may wait until somebody reads how the last turn ended
+        return False
+
+    def _give_up(self) -> None:
+        """It is not waited for any more: it ends as soon as it is granted."""
+
+        def end() -> None:
+            while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
+                time.sleep(_LATE_S)
+            self.take_back()
+
+        threading.Thread(target=end, name="paellapy-turn-end", daemon=True).start()
+
+    def _release(self) -> None:
+        self._turns.forget(self)
+        try:
+            _wait_for_work()
+        finally:
+            self.take_back()
+        while not self._ended.is_set() and not self._engine.over:
+            self._engine._front.drain()
+            time.sleep(_SOON_S)
+
+    def take_back(self) -> None:
+        """The core goes on, from whichever thread."""
+        with self._taking:
+            if not self.over:
+                self.over = True
+                self._lane.words[0] = 1
+                self._engine._front.nudge()
+
+    def look(self) -> None:
+        """From the thread that watches turns: whether it was wanted back for too long."""
+        if self.over:
+            return
+        now = time.monotonic()
+        if not self.wanted():
+            self._since_s = 0.0
+        elif not self._since_s:
+            self._since_s = now
+        elif now - self._since_s > self._give_back_s:
+            self.take_back()
+
+
+class _Ended(threading.Event):
+    """The core's answer to a turn: it is over, however it ended."""
+
+    def __call__(self, entry: Any) -> None:
+        self.set()
+
+    def answer(self, result: Any) -> None:
+        self.set()
+
+
+def _wait_for_work() -> None:
+    """What the turn's code launched is part of the turn."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.cuda.get_current_stream().synchronize()

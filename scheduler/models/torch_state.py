@@ -1,0 +1,123 @@
+"""What a PyTorch step changes: found in modules, optimizers and the like, kept, and put back in place.
+
+Captured graphs hold addresses, so tensors are written over and never replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from paellapy.scheduler.core.errors import ModelError
+
+
+def tensors_of(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
+    """Tensors that a step may change through this object, each once or more."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from tensors_of(torch, value.param_groups, depth + 2)
+        yield from tensors_of(torch, dict(value.state), depth + 2)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_of(torch, each, depth)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from tensors_of(torch, each, depth)
+    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        for each in vars(value).values():  # a gradient scaler's, say
+            yield from tensors_of(torch, each, depth - 1)
+
+
+def generators_of(torch: Any, value: Any) -> list[Any]:
+    """Generators of random numbers among some objects."""
+    if isinstance(value, torch.Generator):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [found for each in value for found in generators_of(torch, each)] if isinstance(value, list | tuple) else []
+
+
+def default_generators(torch: Any) -> list[Any]:
+    """PyTorch's own: the CPU's, and those of GPUs that are in use."""
+    cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.default_generator, *cuda]
+
+
+def settings_of(torch: Any, values: Any) -> dict[str, Any]:
+    """Numbers of optimizers that a capture would take as they are: those that are no tensors."""
+    found = {}
+    for k, optimizer in enumerate(_optimizers(torch, values)):
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                numbers = value if isinstance(value, tuple | list) else (value,)
+                if key != "params" and all(isinstance(each, int | float) for each in numbers):
+                    found[f"optimizer {k}, group {g}: {key}"] = value
+    return found
+
+
+def _optimizers(torch: Any, value: Any) -> list[Any]:
+    if isinstance(value, torch.optim.Optimizer):
+        return [value]
+    return [found for each in value for found in _optimizers(torch, each)] if isinstance(value, list | tuple) else []
+
+
+def check_capturable(torch: Any, name: str, values: Any) -> None:
+    """Optimizers that count their steps on the host cannot be captured on a GPU."""
+    for optimizer in _optimizers(torch, values):
+        groups = optimizer.param_groups
+        on_gpu = any(p.is_cuda for group in groups for p in group["params"])
+        if on_gpu and any(group.get("capturable") is False for group in groups):
+            raise ModelError(
+                f"job {name!r}: {type(optimizer).__name__} counts its steps on the host, so a captured step would "
+                f"repeat one of them: make it with capturable=True"
+            )
+
+
+class Kept:
+    """A copy of everything some objects hold that a step may change, and of PyTorch's random numbers."""
+
+    def __init__(self, torch: Any, values: Any) -> None:
+        self._torch = torch
+        tensors = list(tensors_of(torch, values))
+        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        unique = {id(t): t for t in tensors}.values()
+        with torch.no_grad():
+            self._tensors = [(t, t.detach().clone()) for t in unique]
+        generators = {id(g): g for g in (*default_generators(torch), *generators_of(torch, values))}.values()
+        self._generators = [(g, g.get_state()) for g in generators]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where a GPU would hold it. Single numbers, as an optimizer's count of steps, may be on the host."""
+        return [t.untyped_storage().data_ptr() for t, _ in self._tensors if t.dim()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t, _ in self._tensors)
+
+    def put_back(self) -> None:
+        with self._torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.copy_(value)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def state_behind(torch: Any, function: Callable[..., Any]) -> list[Any]:
+    """Modules, optimizers and tensors that a function reaches by name: through its closure, its globals, or `self`."""
+    own = getattr(function, "__self__", None)
+    code = getattr(function, "__func__", function)
+    try:
+        seen = inspect.getclosurevars(code)
+    except (TypeError, ValueError):  # a callable object
+        named = [function]
+    else:
+        named = [*seen.nonlocals.values(), *seen.globals.values()]
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+    inside = [] if own is None else list(getattr(own, "__dict__", {}).values())
+    return [each for each in (*named, own, *inside) if isinstance(each, kinds)]

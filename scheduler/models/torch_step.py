@@ -1,0 +1,241 @@
+"""A step of a background job as a model: PyTorch code that changes its own state, run again and again.
+
+On a GPU the step is captured as PyTorch captures whole steps, with memory and random numbers of its own. On the virtual
+GPU the job's own thread computes each step on the CPU, while the SM model takes its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.base import Device
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.capture import Counting, LaneCapture, Recording
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.tensors import Arrays, TensorSpec
+from paellapy.scheduler.models.torch_module import as_tensor, needs_torch, numpy_dtype
+from paellapy.scheduler.models.torch_ops import Operation, count_operations
+from paellapy.scheduler.models.torch_pool import TorchPool, refusing_to_wait
+from paellapy.scheduler.models.torch_random import Draws
+from paellapy.scheduler.models.torch_state import (
+    Kept,
+    check_capturable,
+    generators_of,
+    settings_of,
+    tensors_of,
+)
+
+_NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes have at least one input and one output
+
+
+def _spec(torch: Any, tensor: Any) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape) or (1,), numpy_dtype(torch, tensor.dtype))
+
+
+class Batch:
+    """What one step is given: tensors by name, and how the step takes them."""
+
+    def __init__(self, torch: Any, name: str, given: Any) -> None:
+        self._torch = torch
+        if isinstance(given, Mapping):
+            self.kind, tensors = "named", dict(given)
+        elif isinstance(given, tuple | list):
+            self.kind, tensors = "several", {f"data{k}": each for k, each in enumerate(given)}
+        else:
+            self.kind, tensors = "one", {"data": given}
+        self.tensors = {}
+        for key, value in tensors.items():
+            made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            if not isinstance(made, torch.Tensor):
+                raise ModelError(
+                    f"job {name!r}: its data have a {type(value).__name__} as {key!r}: give tensors or arrays, alone, "
+                    "in a tuple or in a dict"
+                )
+            self.tensors[key] = made
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {key: _spec(self._torch, t) for key, t in self.tensors.items()}
+
+    def write(self, name: str, slots: Mapping[str, NDArray[Any]]) -> None:
+        """Into a slot's inputs; what does not fit is refused."""
+        if slots.keys() != self.tensors.keys():
+            raise ModelError(f"job {name!r}: its data were {', '.join(slots)} and are {', '.join(self.tensors)} now")
+        for key, slot in slots.items():
+            tensor = self.tensors[key]
+            if (tuple(tensor.shape) or (1,)) != slot.shape or numpy_dtype(self._torch, tensor.dtype) != slot.dtype:
+                raise ModelError(
+                    f"job {name!r}: {key!r} is {tuple(tensor.shape)} of {tensor.dtype} where the first batch had "
+                    f"{slot.shape} of {slot.dtype.name}: a captured step takes one shape (drop_last=True)"
+                )
+            as_tensor(self._torch, slot).copy_(tensor.reshape(slot.shape))
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of a step, over other tensors of the same names."""
+        given = {key: t.reshape(self.tensors[key].shape) for key, t in tensors.items()}
+        return ([], given) if self.kind == "named" else (list(given.values()), {})
+
+
+def results_of(torch: Any, name: str, returned: Any) -> dict[str, Any]:
+    """Tensors that a step returned, by name."""
+    if returned is None:
+        return {}
+    if isinstance(returned, Mapping):
+        found = dict(returned)
+    elif isinstance(returned, tuple | list):
+        found = {f"output{k}": each for k, each in enumerate(returned)}
+    else:
+        found = {"output": returned}
+    for key, each in found.items():
+        if not isinstance(each, torch.Tensor):
+            raise ModelError(
+                f"job {name!r}: its step returns a {type(each).__name__} as {key!r}: return tensors (a loss, not "
+                "loss.item()), or nothing"
+            )
+    return found
+
+
+class TorchStep:
+    """A step and what it changes, as the function and the weights of a model."""
+
+    uses_torch = True
+    stateful = True
+
+    def __init__(self, name: str, step: Callable[..., Any], state: Sequence[Any], batch: Batch | None) -> None:
+        self.torch = needs_torch()
+        self.name, self._step, self.state, self._batch = name, step, state, batch
+        if not list(tensors_of(self.torch, list(state))):
+            raise ModelError(
+                f"job {name!r}: state={list(state)!r} holds no tensors: give all that the step changes, "
+                "state=[net, optimizer]"
+            )
+        check_capturable(self.torch, name, list(state))
+        self.pool: TorchPool | None = None  # of all lanes: one of them runs at a time
+        self.draws: Draws | None = None
+        self._stream: Any = None
+        self._operations: list[Operation] | None = None
+        self._results = self.compute(batch)  # made here as PyTorch does: it creates what it needs on its way
+        self.settings = settings_of(self.torch, list(state))
+
+    @property
+    def first(self) -> dict[str, NDArray[Any]]:
+        """What the first step returned."""
+        return {key: value.detach().cpu().numpy() for key, value in self._results.items()}
+
+    def compute(self, batch: Batch | None) -> dict[str, Any]:
+        """One step as it is; what it returned. The step takes tensors where its state is."""
+        arguments: tuple[list[Any], dict[str, Any]] = ([], {})
+        if batch is not None:
+            where = next(tensors_of(self.torch, list(self.state))).device
+            arguments = batch.with_tensors({key: t.to(where) for key, t in batch.tensors.items()})
+        return results_of(self.torch, self.name, self._step(*arguments[0], **arguments[1]))
+
+    def check_settings(self) -> None:
+        """A captured step has an optimizer's numbers as they were."""
+        for key, now in settings_of(self.torch, list(self.state)).items():
+            if now != self.settings[key]:
+                raise ModelError(
+                    f"job {self.name!r}: {key} was {self.settings[key]} when the step was captured and is {now} now, "
+                    "which a captured step does not see: make it a tensor (lr=torch.tensor(1e-3), with fused=True or "
+                    "capturable=True), and change it between steps"
+                )
+
+    def model(self, lanes: int, **about: Any) -> Model:
+        outputs = {key: _spec(self.torch, t) for key, t in self._results.items()}
+        inputs = _NOTHING if self._batch is None else self._batch.specs
+        return Model(self.name, self.run, inputs=inputs, outputs=outputs or _NOTHING, weights=self, batch=(1,),
+                     lanes=lanes, **about)  # fmt: skip
+
+    # -- as weights
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # they are where the user put them
+
+    @property
+    def state_bytes(self) -> int:
+        unique = {t.data_ptr(): t for t in tensors_of(self.torch, list(self.state))}
+        return sum(t.numel() * t.element_size() for t in unique.values())
+
+    def place(self, model: str, device: Device) -> Arrays:
+        torch = self.torch
+        on_gpu = device.name.startswith("cuda")
+        where = f"cuda:{device.index}" if on_gpu else "cpu"  # type: ignore[attr-defined]
+        for tensor in tensors_of(torch, list(self.state)):
+            if tensor.dim() and str(tensor.device) != where:
+                raise ModelError(f"job {model!r}: its state is on {tensor.device}; this engine's is on {where}")
+        if on_gpu:
+            index: int = device.index  # type: ignore[attr-defined]
+            self._stream = torch.cuda.Stream(index)
+            own = [g for g in generators_of(torch, list(self.state)) if g.device.type == "cuda"]
+            self.draws = Draws(torch, [torch.cuda.default_generators[index], *own], index)
+        return {}
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """What is run while the step is loaded leaves no trace in its state."""
+        if self.torch.cuda.is_available():
+            self.torch.cuda.synchronize()
+        kept = Kept(self.torch, list(self.state))
+        try:
+            yield
+        finally:
+            if self.torch.cuda.is_available():
+                self.torch.cuda.synchronize()
+            kept.put_back()
+            if self.torch.cuda.is_available():
+                self.torch.cuda.synchronize()
+        if settings_of(self.torch, list(self.state)) != self.settings:
+            self.check_settings()
+
+    # -- as the model's function
+
+    def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
+        capture = Device.current().capture
+        if isinstance(next(iter(inputs.values())), np.ndarray):
+            if isinstance(capture, Recording):
+                capture.compute([(each.node, each.cost) for each in self._counted()], _nothing)
+            elif isinstance(capture, Counting):
+                capture.launches += 1
+            return
+        if isinstance(capture, LaneCapture):
+            self._into(inputs, outputs)
+            return
+        torch = self.torch
+        assert self.draws is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        before = self.draws.offsets()
+        with torch.cuda.stream(self._stream), refusing_to_wait():
+            self._into(inputs, outputs)
+        self.draws.note(before)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _into(self, inputs: Arrays, outputs: Arrays) -> None:
+        """Runs the step on our arrays."""
+        torch = self.torch
+        arguments: tuple[list[Any], dict[str, Any]] = ([], {})
+        if self._batch is not None:
+            arguments = self._batch.with_tensors({key: as_tensor(torch, array) for key, array in inputs.items()})
+        results = results_of(torch, self.name, self._step(*arguments[0], **arguments[1]))
+        with torch.no_grad():
+            for key, value in results.items():
+                target = as_tensor(torch, outputs[key])
+                target.copy_(value.reshape(target.shape))
+
+    def _counted(self) -> list[Operation]:
+        """What a GPU would launch for a step: seen by running one on the CPU."""
+        if self._operations is None:
+            memory = Kept(self.torch, list(self.state)).addresses
+            if self._batch is not None:
+                memory += [t.untyped_storage().data_ptr() for t in self._batch.tensors.values()]
+            self._operations = count_operations(self.torch, lambda: self.compute(self._batch), memory)
+        return self._operations
+
+
+def _nothing() -> None:
+    """The job's thread computes the data."""

@@ -1,0 +1,200 @@
+"""Background jobs on the virtual GPU: the CPU trains, the SM model takes its time, requests are served beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError, ModelError, UnknownModelError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
+
+from engine_models import scale_model  # noqa: E402
+from training import batches, job_losses, plain_losses, trainee  # noqa: E402
+
+DEVICE = "virtual:h200"
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine(DEVICE, policy="priority") as engine:
+        yield engine
+        check_at_rest(engine.state)
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_job_s_losses_are_those_of_the_plain_loop_bit_for_bit(engine, kind):
+    expected = plain_losses(60, kind=kind)
+    assert job_losses(engine, 60, kind=kind) == expected
+    assert np.mean(expected[-5:]) < 0.7 * np.mean(expected[:5])  # it learns
+    assert engine.jobs == {}
+
+
+@pytest.mark.parametrize("policy", ["tally", "antman", "token", "fair", "paella"])
+def test_a_job_trains_under_policies_with_priorities_limits_and_duties(policy):
+    with pp.Engine(DEVICE, policy=policy) as engine:
+        params = {"performance": 0.5, "limit": 0.5}
+        made = trainee()
+        job = engine.background(made.step, state=made.state, data=batches(6), params=params)
+        assert job.join(60)
+        assert job.error is None
+        assert job.steps == 6
+
+
+def test_requests_are_answered_beside_a_job_that_is_paused_resumed_and_stopped(engine):
+    engine.load(scale_model())
+    made = trainee()
+    job = engine.background(made.step, name="train", state=made.state, data=batches(100_000))
+    stop, wrong, answered = threading.Event(), [], [0]
+
+    def ask() -> None:
+        x = np.arange(64, dtype=np.float32)
+        while not stop.is_set():
+            y = engine.infer_sync("scale", {"x": x}, priority=1)["y"]
+            answered[0] += 1
+            if not np.array_equal(y, 2 * x):
+                wrong.append(y)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: job.steps > 5 and answered[0] > 5)
+    assert job.steps_per_s > 0
+    assert engine.stats()["jobs"]["train"]["state"] == "running"
+    job.pause()
+    wait_for(lambda: job.state == "paused")
+    steps, there = job.steps, answered[0]
+    wait_for(lambda: answered[0] > there + 20)
+    assert job.steps == steps
+    assert job.steps_per_s == 0.0
+    job.resume()
+    wait_for(lambda: job.steps > steps + 3)
+    job.stop()
+    assert job.join(30)
+    there = answered[0]
+    wait_for(lambda: answered[0] > there + 5)
+    stop.set()
+    asking.join()
+    assert wrong == []
+    assert (job.state, job.error) == ("ended", None)
+
+
+def test_a_job_without_data_runs_until_it_is_stopped(engine):
+    x = torch.zeros(4)
+
+    def step() -> None:
+        x.add_(1.0)
+
+    job = engine.background(step, name="count", state=[x])
+    wait_for(lambda: job.steps > 10)
+    job.stop()
+    assert job.join(30)
+    assert x.tolist() == [float(job.steps)] * 4
+
+
+def test_loading_a_job_leaves_its_state_and_random_numbers_after_its_first_step(engine):
+    made, alone = trainee(), trainee()
+    x, y = next(batches(1))
+    torch.manual_seed(7)
+    alone.step(x, y)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    job = engine.background(made.step, state=made.state, data=batches(1))
+    assert job.join(30)
+    assert torch.equal(torch.get_rng_state(), state)
+    for mine, others in zip(made.net.state_dict().values(), alone.net.state_dict().values(), strict=True):
+        assert torch.equal(mine, others)
+    assert float(job.outputs["output"]) > 0
+
+
+@pytest.mark.parametrize("where", ["step", "data", "callback", "shape", "rate"])
+def test_what_goes_wrong_is_the_job_s_alone(engine, where):
+    engine.load(scale_model())
+    made = trainee(kind="sgd")
+
+    def step(x, y):
+        if where == "step" and job and job[0].steps == 3:
+            raise FloatingPointError("in the step")
+        return made.step(x, y)
+
+    def data():
+        yield from batches(3)
+        if where == "data":
+            raise OSError("in the data")
+        yield from batches(2, 16 if where == "shape" else 32)
+
+    def callback(job):
+        if job.steps == 3 and where == "callback":
+            raise ZeroDivisionError("in the callback")
+        if job.steps == 3 and where == "rate":
+            made.optimizer.param_groups[0]["lr"] = 0.5
+
+    job = []
+    job.append(engine.background(step, name="train", state=made.state, data=data(), every=1, callback=callback))
+    assert job[0].join(30)
+    kinds = {"step": FloatingPointError, "data": OSError, "callback": ZeroDivisionError}
+    assert type(job[0].error) is kinds.get(where, ModelError)
+    assert job[0].state == "failed"
+    x = np.ones(64, np.float32)
+    assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
+
+
+def test_a_job_is_no_model_to_ask(engine):
+    x = torch.zeros(4)
+    job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
+    with pytest.raises(UnknownModelError):
+        engine.infer_sync("count", {"nothing": np.zeros(1, np.uint8)})
+    assert engine.models == {}
+    with pytest.raises(ModelError, match="named 'count'"):
+        engine.background(lambda: x.add_(1.0), name="count", state=[x])
+    job.stop()
+
+
+def test_what_cannot_be_a_job_is_refused_with_the_remedy(engine):
+    x = torch.zeros(4)
+    with pytest.raises(ModelError, match=r"state=\[net, optimizer\]"):
+        engine.background(lambda: None, state=[])
+    with pytest.raises(ModelError, match=r"loss\.item\(\)"):
+        engine.background(lambda: 3.0, state=[x])
+    with pytest.raises(CaptureError, match="waits for the GPU"):
+        engine.background(lambda: x.mul_(float(x.sum())), state=[x])
+    with pytest.raises(ModelError, match="every=0"):
+        engine.background(lambda: x.add_(1), state=[x], every=0)
+    with pytest.raises(ModelError, match="no batch"):
+        engine.background(lambda batch: x.add_(1), state=[x], data=[])
+    with pytest.raises(MemoryPlanError, match="memory_bytes=10"):
+        engine.background(lambda: x.add_(1), state=[x], memory_bytes=10)
+    assert engine.jobs == {}
+
+
+def test_closing_the_engine_ends_its_jobs():
+    x = torch.zeros(4)
+    with pp.Engine(DEVICE) as engine:
+        job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
+        wait_for(lambda: job.steps > 2)
+    assert job.join(10)
+    assert job.error is None
+    assert x[0] == job.steps
+
+
+def test_loading_a_function_leaves_the_weights_it_refers_to_untouched(engine):
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Unflatten(1, (2, 2)), torch.nn.BatchNorm1d(2)).train()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+
+    def answer(x):
+        return net(x)  # in training: its running means move
+
+    engine.load(pp.Model.from_torch(answer, torch.randn(2, 8), batch=(2,)))
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, before[key])

@@ -1,0 +1,120 @@
+"""Turns on the virtual GPU: granted by the core, wanted back, taken back in time; in threads and in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+
+import paellapy as pp
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import EngineClosedError, ModelError
+
+X = np.arange(64, dtype=np.float32)
+
+
+@pytest.fixture(params=["priority", "serial", "fair"])
+def engine(request):
+    with pp.Engine("virtual:h200", policy=request.param) as engine:
+        engine.load(scale_model())
+        yield engine
+        check_at_rest(engine.state)
+
+
+def ask(engine) -> None:
+    assert np.array_equal(engine.infer_sync("scale", {"x": X}, priority=1)["y"], 2 * X)
+
+
+def test_requests_are_answered_before_beside_and_after_a_turn(engine):
+    ask(engine)
+    with engine.turn("script", give_back_ms=20) as turn:
+        assert not turn.wanted()
+        ask(engine)  # at the latest when the turn is taken back
+        assert engine.stats()["jobs"]["script"]["priority"] == -1
+        assert "script" not in engine.stats()["models"]
+    ask(engine)
+    with engine.turn("script", give_back_ms=20):
+        pass
+
+
+def test_a_turn_that_hangs_is_taken_back_and_given_anew():
+    with pp.Engine("virtual:h200", policy="serial") as engine:
+        engine.load(scale_model())
+        with engine.turn("script", give_back_ms=5) as turn:
+            ask(engine)  # one job at a time: it ends by the turn being over
+            assert turn.over
+            assert turn.give_way()
+            assert not turn.over
+            assert not turn.give_way()
+        ask(engine)
+
+
+def test_who_gives_way_lets_others_in(engine):
+    stop, answered = threading.Event(), [0]
+
+    def asking() -> None:
+        while not stop.is_set():
+            ask(engine)
+            answered[0] += 1
+
+    with engine.turn("script", give_back_ms=1000) as turn:
+        thread = threading.Thread(target=asking)
+        thread.start()
+        ways, end = 0, time.monotonic() + 20
+        while (ways < 3 or answered[0] < 10) and time.monotonic() < end:
+            ways += turn.give_way()
+    stop.set()
+    thread.join()
+    assert answered[0] >= 10
+
+
+def test_turns_in_asyncio(engine):
+    async def script(name: str, done: list[str]) -> None:
+        async with engine.turn(name, give_back_ms=50) as turn:
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+                await turn.give_way_async()
+            done.append(name)
+
+    async def main() -> list[str]:
+        done: list[str] = []
+        work = [script("a", done), script("b", done), script("a", done)]
+        asks = [engine.infer("scale", {"x": X}, priority=1) for _ in range(20)]
+        answers = await asyncio.gather(*asks, *work)
+        assert all(np.array_equal(each["y"], 2 * X) for each in answers[:20])
+        return done
+
+    assert sorted(asyncio.run(main())) == ["a", "a", "b"]
+
+
+def test_an_exception_in_a_turn_is_its_owner_s(engine):
+    with pytest.raises(ZeroDivisionError), engine.turn("script"):
+        raise ZeroDivisionError
+    ask(engine)
+    with engine.turn("script"):
+        pass
+
+
+def test_what_cannot_be_a_turn_is_refused(engine):
+    with pytest.raises(ModelError, match="give_back_ms=0"):
+        engine.turn("script", give_back_ms=0)
+    with pytest.raises(ModelError, match="named 'scale'"):
+        engine.turn("scale")
+    with engine.turn("script"):
+        pass
+    with pytest.raises(ModelError, match="priority -1"):
+        engine.turn("script", priority=3)
+
+
+def test_closing_the_engine_ends_turns():
+    engine = pp.Engine("virtual:h200")
+    turn = engine.turn("script")
+    with turn:
+        engine.close()
+        assert turn.over
+    with pytest.raises(EngineClosedError), turn:
+        pass
