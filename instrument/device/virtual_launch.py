@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device import gate
 from paellapy.instrument.device.base import Capture, Launcher, check_grid
 from paellapy.instrument.device.cost_model import CostModel, KernelCost
 from paellapy.instrument.device.occupancy import occupancy
@@ -131,6 +132,8 @@ class VirtualLauncher(Launcher):
         check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:
             return None  # an empty grid is no work, as in Triton
+        if gate.hold is not None:
+            gate.hold()
         first, count = part or (0, gx * gy * gz)
         self.device.finish(self.device.current_stream())
         cost = self.evaluate(values, (gx, gy, gz), first, count)

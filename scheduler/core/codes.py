@@ -60,4 +60,6 @@ CLOSED = 1 << 63
 MASK_WORDS = 8  # of a lane's bit masks: one cache line
 MOST_SLOTS = 64 * MASK_WORDS
 
+GATES = 16  # of other processes
+
 WHOLE = -1  # out.segment: the whole program

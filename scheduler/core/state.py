@@ -38,6 +38,7 @@ from paellapy.scheduler.core.codes import (
     CHOICES,
     CLOSED,
     FRONT_MASK,
+    GATES,
     MASK_WORDS,
     MOST_SLOTS,
     NONE,
@@ -57,6 +58,7 @@ from paellapy.scheduler.core.tables import (
     COMPLETION,
     COPY,
     CORE,
+    GATE,
     LANE,
     LAUNCH,
     MODEL,
@@ -198,6 +200,7 @@ class State(TableSet):
     given: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
     wanted: Table = table(PARAM, PARAMS)  # those that the policy reads, with their values where a model has none
     param: Floats = table(np.float64, "models", PARAMS)  # the same for each model
+    gate: Table = table(GATE, GATES)  # by the engine, while core.gates; then the core's
     clock: Ints = table(INT, 8)  # scratch of the core's thread
 
 

@@ -19,6 +19,7 @@ from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.dispatch import choose, measure, poll, tick
+from paellapy.scheduler.core.gates import watch_gates
 from paellapy.scheduler.core.lanes import look_at_held, take_out
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
@@ -94,6 +95,7 @@ def step(s: State, now: int) -> int:
         while not choose(s, now):
             fail_all(s, now)
         measure(s)
+    watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 
 

@@ -20,6 +20,17 @@ def struct_fields(record: np.dtype[Any]) -> list[tuple[str, Any]]:
 
 
 # [1] The core's own numbers. Counts without another word are lengths of the list of the same name in `State`.
+GATE = np.dtype(  # of another process
+    [
+        ("word", "u8"),  # address of the word that says until when its launches wait; 0: there is no gate
+        ("priority", "i8"),
+        ("closed_until_ns", "i8"),  # 0: it is open
+        ("closed_since_ns", "i8"),
+        ("closed_ns", "i8"),  # so far
+        ("closes", "i8"),  # how often
+    ],
+    align=True,
+)
 CORE = np.dtype(
     [
         # set from outside
@@ -40,6 +51,7 @@ CORE = np.dtype(
         ("windows", "i8"),  # of SMs
         ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
         ("tapped", "i8"),  # 1: completions are also written to `tap`
+        ("gates", "i8"),  # of other processes
         # how things stand
         ("mode", "i8"),  # RUN_MODE …
         ("error", "i8"),  # the backend's latest

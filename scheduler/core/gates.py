@@ -1,0 +1,43 @@
+"""Gates in the core: other processes' launches wait while there are jobs of higher priority than theirs.
+
+A gate is closed until a time, which moves on while the jobs are there. So it opens by itself if the core ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.atomics import store_at
+from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.state import State
+
+LEASE_NS = 20_000_000  # a closed gate opens this long after the last word of the core
+_ZERO = np.uint64(0)
+
+
+@part
+def watch_gates(s: State, now: int) -> None:
+    """Close and open the gates of other processes."""
+    if s.core[0].gates == 0:
+        return
+    top = -NEVER
+    for k in range(s.core[0].active):
+        top = max(top, s.lane[s.active[k]].priority)
+    for k in range(s.core[0].ready):
+        top = max(top, s.lane[s.ready[k]].priority)
+    for k in range(s.gate.shape[0]):
+        g = s.gate[k]
+        if g.word == _ZERO:
+            continue
+        if top > g.priority:
+            if g.closed_until_ns < now + LEASE_NS // 2:
+                if g.closed_until_ns == 0:
+                    g.closed_since_ns = now
+                    g.closes += 1
+                g.closed_until_ns = now + LEASE_NS
+                store_at(g.word, np.uint64(g.closed_until_ns))
+        elif g.closed_until_ns != 0:
+            g.closed_ns += now - g.closed_since_ns
+            g.closed_until_ns = 0
+            store_at(g.word, _ZERO)
