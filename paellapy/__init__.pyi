@@ -74,6 +74,9 @@ from .scheduler.policies.policy import Policy as Policy
 from .scheduler.policies.policy import policy as policy
 from .scheduler.policies.policy import policy_names as policy_names
 from .scheduler.sim.workload import (
+    Background as Background,
+)
+from .scheduler.sim.workload import (
     ClosedLoop as ClosedLoop,
 )
 from .scheduler.sim.workload import (

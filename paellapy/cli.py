@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paellapy import cli_bench, cli_cluster, cli_simulate
+from paellapy import cli_bench, cli_cluster, cli_run, cli_simulate
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
 
 if TYPE_CHECKING:
     from paellapy.instrument.traces.trace import Trace
 
+# What comes after a script's name belongs to the script.
+_SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
 app.command()(cli_bench.bench)
+app.command(context_settings=_SCRIPT)(cli_run.run)
 app.add_typer(cli_cluster.app, name="cluster")
 
 
@@ -96,7 +99,7 @@ _WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --dev
 
 @app.command(
     name="trace",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings=_SCRIPT,
 )
 def trace_script(
     context: typer.Context,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -142,6 +143,7 @@ class ServiceCollector(Collector):
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):
             yield CounterMetricFamily(name, text, value=value)
+        yield from _jobs(stats.get("jobs", {}))
         pending = GaugeMetricFamily("nv_inference_pending_request_count", "As Triton: items not done", labels=_LABELS)
         loaded = GaugeMetricFamily("paellapy_model_ready", "1: the model is loaded", labels=_LABELS)
         for name, entry in service.registry.entries.items():
@@ -158,6 +160,21 @@ class ServiceCollector(Collector):
         for name, allowance in list(service.admission.allowances.items()):
             sizes.add_metric((name, VERSION), allowance.size)
         yield sizes
+
+
+def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """What runs beside requests: background jobs, turns, other processes."""
+    labels = ("job", "kind")
+    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: it is paused, held or over", labels=labels)
+    done = CounterMetricFamily("paellapy_job_steps", "Steps, turns, or launches of another process", labels=labels)
+    waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
+    for name, facts in jobs.items():
+        which = (name, facts["kind"])
+        running.add_metric(which, float(facts["state"] == "running"))
+        done.add_metric(which, facts.get("steps", facts.get("launches", 0)))
+        if "waited_ms" in facts:
+            waited.add_metric(which, facts["waited_ms"] * 1e-3)
+    yield from (running, done, waited)
 
 
 class _Page:

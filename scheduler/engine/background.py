@@ -164,11 +164,15 @@ class Job:
             self.step.draws.next_step()
         self._slot = None
         finish = slot.begin()
-        try:  # while the GPU runs this step, the next one's data go to its slot
-            following = self._fetch()
-            self._slot = self._reserve(following)
+        following = None
+        try:
+            if self.feed is not None:  # while the GPU runs this step, the next one's data go to the other lane
+                following = self._fetch()
+                self._slot = self._reserve(following)
         finally:
             found = finish()
+        if self.feed is None:  # not before: this step may still wait for the only lane
+            self._slot = self._reserve(None)
         if self._computes:
             found = {key: t.detach().numpy().copy() for key, t in self.step.compute(batch).items()}
         self._done(found)

@@ -43,6 +43,7 @@ from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
 from paellapy.scheduler.engine.feed import Feed
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
+from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
@@ -131,6 +132,7 @@ class Engine(Requester):
         self._since = time.monotonic()
         step.attach_loop(self.state)
         self._backend.start(self.state, self.bell, self._fail)
+        self._guests = Guests(self)
         _engines.add(self)
 
     def _open_wake_fd(self) -> int:
@@ -293,6 +295,13 @@ class Engine(Requester):
         loaded = self._find(name)
         return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
 
+    def job_profile(self, name: str) -> ModelProfile:
+        """As `model_profile`, of a background job's step."""
+        job = self._jobs.get(name)
+        if job is None or job.loaded is None:
+            raise UnknownModelError(f"no job named {name!r} runs; running: {', '.join(self._jobs) or 'none'}")
+        return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.lanes), self.limits.requests)
+
     # -- state
 
     @property
@@ -342,8 +351,13 @@ class Engine(Requester):
                 for each in self.loaded_rows().values()
                 if not each.model.stateful and each.model.name not in self._turns
             },
-            "jobs": {**{name: job.stats() for name, job in self.jobs.items()}, **self._turns.stats()},
+            "jobs": self.job_stats(),
         }
+
+    def job_stats(self) -> dict[str, dict[str, Any]]:
+        """What runs beside requests, by name: background jobs, turns, and other processes."""
+        own = {name: job.stats() for name, job in self.jobs.items()}
+        return {**self._guests.stats(), **self._turns.stats(), **own}
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
@@ -418,6 +432,7 @@ class Engine(Requester):
         for job in list(self._jobs.values()):
             job.join()
         self._turns.end()
+        self._guests.end()
         self._closing = True
         for slot in list(self._slots):
             slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever

@@ -165,6 +165,7 @@ class Monitor:
             "memory": {"held_bytes": engine.memory.held_bytes, "budget_bytes": engine.memory.budget_bytes},
             "edges_ms": EDGES_MS,
             "models": models,
+            "jobs": [{"name": name, **facts} for name, facts in engine.job_stats().items()],
             "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
         }
 

@@ -181,6 +181,36 @@ class ClosedLoop(Workload):
         return clients
 
 
+@dataclass(frozen=True, slots=True)
+class Background(Workload):
+    """A background job: one step after the other, for as long as what it runs beside goes on.
+
+    `gap_us` is what the host takes between two steps.
+
+    >>> (Poisson(250, "net", duration=2) + Background("train")).seconds
+    2
+    """
+
+    model: str
+    priority: int | None = -1  # None: the model's
+    gap_us: float = 60.0
+    duration: float = 0.0  # of a job alone
+
+    def __post_init__(self) -> None:
+        if self.gap_us < 0 or self.duration < 0:
+            raise WorkloadError("a background job has a gap_us and a duration of zero or more")
+
+    @property
+    def seconds(self) -> float:
+        return self.duration
+
+    def arrivals(self, models: Sequence[str], seed: int) -> Table:
+        return np.zeros(0, ARRIVAL)
+
+    def loop_clients(self, models: Sequence[str]) -> Table:
+        return ClosedLoop(self.model, 1, self.gap_us * 1e-3, 1.0, self.priority).loop_clients(models)
+
+
 def _row(row: Mapping[str, str | None], where: str) -> Row:
     try:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None

@@ -2,6 +2,7 @@
 
 import { duration, el, mark, say } from "./format.js";
 import { makeModelsPanel } from "./models.js";
+import { makeJobsPanel } from "./jobs.js";
 import { makeSlowPanel } from "./slow.js";
 import { makeSmPanel } from "./sm_grid.js";
 import { makeTiles } from "./tiles.js";
@@ -21,9 +22,10 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
   const sms = makeSmPanel();
   const models = makeModelsPanel();
   const slow = makeSlowPanel();
+  const jobs = makeJobsPanel();
   const uptime = el("span");
   const body = el("div", { class: "pp-body", hidden: true }, tiles.node,
-    el("div", { class: "pp-panels" }, sms.node, models.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
+    el("div", { class: "pp-panels" }, sms.node, models.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
   const waiting = el("p", { class: "pp-empty" }, "Waiting for the first numbers …");
   root.classList.add("pp-view");
   root.replaceChildren(head, banner, waiting, body);
@@ -53,6 +55,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
     sms.update(snapshot);
     models.update(snapshot);
     slow.update(snapshot);
+    jobs.update(snapshot);
     drawPolicy(snapshot.policy);
     say(uptime, `paellapy ${snapshot.version} · up ${duration(snapshot.uptime_s)}`);
     drawConnection();

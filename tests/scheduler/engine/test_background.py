@@ -53,10 +53,13 @@ def test_a_job_trains_under_policies_with_priorities_limits_and_duties(policy):
         assert job.steps == 6
 
 
-def test_requests_are_answered_beside_a_job_that_is_paused_resumed_and_stopped(engine):
+@pytest.mark.parametrize("fed", [True, False])
+def test_requests_are_answered_beside_a_job_that_is_paused_resumed_and_stopped(engine, fed):
     engine.load(scale_model())
     made = trainee()
-    job = engine.background(made.step, name="train", state=made.state, data=batches(100_000))
+    x, y = next(batches(1))
+    step, data = (made.step, batches(100_000)) if fed else (lambda: made.step(x, y), None)
+    job = engine.background(step, name="train", state=made.state, data=data)
     stop, wrong, answered = threading.Event(), [], [0]
 
     def ask() -> None:
@@ -69,7 +72,7 @@ def test_requests_are_answered_beside_a_job_that_is_paused_resumed_and_stopped(e
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: job.steps > 5 and answered[0] > 5)
+    wait_for(lambda: job.steps > 40 and answered[0] > 40)
     assert job.steps_per_s > 0
     assert engine.stats()["jobs"]["train"]["state"] == "running"
     job.pause()

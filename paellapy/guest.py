@@ -1,0 +1,117 @@
+"""`paellapy run --best-effort script.py`: this process's launches wait while an engine wants the GPU for itself.
+
+The gate is a block of words that the engine hands over. Where the engine leaves, the gate is open; where another one
+comes, this process is its guest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device import gate
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.engine.guest_door import NoEngineError, knock
+
+_ANSWER_S = 5.0  # an engine that does not answer in this time is as good as none
+_RETRY_S = 1.0
+_SETTLE_S = 5.0  # libraries fill their tables when they are first used: they are looked at often for so long
+_LOOK_S = 0.02
+
+
+class Guest:
+    """This process beside an engine."""
+
+    def __init__(self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None) -> None:
+        self._about = {"name": name, "priority": priority, "share": share, "pid": os.getpid()}
+        self._engine = engine
+        self._free: NDArray[np.uint64] = np.zeros(gate.WORDS, np.uint64)
+        self._free[gate.SHARE] = gate.SHARE_UNIT
+        self.cell = np.zeros(1, np.uint64)  # where the words are that count: compiled code reads it
+        self._block: SharedBlock | None = None
+        self._left: list[Any] = []  # what other threads may still look at
+        self._open()
+        self.name = ""
+        self.patched = 0
+
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        return self._free if self._block is None else self._block.array[: 8 * gate.WORDS].view(np.uint64)
+
+    def join(self) -> None:
+        """Becomes the engine's guest, or says why not; from then on launches wait where they must."""
+        self._follow(self._connect())
+        gate.hold = lambda: gate.Gate(self.words).wait()
+        threading.Thread(target=self._watch_driver, name="paellapy-gate", daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        line = knock(self._engine)
+        line.settimeout(_ANSWER_S)
+        try:
+            line.send(json.dumps(self._about).encode())
+            said, descriptors, _, _ = socket.recv_fds(line, 4096, 1)
+            answer = json.loads(said) if said else {"error": "it closed the connection"}
+            if not descriptors:
+                raise NoEngineError(f"the engine does not take this process: {answer.get('error')}")
+            block = SharedBlock.of(descriptors[0])
+        except (OSError, ValueError) as e:
+            line.close()
+            raise NoEngineError(f"the engine does not answer: {e}") from e
+        except NoEngineError:
+            line.close()
+            raise
+        line.settimeout(None)
+        self.name, self._block = str(answer["name"]), block
+        self.cell[0] = block.address
+        return line
+
+    def _open(self) -> None:
+        """There is no engine: nothing waits."""
+        self._left.append(self._block)
+        self._block = None
+        self.cell[0] = self._free.ctypes.data
+
+    def _follow(self, line: socket.socket) -> None:
+        def follow() -> None:
+            current: socket.socket | None = line
+            while True:
+                if current is not None:
+                    with contextlib.suppress(OSError):
+                        current.recv(1)  # the engine says nothing: this ends when it leaves
+                    current.close()
+                    self._open()
+                    current = None
+                time.sleep(_RETRY_S)
+                with contextlib.suppress(NoEngineError):
+                    current = self._connect()
+
+        threading.Thread(target=follow, name="paellapy-guest", daemon=True).start()
+
+    def _watch_driver(self) -> None:
+        """Puts the gate before the driver's launches, as libraries come to know them."""
+        cells: Any = None
+        seen, changed = 0, 0.0
+        while True:
+            maps = Path("/proc/self/maps").read_text()
+            if "libcuda.so" in maps:
+                if cells is None:
+                    from paellapy.instrument.device.driver_cells import Cells
+
+                    cells = Cells(int(self.cell.ctypes.data))
+                now, objects = time.monotonic(), maps.count(".so")
+                if objects != seen:
+                    seen, changed = objects, now
+                if now - changed < _SETTLE_S:
+                    if cells.look():
+                        changed = now
+                    self.patched = cells.patched
+            time.sleep(_LOOK_S if time.monotonic() - changed < _SETTLE_S else 10 * _LOOK_S)

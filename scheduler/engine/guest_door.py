@@ -1,0 +1,78 @@
+"""Where other processes find an engine: a socket in a folder of this user's, whose name says whose it is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from paellapy.instrument.errors import PaellaError
+
+_numbers = itertools.count()
+
+
+class NoEngineError(PaellaError):
+    """No engine was found that lets other processes run beside it."""
+
+
+def runtime_folder() -> Path:
+    """$PAELLAPY_RUNTIME_DIR, or a folder of this user's alone."""
+    given = os.environ.get("PAELLAPY_RUNTIME_DIR")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given) if given else Path(base or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise NoEngineError(f"{folder} belongs to somebody else: set PAELLAPY_RUNTIME_DIR to a folder of yours")
+    return folder
+
+
+def listen() -> tuple[socket.socket, Path]:
+    """A socket for guests of an engine of this process."""
+    path = runtime_folder() / f"engine-{os.getpid()}-{next(_numbers)}.sock"
+    path.unlink(missing_ok=True)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        door.bind(str(path))
+        path.chmod(0o600)
+        door.listen(16)
+    except OSError:
+        door.close()
+        raise
+    return door, path
+
+
+def engines() -> list[Path]:
+    """Sockets of engines, the newest first."""
+    found = []
+    for path in runtime_folder().glob("engine-*.sock"):
+        with contextlib.suppress(OSError):  # it left meanwhile
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def knock(engine: str | None = None) -> socket.socket:
+    """A connection to an engine: the newest, or the one of a process, or at a path."""
+    if engine is None:
+        candidates = engines()
+    elif "/" in engine:
+        candidates = [Path(engine)]
+    else:
+        candidates = [path for path in engines() if path.name.split("-")[1] == engine]
+    for path in candidates:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.connect(str(path))
+            return line
+        except OSError:
+            line.close()
+            if engine is None or "/" not in engine:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # of an engine that ended without a word
+    which = "of this user" if engine is None else f"at {engine!r}"
+    raise NoEngineError(
+        f"no engine {which} runs on this machine: start one (pp.Engine, paellapy serve), or name its process or socket "
+        "with --engine"
+    )

@@ -1,0 +1,191 @@
+"""Guests of an engine: processes whose launches wait while the engine wants the GPU for itself.
+
+Each has a block of memory of its own, and can write nothing else of the engine's. Its connection says how long it is
+there: a guest that ends, however it ends, leaves with it. Nothing in the engine waits for a guest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device import gate
+from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.guest_door import listen
+
+_BEAT_S = 0.25
+_ALIVE_NS = 2_000_000_000  # a guest believes that the engine is there for so long after its last word
+
+
+class Host(Protocol):
+    state: State
+
+    def call_in_loop(self, function: Callable[[], None]) -> None: ...
+
+
+@dataclass(slots=True)
+class Guest:
+    """Another process, as the engine knows it."""
+
+    name: str
+    pid: int
+    priority: int
+    share: float
+    row: int
+    block: SharedBlock
+    since_s: float
+
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        return self.block.array[: 8 * gate.WORDS].view(np.uint64)
+
+
+class Guests:
+    """All guests of one engine, and the thread that greets them."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._guests: dict[socket.socket, Guest] = {}
+        self._ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._door: socket.socket | None = None
+        self.path: Path | None = None
+        with contextlib.suppress(OSError):  # no folder to write to: nobody can come
+            self._door, self.path = listen()
+        self._thread = threading.Thread(target=self._serve, name="paellapy-guests", daemon=True)
+        if self._door is not None:
+            self._thread.start()
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            guests = list(self._guests.values())
+        return {each.name: self._stats(each) for each in guests}
+
+    def _stats(self, guest: Guest) -> dict[str, Any]:
+        words = guest.words
+        row = self._host.state.gate[guest.row]
+        return {
+            "kind": "process",
+            "state": "held" if gate.closed_at(words, time.monotonic_ns()) else "running",
+            "pid": guest.pid,
+            "priority": guest.priority,
+            "share": guest.share,
+            "launches": int(words[gate.LAUNCHES]),
+            "waits": int(words[gate.WAITS]),
+            "waited_ms": float(words[gate.WAITED_NS]) * 1e-6,
+            "closed_ms": float(row["closed_ns"]) * 1e-6,
+            "closes": int(row["closes"]),
+            "uptime_s": time.monotonic() - guest.since_s,
+        }
+
+    def end(self) -> None:
+        """The engine leaves: every gate is open from now on."""
+        if self._door is None:
+            return
+        os.eventfd_write(self._ended, 1)
+        self._thread.join()
+        self._door.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        for line, guest in list(self._guests.items()):
+            guest.words[gate.CLOSED_UNTIL_NS] = guest.words[gate.ALIVE_UNTIL_NS] = 0
+            line.close()
+        self._guests.clear()
+        os.close(self._ended)
+        self._door = None
+
+    # -- its thread
+
+    def _serve(self) -> None:
+        assert self._door is not None
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._door, selectors.EVENT_READ)
+            waiting.register(self._ended, selectors.EVENT_READ)
+            while True:
+                ready = waiting.select(_BEAT_S if self._guests else None)
+                for key, _ in ready:
+                    if key.fileobj is self._ended:
+                        return
+                    with contextlib.suppress(OSError):  # a guest that left meanwhile
+                        self._look(key.fileobj, waiting)
+                until = np.uint64(time.monotonic_ns() + _ALIVE_NS)
+                for guest in list(self._guests.values()):
+                    guest.words[gate.ALIVE_UNTIL_NS] = until
+
+    def _look(self, line: Any, waiting: selectors.BaseSelector) -> None:
+        if line is self._door:
+            came, _ = line.accept()
+            came.setblocking(False)
+            waiting.register(came, selectors.EVENT_READ)
+            return
+        try:
+            said = line.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said and line not in self._guests:
+            self._greet(line, said)
+        elif not said:
+            waiting.unregister(line)
+            self._forget(line)
+            line.close()
+
+    def _greet(self, line: socket.socket, said: bytes) -> None:
+        try:
+            asked = json.loads(said)
+            name, priority = str(asked["name"]), int(asked["priority"])
+            share, pid = min(1.0, max(0.0, float(asked["share"]))), int(asked["pid"])
+        except (ValueError, KeyError, TypeError) as e:
+            line.send(json.dumps({"error": f"not understood: {e}"}).encode())
+            return
+        state = self._host.state
+        with self._lock:
+            free = set(range(len(state.gate))) - {each.row for each in self._guests.values()}
+            if not free:
+                line.send(json.dumps({"error": f"{len(state.gate)} guests are here already"}).encode())
+                return
+            taken = {each.name for each in self._guests.values()}
+            name = next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(taken) + 3))) if n not in taken)
+            block = SharedBlock(8 * gate.WORDS)
+            guest = Guest(name, pid, priority, share, min(free), block, time.monotonic())
+            guest.words[gate.SHARE] = np.uint64(share * gate.SHARE_UNIT)
+            guest.words[gate.ALIVE_UNTIL_NS] = np.uint64(time.monotonic_ns() + _ALIVE_NS)
+            self._guests[line] = guest
+        self._host.call_in_loop(lambda: self._open(guest))
+        socket.send_fds(line, [json.dumps({"name": name}).encode()], [block.fd])
+
+    def _open(self, guest: Guest) -> None:
+        state = self._host.state
+        state.gate[guest.row] = np.zeros((), state.gate.dtype)
+        state.gate["priority"][guest.row] = guest.priority
+        state.gate["word"][guest.row] = guest.block.address
+        state.core["gates"][0] += 1
+
+    def _forget(self, line: socket.socket) -> None:
+        with self._lock:
+            guest = self._guests.get(line)
+        if guest is None:
+            return
+
+        def leave() -> None:  # the block is there until the core writes to it no more
+            state = self._host.state
+            state.gate["word"][guest.row] = 0
+            state.core["gates"][0] -= 1
+            with self._lock:
+                self._guests.pop(line, None)
+
+        self._host.call_in_loop(leave)

@@ -1,0 +1,170 @@
+"""Other processes beside an engine, on the virtual GPU: held back, let go by share, killed, and left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from places import TESTS
+
+import paellapy as pp
+from paellapy.guest import Guest
+from paellapy.instrument.device import gate
+from paellapy.scheduler.engine.guest_door import NoEngineError, knock
+
+X = np.arange(64, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def engine():
+    with pp.Engine("virtual:h200", policy="priority") as engine:
+        engine.load(scale_model())
+        yield engine
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def guest(*options: str, seconds: float = 30.0):
+    script = str(TESTS / "guest_script.py")
+    line = [sys.executable, "-m", "paellapy", "run", *options, script, str(seconds), "its", "--own"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def requests(engine, gap_s: float = 0.0):
+    """Asks all the time; checks every answer."""
+    stop, counts = threading.Event(), [0]
+
+    def ask() -> None:
+        while not stop.is_set():
+            assert np.array_equal(engine.infer_sync("scale", {"x": X})["y"], 2 * X)
+            counts[0] += 1
+            time.sleep(gap_s)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        thread.join()
+
+
+def job(engine):
+    return engine.stats()["jobs"].get("guest_script")
+
+
+def test_a_script_is_held_back_killed_in_its_turn_and_never_missed(engine):
+    with guest("--best-effort") as process:
+        wait_for(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
+        assert job(engine)["pid"] == process.pid
+        with requests(engine) as counts:
+            wait_for(lambda: counts[0] > 50 and job(engine)["waits"] > 0)
+        wait_for(lambda: job(engine)["closes"] > 0 and job(engine)["state"] == "running")
+        os.kill(process.pid, signal.SIGKILL)
+        with requests(engine) as counts:
+            wait_for(lambda: job(engine) is None and counts[0] > 20)
+
+
+def test_a_script_goes_on_when_the_engine_leaves():
+    engine = pp.Engine("virtual:h200")
+    try:
+        with guest("--best-effort", "--share", "0.2", seconds=3) as process:
+            wait_for(lambda: (job(engine) or {"launches": 0})["launches"] > 0)
+            engine.close()
+            out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        assert out.splitlines()[-1].startswith("done")
+        assert out.splitlines()[-1].endswith("its --own")
+    finally:
+        engine.close()
+
+
+def test_a_gate_closes_for_higher_priority_and_opens_after_it(engine):
+    own = Guest("here", priority=-1)
+    line = own._connect()
+    wait_for(lambda: engine.state.core["gates"][0] == 1)
+    assert not gate.closed_at(own.words, time.monotonic_ns())
+    engine.infer_sync("scale", {"x": X})
+    wait_for(lambda: engine.stats()["jobs"]["here"]["closes"] == 1)
+    wait_for(lambda: not own.words[gate.CLOSED_UNTIL_NS])
+    with engine.turn("low", priority=-2):  # not for lower priorities
+        time.sleep(0.01)
+        assert engine.stats()["jobs"]["here"]["closes"] == 1
+    line.close()
+    wait_for(lambda: engine.state.core["gates"][0] == 0)
+
+
+def test_two_guests_of_one_name_are_told_apart_and_more_than_fit_are_refused(engine):
+    lines = [Guest("g", share=0.5) for _ in range(2)]
+    held = [each._connect() for each in lines]
+    assert [each.name for each in lines] == ["g", "g-2"]
+    held += [Guest("g")._connect() for _ in range(14)]
+    with pytest.raises(NoEngineError, match="16 guests"):
+        Guest("g")._connect()
+    for line in held:
+        line.close()
+    wait_for(lambda: engine.state.core["gates"][0] == 0)
+    assert engine.stats()["jobs"] == {}
+
+
+def test_a_lease_that_nobody_renews_expires():
+    words = np.zeros(gate.WORDS, np.uint64)
+    words[gate.CLOSED_UNTIL_NS] = time.monotonic_ns() + 20_000_000
+    words[gate.SHARE] = gate.SHARE_UNIT
+    gate.Gate(words).wait()
+    assert words[gate.WAITS] == 1
+    assert words[gate.WAITED_NS] > 0
+
+
+@pytest.mark.parametrize("share", [0.25, 0.7])
+def test_a_share_is_the_part_of_the_time_that_the_gate_is_open(share):
+    words = np.zeros(gate.WORDS, np.uint64)
+    words[gate.SHARE], words[gate.ALIVE_UNTIL_NS] = int(share * gate.SHARE_UNIT), 1 << 60
+    times = range(0, 10 * gate.PERIOD_NS, 10_007)
+    assert np.mean([not gate.closed_at(words, t) for t in times]) == pytest.approx(share, abs=0.01)
+    assert not gate.closed_at(words, (1 << 60) + gate.PERIOD_NS - 1)  # the engine is gone
+
+
+def test_without_an_engine_the_remedy_is_named(folder):
+    with pytest.raises(NoEngineError, match="start one"):
+        knock()
+    (folder / "engine-1-0.sock").touch()  # of one that ended without a word
+    with pytest.raises(NoEngineError):
+        knock("1")
+    assert not list(folder.iterdir())
+
+
+def test_what_cannot_be_run_is_refused(tmp_path):
+    for options, words in (
+        ([str(tmp_path)], "--best-effort"), (["--best-effort", "no.py"], "no such script"),
+        (["--best-effort", "--share", "2", str(TESTS / "guest_script.py")], "share 2"),
+    ):  # fmt: skip
+        found = subprocess.run([sys.executable, "-m", "paellapy", "run", *options], capture_output=True, text=True)
+        assert found.returncode != 0
+        assert words in found.stderr
