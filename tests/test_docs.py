@@ -235,6 +235,14 @@ def test_the_code_of_the_pytorch_page_runs(tmp_path: Path) -> None:
     assert "slack on virtual:h200" in run_line(tmp_path, line)
 
 
+def test_the_code_of_the_background_page_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    training, turn, simulated = snippets("docs/background.md")
+    assert "300 steps" in run_snippets(tmp_path, training)
+    run_snippets(tmp_path, "import paellapy as pp", turn)
+    assert "tally on virtual:h200" in run_snippets(tmp_path, "import paellapy as pp", simulated)
+
+
 def test_every_snippet_of_the_gallery_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in ("plotly", "matplotlib", "perfetto"):
         pytest.importorskip(needed)
