@@ -18,8 +18,8 @@ LESSONS = sorted(FOLDER.glob("[0-9]_*.py"))
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
 
 
-def test_there_are_five_lessons() -> None:
-    assert [lesson.name[0] for lesson in LESSONS] == ["1", "2", "3", "4", "5"]
+def test_there_are_six_lessons() -> None:
+    assert [lesson.name[0] for lesson in LESSONS] == list("123456")
     readme = (FOLDER / "README.md").read_text()
     assert all(f"({lesson.stem}.ipynb)" in readme for lesson in LESSONS)
 

@@ -103,6 +103,7 @@ class Engine(Requester):
         self.limits = limits or Limits()
         self.max_active = max_active
         self._failure: BaseException | None = None
+        self._culprits = ""  # who was on the GPU when it failed
         self._closed = self._closing = self._elsewhere = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
@@ -486,21 +487,31 @@ class Engine(Requester):
             raise EngineClosedError("the engine is closed")
 
     def _failed_error(self) -> EngineFailedError:
-        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}")
+        whose = f" (on the GPU were {self._culprits})" if self._culprits else ""
+        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}{whose}")
         error.__cause__ = self._failure
         return error
 
     def _fail(self, cause: BaseException) -> None:
         """From the loop: the device is lost. Everybody who waits is told why."""
         if self._failure is None:
+            self._culprits = self._on_gpu()
             self._failure = cause
             self._front.command(codes.FAIL)
+
+    def _on_gpu(self) -> str:
+        """Whose work is launched and not done: a fault of the GPU's is of one of these."""
+        lanes = self.state.flight[: int(self.state.core["flight"][0])]
+        rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
+        named = [self._by_row[row].model.name for row in rows if row in self._by_row]
+        return ", ".join(f"job {name!r}" if name in self._jobs else repr(name) for name in named)
 
     def _row(self, row: int) -> LoadedModel | None:
         return self._by_row.get(row)
 
     def _failed(self, status: int) -> EngineFailedError:
         if self._failure is None:  # the core has met it before its loop could say so
+            self._culprits = self._on_gpu()
             self._failure = self._backend.failure(status)
         return self._failed_error()
 

@@ -54,7 +54,8 @@ class Draws:
             return
         torch = self._torch
         with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
-            for generator, graph, drawn in zip(self.generators, self._graphs, self.drawn, strict=True):
+            # The default one is the first, and every graph is registered with it too: its words are written last.
+            for generator, graph, drawn in reversed([*zip(self.generators, self._graphs, self.drawn, strict=True)]):
                 if drawn:
                     offset = generator.get_offset()
                     graph.replay()

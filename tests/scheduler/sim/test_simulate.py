@@ -23,7 +23,15 @@ from paellapy.scheduler.sim.fluid import run_fluid
 from paellapy.scheduler.sim.mix import ALONE_US, MIX, mix_profiles
 from paellapy.scheduler.sim.options import Fidelity
 from paellapy.scheduler.sim.simulate import simulate
-from paellapy.scheduler.sim.workload import ClosedLoop, Lognormal, Poisson, TraceWorkload, Workload, WorkloadError
+from paellapy.scheduler.sim.workload import (
+    Background,
+    ClosedLoop,
+    Lognormal,
+    Poisson,
+    TraceWorkload,
+    Workload,
+    WorkloadError,
+)
 from paellapy.viz.palette import OKABE_ITO
 
 TUNING = Tuning.for_part("h200")
@@ -537,3 +545,20 @@ def test_windows_are_a_number_of_them_as_for_an_engine(wrong: int) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand={1: 0.3})
     with pytest.raises(PaellaError, match="0, for none, or 3 to 64"):
         simulate(net, Poisson(10, "net"), sm_windows=wrong)
+
+
+def test_a_background_job_takes_what_requests_leave_and_no_more() -> None:
+    models = [
+        ModelProfile("net", {1: [SegmentProfile(100e3, blocks=200)] * 9}),
+        ModelProfile("train", {1: [SegmentProfile(100e3, blocks=2000, warps=8000)] * 30}, lanes=1),
+    ]
+    ask = Poisson(250, "net", duration=0.5, priority=1)
+    alone = simulate(models, ask, "priority").model("net")
+    beside = simulate(models, ask + Background("train"), "priority")
+    free = simulate(models, Background("train", duration=0.5), "priority").model("train")
+    assert free.completed == pytest.approx(0.5 / (30 * 100e-6 + 60e-6), rel=0.05)
+    assert beside.model("net").completed == alone.completed
+    assert 0.5 * free.completed < beside.model("train").completed < free.completed
+    assert beside.model("net").p99_ms < 1.6 * alone.p99_ms
+    with pytest.raises(WorkloadError, match="gap_us"):
+        Background("train", gap_us=-1)

@@ -1,0 +1,105 @@
+"""An unmodified training script in another process beside an engine that serves: free, and under `paellapy run`.
+
+    python benchmarks/guest.py                 on a GPU, in an environment with MPS under MPS
+    python benchmarks/guest.py --device virtual:h200 --small      to try it
+
+resnet50 is asked for 250 times a second by Poisson arrivals; the script trains resnet18 eagerly. Ratios are of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from background import Points, ask, served, summary
+from common import RESULTS
+
+import paellapy as pp
+
+SCRIPT = Path(__file__).parent / "guest_training.py"
+
+
+class Script:
+    """The child, and how many steps it has made by when."""
+
+    def __init__(self, gated: bool, small: bool, options: tuple[str, ...] = ()) -> None:
+        before = [sys.executable, "-m", "paellapy", "run", "--best-effort", *options] if gated else [sys.executable]
+        line = [*before, str(SCRIPT), "small" if small else "resnet18"]
+        self._process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ)
+        self._said: list[tuple[int, float]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait(40, 120.0)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            steps, at = line.split()
+            self._said.append((int(steps), float(at)))
+
+    def wait(self, steps: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._said or self._said[-1][0] < steps:
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise SystemExit(f"the script made no {steps} steps in {seconds} s")
+            time.sleep(0.02)
+
+    def speed(self, since: float, until: float) -> float:
+        """Steps a second between two times."""
+        time.sleep(0.1)
+        within = [each for each in list(self._said) if since <= each[1] <= until]
+        return 0.0 if len(within) < 2 else (within[-1][0] - within[0][0]) / (within[-1][1] - within[0][1])
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def measure(engine: pp.Engine, script: Script, args: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    time.sleep(args.seconds)
+    alone = script.speed(began, time.monotonic())
+    latencies, speeds = [], []
+    for seed in range(args.seeds):
+        began = time.monotonic()
+        latencies.append(ask(engine, seed, args.seconds))
+        speeds.append(round(script.speed(began, time.monotonic()), 2))
+    jobs = [{k: v for k, v in each.items() if k != "pid"} for each in engine.job_stats().values()]
+    return {**summary(latencies), "steps_per_s_alone": round(alone, 2), "steps_per_s": speeds, "jobs": jobs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="guest")
+    args = parser.parse_args()
+    mps = " under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else ""
+    with pp.Engine(args.device, policy="priority") as engine:
+        points = Points(args.folder / f"{args.name}.json", engine.device)
+        engine.load(served(args.small))
+        ask(engine, 99, 0.3)
+        points(f"alone{mps}", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
+        for name, gated, options in (
+            ("free", False, ()), ("gated", True, ()), ("gated, share 0.3", True, ("--share", "0.3")),
+        ):  # fmt: skip
+            if name + mps in points.found:
+                continue
+            script = Script(gated, args.small, options)
+            try:
+                points(name + mps, lambda script=script: measure(engine, script, args))
+            finally:
+                script.end()
+        points(f"alone again{mps}", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""An eager training loop as anybody writes one, for benchmarks/guest.py: it says on stdout how many steps it has made.
+
+    python benchmarks/guest_training.py [resnet18 | small]
+"""
+
+import sys
+import time
+
+import torch
+
+
+def main() -> None:
+    kind = sys.argv[1] if len(sys.argv) > 1 else "resnet18"
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    if kind == "resnet18":
+        from torchvision.models import resnet18
+
+        net, shape = resnet18(num_classes=10).to(where), (32, 3, 128, 128)
+    else:
+        net, shape = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)).to(where), (4, 3, 8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    x, y = torch.randn(shape, device=where), torch.randint(0, 10, (shape[0],), device=where)
+    steps, said = 0, time.monotonic()
+    while True:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        if time.monotonic() - said > 0.05:
+            loss.item()  # so that steps are counted when they are done
+            said = time.monotonic()
+            print(steps, said, flush=True)
+
+
+if __name__ == "__main__":
+    main()
