@@ -69,6 +69,8 @@ _TRACED = (
 class Engine(Requester):
     """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
 
+    _culprits = ""  # who was on the GPU when it failed
+
     def __init__(
         self,
         device: str | Device | None = None,
@@ -103,7 +105,6 @@ class Engine(Requester):
         self.limits = limits or Limits()
         self.max_active = max_active
         self._failure: BaseException | None = None
-        self._culprits = ""  # who was on the GPU when it failed
         self._closed = self._closing = self._elsewhere = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
@@ -123,7 +124,6 @@ class Engine(Requester):
         self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
         self._models: dict[str, LoadedModel] = {}
         self._jobs: dict[str, Job] = {}
-        self._turns = Turns(self)
         self._by_row: dict[int, LoadedModel] = {}
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
@@ -133,7 +133,7 @@ class Engine(Requester):
         self._since = time.monotonic()
         step.attach_loop(self.state)
         self._backend.start(self.state, self.bell, self._fail)
-        self._guests = Guests(self)
+        self._turns, self._guests = Turns(self), Guests(self)
         _engines.add(self)
 
     def _open_wake_fd(self) -> int:
