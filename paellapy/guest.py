@@ -24,8 +24,7 @@ from paellapy.scheduler.engine.guest_door import NoEngineError, knock
 
 _ANSWER_S = 5.0  # an engine that does not answer in this time is as good as none
 _RETRY_S = 1.0
-_SETTLE_S = 5.0  # libraries fill their tables when they are first used: they are looked at often for so long
-_LOOK_S = 0.02
+_FIRST_S, _LAST_S = 0.02, 2.0  # between two looks at libraries: while something is new, and later on
 
 
 class Guest:
@@ -99,7 +98,7 @@ class Guest:
     def _watch_driver(self) -> None:
         """Puts the gate before the driver's launches, as libraries come to know them."""
         cells: Any = None
-        seen, changed = 0, 0.0
+        seen, wait_s = 0, _FIRST_S
         while True:
             maps = Path("/proc/self/maps").read_text()
             if "libcuda.so" in maps:
@@ -107,11 +106,9 @@ class Guest:
                     from paellapy.instrument.device.driver_cells import Cells
 
                     cells = Cells(int(self.cell.ctypes.data))
-                now, objects = time.monotonic(), maps.count(".so")
-                if objects != seen:
-                    seen, changed = objects, now
-                if now - changed < _SETTLE_S:
-                    if cells.look():
-                        changed = now
-                    self.patched = cells.patched
-            time.sleep(_LOOK_S if time.monotonic() - changed < _SETTLE_S else 10 * _LOOK_S)
+                objects = maps.count(".so")
+                if objects != seen or wait_s < _LAST_S:
+                    # Libraries fill their tables when they are first used: they are looked at again, ever later.
+                    wait_s = _FIRST_S if objects != seen or cells.look() else 1.5 * wait_s
+                    seen, self.patched = objects, cells.patched
+            time.sleep(wait_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,13 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from paellapy.instrument.device import gate
+from paellapy.instrument.device.jit import compiled
+
+Words = NDArray[np.uint64]
+Ints = NDArray[np.int64]
 
 LAUNCHES = (
     "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuMemcpyAsync",
@@ -31,7 +36,9 @@ LAUNCHES = (
 _VERSIONS = (11000, 11030, 11060, 12000, 12030, 12060, 12080, 13000)  # each may have functions of its own
 _SLEEP_US = 20  # between two looks at a closed gate
 _ARGUMENTS = 12  # integers and pointers that are handed on, whatever the function takes: the most is eleven
-_READ, _WRITE = mmap.PROT_READ, mmap.PROT_WRITE
+_MOST = 1 << 16  # words of one region that look like addresses in the library
+_READ, _WRITE, _PAGE = mmap.PROT_READ, mmap.PROT_WRITE, mmap.PAGESIZE
+_LOAD, _RELRO = 1, 0x6474E552  # kinds of program headers
 
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
@@ -128,6 +135,17 @@ def gated(original: int, cell: int) -> Any:
     return cfunc(types.uint64(*[types.uint64] * _ARGUMENTS), nopython=True)(pass_and_call)
 
 
+@compiled
+def _find(words: Words, low: int, size: int, found: Ints) -> int:
+    """Where words are from `low` on and below it plus the size; how many. Hundreds of megabytes are looked at."""
+    n = 0
+    for k in range(words.shape[0]):
+        if words[k] - low < size and n < found.shape[0]:
+            found[n] = k
+            n += 1
+    return n
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """Part of a loaded object's data."""
@@ -137,19 +155,53 @@ class Region:
     writable: bool
 
 
-def regions(skipped: str) -> Iterator[Region]:
-    """Data of all loaded objects but one: what is written, what is protected after relocation, and what is zero at
-    first, which has no file behind it and follows what has.
+class _Segment(ctypes.Structure):
+    """A program header of an object (Elf64_Phdr)."""
+
+    _fields_ = [("kind", ctypes.c_uint32), ("flags", ctypes.c_uint32)] + [
+        (name, ctypes.c_uint64) for name in ("offset", "address", "physical", "file_bytes", "bytes", "align")
+    ]
+
+
+class _Object(ctypes.Structure):
+    """A loaded object (struct dl_phdr_info)."""
+
+    _fields_ = [
+        ("base", ctypes.c_uint64), ("name", ctypes.c_char_p), ("segments", ctypes.POINTER(_Segment)),
+        ("count", ctypes.c_uint16),
+    ]  # fmt: skip
+
+
+def regions(skipped: str) -> list[Region]:
+    """Data of all loaded objects but one, as their program headers say: what can be written, and what is protected once
+    its addresses have been filled in.
     """
-    before, last = "", 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        start, end = (int(each, 16) for each in fields[0].split("-"))
-        path = fields[5].strip() if len(fields) > 5 else ""
-        name = path if path.startswith("/") else before if not path and start == last else ""
-        before, last = name, end
-        if name and skipped not in name and fields[1][0] == "r" and fields[1][2] == "-" and fields[1][3] == "p":
-            yield Region(start, end, fields[1][1] == "w")
+    found: list[Region] = []
+
+    def note(given: Any, _: int, __: int) -> int:
+        each = given.contents
+        if skipped in (each.name or b"").decode(errors="replace"):
+            return 0
+        parts = [each.segments[k] for k in range(each.count)]
+        protected = [
+            ((each.base + p.address) & -_PAGE, (each.base + p.address + p.bytes) & -_PAGE)
+            for p in parts
+            if p.kind == _RELRO
+        ]
+        for p in parts:
+            if p.kind == _LOAD and p.flags & 2:
+                start, end = -(-(each.base + p.address) // 8) * 8, each.base + p.address + p.bytes
+                for low, high in protected:
+                    if low <= start < high <= end:
+                        found.append(Region(start, high, False))
+                        start = high
+                found.append(Region(start, end, True))
+        return 0
+
+    libc: Any = ctypes.CDLL(None)
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Object), ctypes.c_size_t, ctypes.c_size_t)
+    libc.dl_iterate_phdr(call(note), None)
+    return found
 
 
 def text_of(library: str) -> tuple[int, int]:
@@ -186,7 +238,7 @@ class Cells:
         path = next(line.split(maxsplit=5)[5].strip() for line in lines if self._library in line)
         library: Any = ctypes.CDLL(path)
         found = set()
-        ask = getattr(library, "cuGetProcAddress_v2", None)
+        ask: Any = getattr(library, "cuGetProcAddress_v2", None)
         for name in self._names:
             for symbol in (name, f"{name}_v2", f"{name}_ptsz", f"{name}_v2_ptsz"):
                 if hasattr(library, symbol):
@@ -201,20 +253,24 @@ class Cells:
         return found - {0}
 
     def _change(self, region: Region, low: int, high: int) -> int:
-        try:
-            words = np.frombuffer((ctypes.c_uint64 * ((region.end - region.start) // 8)).from_address(region.start),
-                                  np.uint64)  # fmt: skip
-            candidates = np.flatnonzero(words - np.uint64(low) < np.uint64(high - low))
-        except (ValueError, MemoryError):
-            return 0
-        cells = [(int(k), self._ours[int(words[k])]) for k in candidates if int(words[k]) in self._ours]
+        memory: Any = (ctypes.c_uint64 * ((region.end - region.start) // 8)).from_address(region.start)
+        words = np.frombuffer(memory, np.uint64)
+        found = np.zeros(_MOST, np.int64)
+        candidates = found[: _find(words, np.uint64(low), np.uint64(high - low), found)].tolist()
+        cells = [(k, self._ours[int(words[k])]) for k in candidates if int(words[k]) in self._ours]
         if not cells:
             return 0
         libc: Any = ctypes.CDLL(None)
         if not region.writable:
-            libc.mprotect(ctypes.c_void_p(region.start), ctypes.c_size_t(region.end - region.start), _READ | _WRITE)
+            self._protect(libc, region, _READ | _WRITE)
         for k, ours in cells:
             ctypes.c_uint64.from_address(region.start + 8 * k).value = ours
         if not region.writable:
-            libc.mprotect(ctypes.c_void_p(region.start), ctypes.c_size_t(region.end - region.start), _READ)
+            self._protect(libc, region, _READ)
         return len(cells)
+
+    @staticmethod
+    def _protect(libc: Any, region: Region, how: int) -> None:
+        start = region.start & -_PAGE
+        if libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(region.end - start), how) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")

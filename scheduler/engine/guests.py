@@ -126,8 +126,9 @@ class Guests:
                     guest.words[gate.ALIVE_UNTIL_NS] = until
 
     def _look(self, line: Any, waiting: selectors.BaseSelector) -> None:
-        if line is self._door:
-            came, _ = line.accept()
+        door = self._door
+        if door is not None and line is door:
+            came, _ = door.accept()
             came.setblocking(False)
             waiting.register(came, selectors.EVENT_READ)
             return
