@@ -136,7 +136,7 @@ def gated(original: int, cell: int) -> Any:
 
 
 @compiled
-def _find(words: Words, low: int, size: int, found: Ints) -> int:
+def _find(words: Words, low: np.uint64, size: np.uint64, found: Ints) -> int:
     """Where words are from `low` on and below it plus the size; how many. Hundreds of megabytes are looked at."""
     n = 0
     for k in range(words.shape[0]):
