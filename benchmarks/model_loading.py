@@ -7,7 +7,8 @@
 Every tree loads the models in a process of its own: first with empty caches (Triton's and paellapy's), then with those
 that the first run has filled. The core is compiled before, and one small model has been loaded and asked: what remains
 is the models' own. The phases are those of the engine's backend, timed from outside, so that both trees are measured
-alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are of the thread that loads.
+alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are of the thread that loads. What has
+been measured is saved after every process.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def load(device: str, names: list[str]) -> None:
             engine.unload(model.name)
 
 
-def measure(tree: Path, device: str, names: list[str], caches: Path, numba: Path) -> list[dict[str, Any]]:
+def begin(tree: Path, device: str, names: list[str], caches: Path, numba: Path) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -121,23 +122,32 @@ def measure(tree: Path, device: str, names: list[str], caches: Path, numba: Path
         "XDG_CACHE_HOME": str(caches / "cache"),
     }
     command = [sys.executable, __file__, "--child", "--device", device, "--models", ",".join(names)]
-    done = subprocess.run(command, env=environment, cwd=caches, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"loading failed in {tree}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return subprocess.Popen(command, env=environment, cwd=caches, stdout=subprocess.PIPE, text=True)
 
 
-def runs(trees: dict[str, Path], device: str, names: list[str], repeats: int) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as compiled:
-        for name, tree in trees.items():
-            with tempfile.TemporaryDirectory() as folder:
-                measure(tree, device, [], Path(folder), Path(compiled) / name)  # the core, and Python's byte code
+def end(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    said, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit("loading failed")
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+def runs(trees: dict[str, Path], device: str, names: list[str], repeats: int) -> Iterator[list[dict[str, Any]]]:
+    """What each process measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for name in trees:
+            (place / name).mkdir()
+        # The cores, and Python's byte code: all trees at once, nothing is measured yet.
+        compiling = [begin(tree, device, [], place / name, place / f"{name}.numba") for name, tree in trees.items()]
+        for each in compiling:
+            end(each)
         for repeat in range(repeats):
             for name, tree in trees.items():
-                with tempfile.TemporaryDirectory() as folder:
-                    for caches in ("empty", "filled"):
-                        for each in measure(tree, device, names, Path(folder), Path(compiled) / name):
-                            yield {"tree": name, "caches": caches, "repeat": repeat, **each}
+                with tempfile.TemporaryDirectory() as caches:
+                    for kind in ("empty", "filled"):
+                        found = end(begin(tree, device, names, Path(caches), place / f"{name}.numba"))
+                        yield [{"tree": name, "caches": kind, "repeat": repeat, **each} for each in found]
 
 
 def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,19 +198,22 @@ def main() -> None:
 
     trees = {"this": HERE} | ({"base": arguments.base.resolve()} if arguments.base else {})
     console = Console()
-    total = arguments.repeats * len(trees) * 2 * len(names)
+    total = arguments.repeats * len(trees) * 2
     measured = runs(trees, arguments.device, names, arguments.repeats)
-    found = list(track(measured, "loading", total=total, console=console))
-    rows = medians(found)
+    results: dict[str, Any] = {"device": arguments.device}
+    results["commits"] = {name: commit_of(tree) for name, tree in trees.items()}
+    found: list[dict[str, Any]] = []
+    for each in track(measured, "loading", total=total, console=console):
+        found += each
+        results |= {"medians": medians(found), "runs": found}
+        saved = save("model_loading" if on_gpu else "model_loading_virtual", results, folder=arguments.write)
+    rows = results["medians"]
     table = Table("model", "caches", "tree", "s", "CPU s", "CPU s by phase")
     for row in sorted(rows, key=lambda row: (names.index(row["model"]), row["caches"], row["tree"])):
         phases = ", ".join(f"{k} {v:.2f}" for k, v in row["phases_cpu_s"].items() if v >= 0.005)
         table.add_row(row["model"], row["caches"], row["tree"], f"{row['s']:.2f}", f"{row['cpu_s']:.2f}", phases)
     console.print(table)
-    commits = {name: commit_of(tree) for name, tree in trees.items()}
-    name = "model_loading" if on_gpu else "model_loading_virtual"
-    results = {"device": arguments.device, "commits": commits, "medians": rows, "runs": found}
-    console.print(save(name, results, folder=arguments.write))
+    console.print(saved)
 
 
 if __name__ == "__main__":
