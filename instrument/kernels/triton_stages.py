@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,11 +46,17 @@ def translate(source: Any, arch: int, options: dict[str, Any], last: Stage) -> T
     backend = compiler.make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
     environment = sorted(compiler.get_cache_invalidating_env_vars().items())
-    key = cache.digest("triton", installed(), source.hash(), str(target), parsed.hash(), str(environment), last)
+    work = cache.digest("triton", installed(), source.hash(), str(target), parsed.hash(), str(environment))
+    key = cache.digest(work, last)
     if stored := cache.read(key):
         return Translated(**json.loads(stored))
-    made = _run(source, target, backend, parsed, last)
+    stages = _begun.pop(work, None) or _run(source, target, backend, parsed)
+    made = next(made for stage, made in stages if stage == last)
     cache.write(key, json.dumps(asdict(made)).encode())
+    if last == "ttir":
+        _begun[work] = stages
+        while len(_begun) > _MOST_BEGUN:
+            _begun.pop(next(iter(_begun)), None)
     return made
 
 
@@ -77,7 +84,13 @@ def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Trans
     return Translated(built.asm["ttir"], built.asm["ptx"], _facts(built.metadata._asdict()))
 
 
-def _run(source: Any, target: GPUTarget, backend: Any, options: Any, last: Stage) -> Translated:
+# Kernels that got as far as TTIR: the virtual GPU evaluates it, and asks for the rest when it places the blocks.
+_begun: dict[str, Iterator[tuple[str, Translated]]] = {}
+_MOST_BEGUN = 32
+
+
+def _run(source: Any, target: GPUTarget, backend: Any, options: Any) -> Iterator[tuple[str, Translated]]:
+    """One stage of Triton's compiler after the other, with what there is of the kernel by then."""
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -91,9 +104,7 @@ def _run(source: Any, target: GPUTarget, backend: Any, options: Any, last: Stage
         module = run(module, metadata)
         if stage in texts:
             texts[stage] = str(module)
-        if stage == last:
-            break
-    return Translated(texts["ttir"], texts["ptx"], _facts(metadata))
+            yield stage, Translated(texts["ttir"], texts["ptx"], _facts(metadata))
 
 
 def _facts(metadata: dict[str, Any]) -> dict[str, Any]:
