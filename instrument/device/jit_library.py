@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from numba import _dynfunc
+from numba import _dynfunc, types
 from numba.core import codegen, compiler
 
 
@@ -115,11 +115,34 @@ class _Flags(compiler.Flags):  # type: ignore[misc]
         return self is other or bool(super().__eq__(other))
 
 
-# Passes for what the code compiled here does not have: closures, comprehensions, generated branches, array expressions.
+class _Typing:
+    """Numba's typing context with a memory for arithmetic: each operation is asked for hundreds of times."""
+
+    _known: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
+        if named or type(function) is not types.Function or not all(isinstance(each, _NUMBERS) for each in given):
+            return self._context.resolve_function_type(function, given, named)
+        asked = function, tuple(given)
+        if asked not in self._known:
+            self._known[asked] = self._context.resolve_function_type(function, given, named)
+        return self._known[asked]
+
+
+_NUMBERS = (types.Integer, types.Float, types.Boolean, types.IntegerLiteral, types.BooleanLiteral)
+
+# Passes for what the code compiled here does not have: closures, comprehensions, generated branches, array expressions,
+# references to be counted (legalisation says where each variable ends), readers of annotations.
 _UNNEEDED = {
     "WithLift", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
     "InlineInlinables", "FindLiterallyCalls", "LiteralUnroll", "InlineOverloads", "NopythonRewrites",
-    "LiteralPropagationSubPipelinePass",
+    "LiteralPropagationSubPipelinePass", "IRLegalization", "AnnotateTypes",
 }  # fmt: skip
 
 
@@ -129,6 +152,7 @@ class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.state.flags = _Flags(self.state.flags)
+        self.state.typingctx = _Typing(self.state.typingctx)
         self.state.library = self.new_library(self.state.targetctx.codegen())
 
     def new_library(self, codegen_: Any) -> Any:
