@@ -2,6 +2,7 @@
 
     git worktree add ../before COMMIT
     python benchmarks/cold_start.py --base ../before
+    python benchmarks/cold_start.py --tasks serve     # seconds from `paellapy serve` to its first answer
 
 Every task runs in a process of its own with empty caches (Numba's, Triton's, paellapy's), then once more with the
 caches that the first run has filled. CPU-seconds of the process and its children count: on a machine that others use,
@@ -53,10 +54,35 @@ with pp.Engine("virtual:h200") as engine:
     for name in demo.names():
         assert engine.infer_sync(name, {"image": demo.held_out()[0][0]})
 """
+_SERVE = """
+import json, signal, socket, subprocess, sys, time, urllib.request
+from paellapy import demo, serve_demo
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+body = serve_demo.digit_request(demo.held_out()[0][0]).encode()
+began = time.perf_counter()
+command = [sys.executable, "-c", "from paellapy.cli import main; main()", "serve", "--port", str(port)]
+server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+try:
+    while server.poll() is None:
+        try:
+            url = f"http://127.0.0.1:{port}/v2/models/cnn/infer"
+            answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body), timeout=60))
+            break
+        except OSError:
+            time.sleep(0.05)
+    assert answer["outputs"][0]["data"][0].endswith(":7"), answer
+    print(time.perf_counter() - began)
+finally:
+    server.send_signal(signal.SIGINT)
+    server.wait(30)
+"""
 TASKS = {
     "import paellapy": "import paellapy",
     "first simulate": _MIX,
     "first engine, demo models, one answer each": _ENGINE,
+    "serve the demo models, to the first answer": _SERVE,
 }
 
 
@@ -80,16 +106,17 @@ def measure(tree: Path, code: str, caches: Path) -> tuple[float, float, str]:
     return usage.ru_utime + usage.ru_stime, time.perf_counter() - began, said.strip()
 
 
-def runs(trees: dict[str, Path], repeats: int) -> Iterator[dict[str, Any]]:
+def runs(trees: dict[str, Path], tasks: dict[str, str], repeats: int) -> Iterator[dict[str, Any]]:
     for repeat in range(repeats):
-        for task, code in TASKS.items():
+        for task, code in tasks.items():
             for name, tree in trees.items():
                 with tempfile.TemporaryDirectory() as folder:
                     # Python's own byte code is compiled by the first import of a tree: not what is measured here.
                     measure(tree, "import paellapy as pp; [getattr(pp, n) for n in pp.__all__]", Path(folder))
                 with tempfile.TemporaryDirectory() as folder:
                     for caches in ("empty", "filled"):
-                        cpu_s, s, _ = measure(tree, code, Path(folder))
+                        cpu_s, s, said = measure(tree, code, Path(folder))
+                        s = float(said) if code is _SERVE else s
                         yield {"tree": name, "task": task, "caches": caches, "repeat": repeat, "cpu_s": cpu_s, "s": s}
                     if code is _MIX:
                         _, _, said = measure(tree, _MIX + _SECOND, Path(folder))
@@ -100,14 +127,17 @@ def runs(trees: dict[str, Path], repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and caches: CPU-seconds in each tree, and their ratio."""
+    """One row per task and caches: CPU-seconds in each tree and their ratio, and seconds."""
     rows: dict[tuple[str, str], dict[str, list[float]]] = {}
+    seconds: dict[tuple[str, str, str], list[float]] = {}
     for each in found:
         rows.setdefault((each["task"], each["caches"]), {}).setdefault(each["tree"], []).append(each["cpu_s"])
+        seconds.setdefault((each["task"], each["caches"], each["tree"]), []).append(each["s"])
     table = []
     for (task, caches), by_tree in rows.items():
         row: dict[str, Any] = {"task": task, "caches": caches}
         row |= {f"{tree}_cpu_s": round(statistics.median(values), 3) for tree, values in by_tree.items()}
+        row |= {f"{tree}_s": round(statistics.median(seconds[task, caches, tree]), 2) for tree in by_tree}
         if "base_cpu_s" in row:
             row["ratio"] = round(row["this_cpu_s"] / row["base_cpu_s"], 3)
         table.append(row)
@@ -122,6 +152,7 @@ def commit_of(tree: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="another checkout to compare with")
+    parser.add_argument("--tasks", default="", help="only those with this text in their name")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
     arguments = parser.parse_args()
@@ -130,12 +161,13 @@ def main() -> None:
         if not (tree / "paellapy" / "__init__.py").is_file():
             raise SystemExit(f"{tree} is no checkout of paellapy")
     console = Console()
-    total = arguments.repeats * len(trees) * (2 * len(TASKS) + 1)
-    found = list(track(runs(trees, arguments.repeats), "cold and warm starts", total=total, console=console))
+    tasks = {name: code for name, code in TASKS.items() if arguments.tasks in name}
+    total = arguments.repeats * len(trees) * (2 * len(tasks) + (_MIX in tasks.values()))
+    found = list(track(runs(trees, tasks, arguments.repeats), "cold and warm starts", total=total, console=console))
     rows = medians(found)
-    table = Table("task", "caches", *(f"{name}, CPU s" for name in trees), "ratio")
+    table = Table("task", "caches", *(f"{name}, CPU s (s)" for name in trees), "ratio")
     for row in rows:
-        cells = [f"{row[f'{name}_cpu_s']:.2f}" for name in trees]
+        cells = [f"{row[f'{name}_cpu_s']:.2f} ({row[f'{name}_s']:.1f})" for name in trees]
         table.add_row(row["task"], row["caches"], *cells, f"{row['ratio']:.2f}" if "ratio" in row else "")
     console.print(table)
     commits = {name: commit_of(tree) for name, tree in trees.items()}

@@ -191,6 +191,9 @@ def shell_lines(page: str) -> list[str]:
 
 
 def test_the_readme_s_code_runs_as_it_stands(tmp_path: Path) -> None:
+    """Also beside files of the user's own that have the names of our folders."""
+    for name in ("instrument", "scheduler", "serving"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is not paellapy')")
     kernel, cuda, engine = snippets("README.md")
     if not any(name.startswith("cuda") for name in pp.devices()):  # then it is compiled, and refused with the reason
         cuda = f"try:\n{textwrap.indent(cuda, '    ')}\nexcept pp.LaunchError as e:\n    print(e)"
