@@ -26,7 +26,8 @@ from typing import Any
 
 from common import save
 
-from paellapy.serving.bench.load import Load, run_bench
+from paellapy.serving.bench.load import Load
+from paellapy.serving.bench.run import run_bench
 
 SMALL, LARGE = 64, 75_264  # floats; the larger is an image of 3 x 224 x 224 as FP16, 301 KB as FP32
 SIZES = {"small": SMALL, "large": LARGE}

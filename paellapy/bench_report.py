@@ -10,7 +10,8 @@ from rich.table import Table
 
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.sim.number_table import number_table
-from paellapy.serving.bench.load import Load, run_bench
+from paellapy.serving.bench.load import Load
+from paellapy.serving.bench.run import run_bench
 
 LATE_MS = 10.0  # a timer and a turn of the loop take less, also on a busy machine
 

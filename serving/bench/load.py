@@ -15,11 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paellapy.scheduler.engine.engine import Engine
 from paellapy.serving.bench.arrivals import ARRIVALS, Arrival, Arrivals, Load, arrivals, gaps, read_trace
 from paellapy.serving.bench.client import BenchError
-from paellapy.serving.bench.engine import EngineTarget
-from paellapy.serving.bench.http import HttpTarget
 
 Progress = Callable[[float, int, int], None]  # seconds, requests counted, refused
 
@@ -197,24 +194,7 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
     }
 
 
-def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:
-    """One run against an endpoint's URL or an engine; a summary for JSON. `clients`: so many processes of them."""
-    from paellapy.serving.bench.processes import run_processes
-    from paellapy.serving.server import loop_factory
-
-    load.check()
-    if clients > 1:
-        if not isinstance(target, str):
-            raise BenchError("several client processes need an endpoint to ask: an engine is in this process")
-        return summarize(target, load, run_processes(target, load, progress, clients))
-    chosen: Target = HttpTarget(target, load) if isinstance(target, str) else EngineTarget(target, load)
-    bench = Bench(chosen, load, progress)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(bench.run())
-    return summarize(chosen.url, load, [(bench.outcomes, bench.seconds, bench.late_s)])
-
-
 __all__ = [
     "ARRIVALS", "Arrival", "Arrivals", "Bench", "BenchError", "Load", "Outcome", "gaps", "hdr", "read_trace",
-    "run_bench", "summarize",
+    "summarize",
 ]  # fmt: skip

@@ -7,15 +7,15 @@ import multiprocessing
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.client import BenchError
+from paellapy.serving.bench.http import HttpTarget
+from paellapy.serving.bench.load import Bench, Outcome, Progress
+from paellapy.serving.server import loop_factory
 
-if TYPE_CHECKING:
-    from paellapy.serving.bench.load import Outcome, Progress
-
-Run = tuple[dict[str, "Outcome"], float, float]  # outcomes, seconds, lateness
+Run = tuple[dict[str, Outcome], float, float]  # outcomes, seconds, lateness
 
 
 def shares(load: Load, clients: int) -> list[Load]:
@@ -101,10 +101,6 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 def _client(url: str, load: Load, pipe: Connection) -> None:
     """A client process: prepares, says so, waits for the moment to start, and sends what it saw."""
-    from paellapy.serving.bench.http import HttpTarget
-    from paellapy.serving.bench.load import Bench
-    from paellapy.serving.server import loop_factory
-
     def begin() -> float:
         pipe.send(("ready", None))
         moment: float = pipe.recv()

@@ -34,9 +34,9 @@ from paellapy.serving.bench.load import (
     gaps,
     hdr,
     read_trace,
-    run_bench,
     summarize,
 )
+from paellapy.serving.bench.run import run_bench
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
 
