@@ -10,41 +10,21 @@ from paellapy.instrument.device.sm_layout import (
     B_BLOCK,
     B_COMMAND,
     B_PENDING,
-    BLOCKS,
-    COST,
-    COST_STRIDE,
     DURATION,
-    ENDED,
     ENDS_BY_TIMER,
-    EPOCH,
     F_BLOCKS,
     F_REGISTERS,
     F_SHARED,
     F_THREADS,
-    FIRST,
-    FLAG,
-    IDS,
-    KERNEL,
-    LATENCY,
-    LAUNCH_ID,
-    LEFT,
     NOT_RUN,
-    NOTIFY,
     P_SERVED,
     P_WEIGHT,
-    PLACED,
     POOLS,
-    REGISTERS,
-    SHARED,
-    START,
-    THREADS,
-    TRACE,
     U_BUSY_NS,
     U_SINCE,
     U_WARP_NS,
     U_WARPS,
     WAIT_NS,
-    WARPS,
     State,
 )
 from paellapy.instrument.device.sm_pools import pool_activate, pool_add, pool_rekey, pool_sync
@@ -79,49 +59,49 @@ def change_warps(s: State, sm: int, warps: int) -> None:
 @part
 def start_block(s: State, handle: int, sm: int) -> None:
     gpu = s.gpu[0]
-    i = handle & (s.ci.shape[0] - 1)
+    command = s.command[handle & (s.command.shape[0] - 1)]
     now = gpu.now_ns
-    block = s.ci[i, PLACED]
-    s.ci[i, PLACED] = block + 1
+    block = command.placed
+    command.placed = block + 1
     s.free[sm, F_BLOCKS] -= 1
-    s.free[sm, F_THREADS] -= s.ci[i, THREADS]
-    s.free[sm, F_REGISTERS] -= s.ci[i, REGISTERS]
-    s.free[sm, F_SHARED] -= s.ci[i, SHARED]
+    s.free[sm, F_THREADS] -= command.threads
+    s.free[sm, F_REGISTERS] -= command.registers
+    s.free[sm, F_SHARED] -= command.shared
     slot = s.stack[sm, s.free[sm, F_BLOCKS]]
     s.slot[slot, B_COMMAND] = handle
     s.slot[slot, B_BLOCK] = block
     if block == 0:
-        s.cf[i, START] = now
-    if block + 1 == s.ci[i, BLOCKS]:
-        s.cf[i, NOTIFY] = now
-    number = s.ci[i, FIRST] + block
-    if s.ci[i, FLAG] > 0:
-        number = s.ids[s.ci[i, IDS] + block]
-        if s.flag[s.ci[i, FLAG]] >= s.ci[i, EPOCH]:
+        command.start_ns = now
+    if block + 1 == command.blocks:
+        command.notify_ns = now
+    number = command.first + block
+    if command.flag > 0:
+        number = s.ids[command.ids + block]
+        if s.flag[command.flag] >= command.epoch:
             # It looks at the flag, notes its number and exits: no counter and no trace has it.
-            s.ids[s.ci[i, IDS] + s.ci[i, BLOCKS] + s.ci[i, LEFT]] = number
-            s.ci[i, LEFT] += 1
+            s.ids[command.ids + command.blocks + command.left] = number
+            command.left += 1
             s.slot[slot, B_PENDING] = NOT_RUN
-            set_timer(s, now + max(s.cf[i, LATENCY], 1.0), slot)
+            set_timer(s, now + max(command.latency_ns, 1.0), slot)
             return
-    s.lines[sm].started += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
-    change_warps(s, sm, s.ci[i, WARPS])
-    row = s.ci[i, TRACE]
+    s.lines[sm].started += np.uint64(1 + (command.warps << WARP_SHIFT))
+    change_warps(s, sm, command.warps)
+    row = command.trace
     if row >= 0:
         record = s.trace[row + block]
-        record.launch = s.ci[i, LAUNCH_ID]
-        record.kernel = s.ci[i, KERNEL]
+        record.launch = command.launch
+        record.kernel = command.kernel
         record.sm = sm
         record.block = number
         record.start_ns = np.int64(np.floor(now))
-    duration = s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], DURATION]
+    duration = s.cost[command.cost + block * command.cost_stride, DURATION]
     if duration >= 0.0:
         s.slot[slot, B_PENDING] = ENDS_BY_TIMER
         if gpu.jitter > 0.0:
             duration *= jitter(gpu.seed, handle, block, gpu.jitter)
     else:
         s.slot[slot, B_PENDING] = 0
-        duration = s.cf[i, LATENCY] + s.cost[s.ci[i, COST] + block * s.ci[i, COST_STRIDE], WAIT_NS]
+        duration = command.latency_ns + s.cost[command.cost + block * command.cost_stride, WAIT_NS]
     set_timer(s, now + max(duration, 1.0), slot)
 
 
@@ -133,9 +113,9 @@ def slot_timer(s: State, slot: int) -> None:
         end_block(s, slot)
         return
     handle = s.slot[slot, B_COMMAND]
-    i = handle & (s.ci.shape[0] - 1)
+    command = s.command[handle & (s.command.shape[0] - 1)]
     block = s.slot[slot, B_BLOCK]
-    row = s.ci[i, COST] + block * s.ci[i, COST_STRIDE]
+    row = command.cost + block * command.cost_stride
     factor = 1.0
     if gpu.jitter > 0.0:
         factor = jitter(gpu.seed, handle, block, gpu.jitter)
@@ -144,7 +124,7 @@ def slot_timer(s: State, slot: int) -> None:
         amount = s.cost[row, r]
         if amount > 0.0:
             pending += 1
-            pool_add(s, r, slot // s.stack.shape[1], slot, amount * factor, s.ci[i, WARPS])
+            pool_add(s, r, slot // s.stack.shape[1], slot, amount * factor, command.warps)
     s.slot[slot, B_PENDING] = pending
     if pending == 0:
         end_block(s, slot)
@@ -164,26 +144,26 @@ def make_dirty(s: State, sm: int) -> None:
 def end_block(s: State, slot: int) -> None:
     gpu = s.gpu[0]
     handle = s.slot[slot, B_COMMAND]
-    i = handle & (s.ci.shape[0] - 1)
+    command = s.command[handle & (s.command.shape[0] - 1)]
     sm = slot // s.stack.shape[1]
     if s.slot[slot, B_PENDING] != NOT_RUN:
-        row = s.ci[i, TRACE]
+        row = command.trace
         if row >= 0:
             s.trace[row + s.slot[slot, B_BLOCK]].end_ns = np.int64(np.floor(gpu.now_ns))
-        s.lines[sm].ended += np.uint64(1 + (s.ci[i, WARPS] << WARP_SHIFT))
-        change_warps(s, sm, -s.ci[i, WARPS])
+        s.lines[sm].ended += np.uint64(1 + (command.warps << WARP_SHIFT))
+        change_warps(s, sm, -command.warps)
     s.stack[sm, s.free[sm, F_BLOCKS]] = slot
     s.free[sm, F_BLOCKS] += 1
-    s.free[sm, F_THREADS] += s.ci[i, THREADS]
-    s.free[sm, F_REGISTERS] += s.ci[i, REGISTERS]
-    s.free[sm, F_SHARED] += s.ci[i, SHARED]
+    s.free[sm, F_THREADS] += command.threads
+    s.free[sm, F_REGISTERS] += command.registers
+    s.free[sm, F_SHARED] += command.shared
     make_dirty(s, sm)
     gpu.freed += 1
     gpu.block_events += 1
     if gpu.waiting > 0:
         gpu.place = 1
-    s.ci[i, ENDED] += 1
-    if s.ci[i, ENDED] == s.ci[i, BLOCKS]:
+    command.ended += 1
+    if command.ended == command.blocks:
         gpu.active -= 1
         finish_work(s, handle)
 
@@ -197,7 +177,7 @@ def pool_serve(s: State, r: int, sm: int) -> None:
     s.pool[r, sm, P_SERVED] = s.heap[base]
     heap_pop(s.heap, s.heap_id, base, s.pool_n[r, sm])
     s.pool_n[r, sm] -= 1
-    s.pool[r, sm, P_WEIGHT] -= s.ci[s.slot[slot, B_COMMAND] & (s.ci.shape[0] - 1), WARPS]
+    s.pool[r, sm, P_WEIGHT] -= s.command[s.slot[slot, B_COMMAND] & (s.command.shape[0] - 1)].warps
     pool_rekey(s, r, sm)
     if s.pool_n[r, sm] == 0:
         pool_activate(s, r, -1)

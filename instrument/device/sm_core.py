@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from numba import types
+from typing import Any
 
-from paellapy.instrument.device.heaps import Floats, Ints, heap_pop, tree_first
+from numba import types
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.heaps import Ints, heap_pop, tree_first
 from paellapy.instrument.device.jit import address_of, compiled, part, reachable
 from paellapy.instrument.device.sm_blocks import pool_serve, slot_timer
 from paellapy.instrument.device.sm_layout import (
     C_ACTIVE,
     C_CLOCK,
     C_RATE,
-    DONE_LINK,
-    GRAPH,
     IDLE,
     INF,
     POOLS,
@@ -20,9 +21,7 @@ from paellapy.instrument.device.sm_layout import (
     REACHED,
     REPORTED,
     S_CURRENT,
-    STATUS,
     STOPPED,
-    SUBMIT,
     State,
 )
 from paellapy.instrument.device.sm_place import place, start_grid
@@ -120,19 +119,16 @@ def next_event(s: State) -> float:
 
 
 @compiled
-def submit_again(ci: Ints, cf: Floats, commands: Commands, last_graph: int, at: float, handle: int) -> int:
+def submit_again(table: NDArray[Any], commands: Commands, last_graph: int, at: float, handle: int) -> int:
     """Commands as they once were, from `handle` on; how many numbers of graphs they take after `last_graph`."""
-    ints, floats, kernels, graphs = commands
-    for k in range(ints.shape[0]):
-        i = (handle + k) & (ci.shape[0] - 1)
-        for column in range(ints.shape[1]):
-            ci[i, column] = ints[k, column]
-        for column in range(floats.shape[1]):
-            cf[i, column] = floats[k, column]
-        cf[i, SUBMIT] = at
+    rows, kernels, graphs = commands
+    for k in range(rows.shape[0]):
+        i = (handle + k) & (table.shape[0] - 1)
+        table[i] = rows[k]
+        table[i].submit_ns = at
     taken = 0
     for k in range(kernels.shape[0]):
-        ci[(handle + kernels[k]) & (ci.shape[0] - 1), GRAPH] = last_graph + 1 + graphs[k]
+        table[(handle + kernels[k]) & (table.shape[0] - 1)].graph = last_graph + 1 + graphs[k]
         taken = max(taken, graphs[k] + 1)
     return taken
 
@@ -144,9 +140,9 @@ def fetch_completed(s: State, into: Ints) -> None:
     handle = gpu.done_head
     for k in range(gpu.unreported):
         into[k] = handle
-        i = handle & (s.ci.shape[0] - 1)
-        s.ci[i, STATUS] = REPORTED
-        handle = s.ci[i, DONE_LINK]
+        command = s.command[handle & (s.command.shape[0] - 1)]
+        command.status = REPORTED
+        handle = command.done_link
     gpu.unreported = 0
 
 

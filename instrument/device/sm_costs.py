@@ -67,8 +67,8 @@ class Costs:
         self.epoch += 1
         self._known.clear()
         rows = unfinished_launches(s, base)
-        lengths = np.where(s.ci[rows, lay.COST_STRIDE] > 0, s.ci[rows, lay.BLOCKS], 1)
-        kept = [s.cost[row : row + k] for row, k in zip(s.ci[rows, lay.COST], lengths, strict=True)]
+        lengths = np.where(s.command["cost_stride"][rows] > 0, s.command["blocks"][rows], 1)
+        kept = [s.cost[row : row + k] for row, k in zip(s.command["cost"][rows], lengths, strict=True)]
         self._rows = int(lengths.sum())
         size = len(s.cost)
         while 2 * (self._rows + n) > size:
@@ -76,7 +76,7 @@ class Costs:
         cost = np.zeros((size, lay.COST_COLUMNS))
         if kept:
             cost[: self._rows] = np.concatenate(kept)
-        s.ci[rows, lay.COST] = np.cumsum(lengths) - lengths
+        s.command["cost"][rows] = np.cumsum(lengths) - lengths
         return s._replace(cost=cost)
 
 

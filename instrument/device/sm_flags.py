@@ -54,14 +54,14 @@ class Flags:
 
     def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
         """The numbers of the blocks that did not run so far, of the launch in row `i`."""
-        if not s.ci[i, lay.FLAG]:
+        if not s.command["flag"][i]:
             raise LaunchError("a launch without a flag leaves no block out, and one's blocks are handed over only once")
-        row = s.ci[i, lay.IDS] + s.ci[i, lay.BLOCKS]
-        return s.ids[row : row + s.ci[i, lay.LEFT]].copy()
+        row = s.command["ids"][i] + s.command["blocks"][i]
+        return s.ids[row : row + s.command["left"][i]].copy()
 
     def release(self, s: lay.State, i: int) -> None:
         """The room of the launch in row `i`, which is over, may be used again."""
-        s.ci[i, lay.FLAG] = 0
+        s.command["flag"][i] = 0
         self._launches -= 1
         if self._launches == 0:
             self._rows = 0

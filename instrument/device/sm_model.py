@@ -169,11 +169,12 @@ class SmModel:
         latency = self.timing.block_overhead_ns if kernel.latency_ns is None else kernel.latency_ns
         trace_row = self._reserve_trace(n_blocks) if trace else -1
         number = handle if launch_id is None else launch_id
-        # The order of sm_layout's columns, KIND to LEFT and SUBMIT to FINISH: one assignment is five times faster.
-        self._s.ci[i] = (lay.LAUNCH, stream, self._priorities[stream], -1, lay.QUEUED, n_blocks, 0, 0, warps, whole,
-                         allocated, shared, kernel.cluster, row, stride, trace_row, number, kernel.kernel, kernel.first,
-                         0, graph, report, -1, -1, 0, window, flag, epoch, ids, 0)  # fmt: skip
-        self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
+        self._s.command[i] = lay.command(
+            kind=lay.LAUNCH, stream=stream, priority=self._priorities[stream], status=lay.QUEUED, blocks=n_blocks,
+            warps=warps, threads=whole, registers=allocated, shared=shared, cluster=kernel.cluster, cost=row,
+            cost_stride=stride, trace=trace_row, launch=number, kernel=kernel.kernel, first=kernel.first, graph=graph,
+            report=report, window=window, flag=flag, epoch=epoch, ids=ids, submit_ns=at, latency_ns=latency,
+        )  # fmt: skip
         return handle
 
     def program(self, kernels: Sequence[Kernel], window: int = 0) -> Program:
@@ -181,28 +182,25 @@ class SmModel:
 
         `window` confines the blocks of all of them, at every launch of the program.
         """
-        ints = np.zeros((len(kernels), lay.CI_SIZE), np.int64)
-        floats = np.full((len(kernels), lay.CF_SIZE), _NAN)
+        commands = np.zeros(len(kernels), lay.COMMAND)
         costs = []
         row = 0
         for k, each in enumerate(kernels):
-            block = self._footprint(each, window)
+            warps, threads, registers, shared = self._footprint(each, window)
             table = cost_table(each.n_blocks, each.cost, each.duration_ns)
-            ints[k, [lay.WARPS, lay.THREADS, lay.REGISTERS, lay.SHARED]] = block
-            ints[k, [lay.BLOCKS, lay.CLUSTER, lay.KERNEL, lay.FIRST]] = (
-                each.n_blocks, each.cluster, each.kernel, each.first)  # fmt: skip
-            ints[k, [lay.COST, lay.COST_STRIDE]] = (row, len(table) > 1)
-            floats[k, lay.LATENCY] = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
+            latency = self.timing.block_overhead_ns if each.latency_ns is None else each.latency_ns
+            commands[k] = lay.command(
+                kind=lay.LAUNCH, blocks=each.n_blocks, warps=warps, threads=threads, registers=registers, shared=shared,
+                cluster=each.cluster, cost=row, cost_stride=len(table) > 1, kernel=each.kernel, first=each.first,
+                report=k == len(kernels) - 1, window=window, latency_ns=latency,
+            )  # fmt: skip
             costs.append(table)
             row += len(table)
         if not kernels:
             raise LaunchError("a program without kernels: give it at least one")
         if any(each.under is not None for each in kernels):
             raise LaunchError("a program's kernels cannot be preempted one by one: launch them with `launch`")
-        ints[:, [lay.LINK, lay.TRACE, lay.DONE_LINK, lay.BLOCKED_AT]] = -1
-        ints[:, lay.WINDOW] = window
-        ints[-1, lay.REPORT] = 1
-        return Program(ints, floats, np.concatenate(costs), sum(each.n_blocks for each in kernels))
+        return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels))
 
     def launch_program(
         self,
@@ -218,46 +216,44 @@ class SmModel:
         Its kernels have the handles before that one, and `launch_id` counts up from the one given (default: handles).
         """
         at = self._check(stream, submit_ns)
-        self._check_window(int(program.ints[0, lay.WINDOW]))  # it may come from another model of the same part
-        n = len(program.ints)
+        self._check_window(int(program.commands["window"][0]))  # it may come from another model of the same part
+        n = len(program.commands)
         if program.epoch != self._costs.epoch:
             self._s, row = self._costs.keep(self._s, self._base, program.costs)
-            program.ints[:, lay.COST] += row - program.ints[0, lay.COST]
+            program.commands["cost"] += row - program.commands["cost"][0]
             program.epoch = self._costs.epoch
         handle, _ = self._reserve(n)
-        rows = np.arange(handle, handle + n) & (len(self._s.ci) - 1)
-        ints = program.ints.copy()
-        ints[:, lay.STREAM] = stream
-        ints[:, lay.PRIORITY] = self._priorities[stream]
-        ints[:, lay.GRAPH] = self.graph()
+        rows = np.arange(handle, handle + n) & (len(self._s.command) - 1)
+        commands = program.commands.copy()
+        commands["stream"] = stream
+        commands["priority"] = self._priorities[stream]
+        commands["graph"] = self.graph()
+        commands["submit_ns"] = at
         first_id = handle if launch_id is None else launch_id
-        ints[:, lay.LAUNCH_ID] = np.arange(first_id, first_id + n)
+        commands["launch"] = np.arange(first_id, first_id + n)
         if trace:
-            ends = np.cumsum(ints[:, lay.BLOCKS])
-            ints[:, lay.TRACE] = self._reserve_trace(program.n_blocks) + ends - ints[:, lay.BLOCKS]
-        self._s.ci[rows] = ints
-        self._s.cf[rows] = program.floats
-        self._s.cf[rows, lay.SUBMIT] = at
+            ends = np.cumsum(commands["blocks"])
+            commands["trace"] = self._reserve_trace(program.n_blocks) + ends - commands["blocks"]
+        self._s.command[rows] = commands
         return handle + n - 1
 
     def placed(self, first: int, last: int) -> Placed:
         """Commands as they were just submitted, to be submitted `again`."""
-        rows = np.arange(first, last + 1) & (len(self._s.ci) - 1)
-        ints = self._s.ci[rows].copy()
-        kernels = np.flatnonzero(ints[:, lay.KIND] == lay.LAUNCH)
-        _, graphs = np.unique(ints[kernels, lay.GRAPH], return_inverse=True)
-        commands = Commands(ints, self._s.cf[rows].copy(), kernels, graphs)
-        return Placed(commands, int(ints[0, lay.STREAM]), self._costs.epoch)
+        rows = np.arange(first, last + 1) & (len(self._s.command) - 1)
+        commands = self._s.command[rows]
+        kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
+        _, graphs = np.unique(commands["graph"][kernels], return_inverse=True)
+        return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), self._costs.epoch)
 
     def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
         """The same commands once more, untraced; the handle of the last, or -1: their costs are gone, place them."""
         if placed.epoch != self._costs.epoch or placed.stream != stream:
             return -1
         at = self._check(stream, submit_ns)
-        n = len(placed.commands.ints)
+        n = len(placed.commands.rows)
         handle, _ = self._reserve(n)
         s = self._s
-        self._graphs += core.submit_again(s.ci, s.cf, placed.commands, self._graphs, at, handle)
+        self._graphs += core.submit_again(s.command, placed.commands, self._graphs, at, handle)
         return handle + n - 1
 
     @property
@@ -277,8 +273,8 @@ class SmModel:
         if kind == "d2d":  # reads and writes
             rate = self.part.bandwidth_gbps * t.bandwidth_efficiency / 2
         handle, i = self._simple(lay.COPY, stream, at, t.copy_latency_ns + nbytes / rate)
-        self._s.ci[i, lay.ENGINE] = _ENGINES[kind]
-        self._s.ci[i, lay.REPORT] = report
+        self._s.command["engine"][i] = _ENGINES[kind]
+        self._s.command["report"][i] = report
         return handle
 
     def event(self) -> int:
@@ -298,7 +294,7 @@ class SmModel:
             raise LaunchError(f"event {event} is already recorded: record each event once")
         self._s.event[event, lay.E_RECORDED] = 1
         _, i = self._simple(lay.RECORD, stream, at)
-        self._s.ci[i, lay.EVENT] = event
+        self._s.command["event"][i] = event
         return event
 
     def wait(self, stream: int, event: int, submit_ns: float | None = None) -> None:
@@ -306,7 +302,7 @@ class SmModel:
         at = self._check(stream, submit_ns)
         self._check_event(event)
         _, i = self._simple(lay.WAIT, stream, at)
-        self._s.ci[i, lay.EVENT] = event
+        self._s.command["event"][i] = event
 
     # --- running ---------------------------------------------------------------------------------------------------
 
@@ -352,19 +348,19 @@ class SmModel:
     # --- results ---------------------------------------------------------------------------------------------------
 
     def done(self, handle: int) -> bool:
-        return bool(self._s.ci[self._row(handle), lay.STATUS] >= lay.DONE)
+        return bool(self._s.command["status"][self._row(handle)] >= lay.DONE)
 
     def start_ns(self, handle: int) -> float:
         """When the first block started, or the copy. NaN before."""
-        return float(self._s.cf[self._row(handle), lay.START])
+        return float(self._s.command["start_ns"][self._row(handle)])
 
     def notify_ns(self, handle: int) -> float:
         """When the last block started: all of the launch is on the SMs. NaN before."""
-        return float(self._s.cf[self._row(handle), lay.NOTIFY])
+        return float(self._s.command["notify_ns"][self._row(handle)])
 
     def finish_ns(self, handle: int) -> float:
         """When the last block ended, or the copy. NaN before."""
-        return float(self._s.cf[self._row(handle), lay.FINISH])
+        return float(self._s.command["finish_ns"][self._row(handle)])
 
     @property
     def lines(self) -> NDArray[Any]:
@@ -396,11 +392,11 @@ class SmModel:
         """Forget the blocks of finished launches, for long traced runs."""
         s = self._s
         rows = unfinished_launches(s, self._base)
-        rows = rows[s.ci[rows, lay.TRACE] >= 0]
-        kept = [s.trace[s.ci[i, lay.TRACE] :][: s.ci[i, lay.BLOCKS]].copy() for i in rows]
+        rows = rows[s.command["trace"][rows] >= 0]
+        kept = [s.trace[s.command["trace"][i] :][: s.command["blocks"][i]].copy() for i in rows]
         self._trace_rows = 0
         for i, blocks in zip(rows, kept, strict=True):
-            s.ci[i, lay.TRACE] = self._trace_rows
+            s.command["trace"][i] = self._trace_rows
             s.trace[self._trace_rows :][: len(blocks)] = blocks
             self._trace_rows += len(blocks)
 
@@ -442,7 +438,7 @@ class SmModel:
     def _row(self, handle: int) -> int:
         if not self._base <= handle < self._next:
             raise LaunchError(f"no command {handle}: known are {self._base} to {self._next - 1}")
-        return handle & (len(self._s.ci) - 1)
+        return handle & (len(self._s.command) - 1)
 
     def _footprint(self, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
         """Warps of a block, and the threads, registers and shared bytes that it takes from its SM."""
@@ -472,27 +468,25 @@ class SmModel:
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
         handle, i = self._reserve()
-        self._s.ci[i] = 0
-        self._s.ci[i, [lay.KIND, lay.STREAM, lay.LINK, lay.DONE_LINK]] = (kind, stream, -1, -1)
-        self._s.cf[i] = (at, latency, _NAN, _NAN, _NAN)
+        self._s.command[i] = lay.command(kind=kind, stream=stream, submit_ns=at, latency_ns=latency)
         return handle, i
 
     def _reserve(self, n: int = 1) -> tuple[int, int]:
         """Handles for n commands, and the row of the first; the core sees them at its next call."""
         handle = self._next
-        if handle + n - self._base > len(self._s.ci):
+        if handle + n - self._base > len(self._s.command):
             self._make_room(handle, n)
         self._next = handle + n
         self._s.gpu["next"][0] = self._next
-        return handle, handle & (len(self._s.ci) - 1)
+        return handle, handle & (len(self._s.command) - 1)
 
     def _make_room(self, handle: int, n: int) -> None:
-        status = self._s.ci[:, lay.STATUS]
+        status = self._s.command["status"]
         mask = len(status) - 1
         if self._history is not None:
             while self._base < handle - self._history and status[self._base & mask] == lay.REPORTED:
                 self._base += 1
-        while handle + n - self._base > len(self._s.ci) // 2:  # half: the next call for room is that far away
+        while handle + n - self._base > len(self._s.command) // 2:  # half: the next call for room is that far away
             self._s = more_commands(self._s, self._base, handle)
 
     def _reserve_trace(self, n: int) -> int:

@@ -8,24 +8,15 @@ from paellapy.instrument.device.heaps import tree_first, tree_rebuild, tree_set
 from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_blocks import make_dirty, start_block
 from paellapy.instrument.device.sm_layout import (
-    BLOCKED_AT,
-    BLOCKS,
-    CLUSTER,
     F_BLOCKS,
     F_REGISTERS,
     F_SHARED,
     F_THREADS,
     INF,
     PLACE_TREE,
-    PLACED,
-    PRIORITY,
-    REGISTERS,
-    SHARED,
-    THREADS,
     W_FIRST,
     W_HELD,
     W_SMS,
-    WINDOW,
     State,
 )
 
@@ -65,8 +56,8 @@ def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
 @part
 def place_one(s: State, handle: int) -> bool:
     """Place the grid's next block on the SM with the most room."""
-    i = handle & (s.ci.shape[0] - 1)
-    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
+    command = s.command[handle & (s.command.shape[0] - 1)]
+    threads, registers, shared = command.threads, command.registers, command.shared
     refresh_tree(s, threads, registers, shared)
     if s.tree[PLACE_TREE, 1] == INF:
         return False
@@ -79,12 +70,12 @@ def place_one(s: State, handle: int) -> bool:
 @part
 def place_confined(s: State, handle: int) -> bool:
     """Place the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
-    i = handle & (s.ci.shape[0] - 1)
-    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
-    first = s.window[s.ci[i, WINDOW], W_FIRST]
+    command = s.command[handle & (s.command.shape[0] - 1)]
+    threads, registers, shared = command.threads, command.registers, command.shared
+    first = s.window[command.window, W_FIRST]
     chosen = -1
     least = INF
-    for k in range(first, first + s.window[s.ci[i, WINDOW], W_SMS]):
+    for k in range(first, first + s.window[command.window, W_SMS]):
         sm = k if k < s.free.shape[0] else k - s.free.shape[0]
         rank = load(s, sm, threads, registers, shared)
         if rank < least or (rank == least and sm < chosen):
@@ -120,10 +111,10 @@ def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
 @part
 def place_cluster(s: State, handle: int) -> bool:
     """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window."""
-    i = handle & (s.ci.shape[0] - 1)
-    threads, registers, shared = s.ci[i, THREADS], s.ci[i, REGISTERS], s.ci[i, SHARED]
-    window = s.ci[i, WINDOW]
-    most = s.ci[i, CLUSTER] - 1
+    command = s.command[handle & (s.command.shape[0] - 1)]
+    threads, registers, shared = command.threads, command.registers, command.shared
+    window = command.window
+    most = command.cluster - 1
     best = -1
     for gpc in range(s.gpc.shape[0] - 1):
         fit = 0
@@ -135,7 +126,7 @@ def place_cluster(s: State, handle: int) -> bool:
             best = gpc
     if best < 0:
         return False
-    for _ in range(s.ci[i, CLUSTER]):
+    for _ in range(command.cluster):
         chosen = -1
         least = INF
         for sm in range(s.gpc[best], s.gpc[best + 1]):
@@ -159,33 +150,33 @@ def place(s: State) -> None:
     k = 0
     while k < gpu.waiting:
         handle = s.waiting[k]
-        i = handle & (s.ci.shape[0] - 1)
-        window = s.ci[i, WINDOW]
+        command = s.command[handle & (s.command.shape[0] - 1)]
+        window = command.window
         if window > 0 and s.window[window, W_HELD] == gpu.passes:
             k += 1
             continue
-        if s.ci[i, BLOCKED_AT] == gpu.freed:  # nothing was freed since it fitted nowhere
+        if command.blocked_at == gpu.freed:  # nothing was freed since it fitted nowhere
             placed = False
-        elif s.ci[i, CLUSTER] > 1:
+        elif command.cluster > 1:
             placed = place_cluster(s, handle)
         elif window > 0:
             placed = place_confined(s, handle)
         else:
             placed = place_one(s, handle)
         if not placed:
-            s.ci[i, BLOCKED_AT] = gpu.freed
+            command.blocked_at = gpu.freed
             if gpu.backfill == 0:
                 if window == 0:
                     break
                 s.window[window, W_HELD] = gpu.passes
             k += 1
             continue
-        if s.ci[i, PLACED] == s.ci[i, BLOCKS]:
+        if command.placed == command.blocks:
             for j in range(k, gpu.waiting - 1):
                 s.waiting[j] = s.waiting[j + 1]
             gpu.waiting -= 1
         if gpu.block_issue_ns > 0.0:
-            gpu.place_free_ns = gpu.now_ns + gpu.block_issue_ns * s.ci[i, CLUSTER]
+            gpu.place_free_ns = gpu.now_ns + gpu.block_issue_ns * command.cluster
             return
     gpu.place = 0
 
@@ -194,9 +185,9 @@ def place(s: State) -> None:
 def start_grid(s: State, handle: int) -> None:
     """The grid joins those with blocks to place: behind all of its priority and above."""
     gpu = s.gpu[0]
-    i = handle & (s.ci.shape[0] - 1)
+    command = s.command[handle & (s.command.shape[0] - 1)]
     k = gpu.waiting
-    while k > 0 and s.ci[s.waiting[k - 1] & (s.ci.shape[0] - 1), PRIORITY] < s.ci[i, PRIORITY]:
+    while k > 0 and s.command[s.waiting[k - 1] & (s.command.shape[0] - 1)].priority < command.priority:
         s.waiting[k] = s.waiting[k - 1]
         k -= 1
     s.waiting[k] = handle

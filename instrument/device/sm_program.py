@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,18 +44,16 @@ class Kernel:
 class Program:
     """Kernels checked once, to be launched often as one graph: see `SmModel.program`."""
 
-    ints: NDArray[np.int64]
-    floats: NDArray[np.float64]
+    commands: NDArray[Any]  # COMMAND
     costs: NDArray[np.float64]
     n_blocks: int
-    epoch: int = field(default=-1)  # of the cost table that `ints` refers to
+    epoch: int = field(default=-1)  # of the cost table that the commands refer to
 
 
 class Commands(NamedTuple):
     """Commands of one piece of work, as the core's tables have them. A tuple, because compiled code takes it."""
 
-    ints: NDArray[np.int64]
-    floats: NDArray[np.float64]
+    rows: NDArray[Any]  # COMMAND
     kernels: NDArray[np.int64]  # which of them are kernels,
     graphs: NDArray[np.int64]  # and of which graph, counted from 0
 

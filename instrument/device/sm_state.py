@@ -34,8 +34,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
     window[0, lay.W_SMS] = n
     return lay.State(
         gpu=gpu,
-        ci=np.zeros((1024, lay.CI_SIZE), np.int64),
-        cf=np.zeros((1024, lay.CF_SIZE)),
+        command=np.zeros(1024, lay.COMMAND),
         cost=np.zeros((1024, lay.COST_COLUMNS)),
         stream=np.zeros((streams, 5), np.int64),
         stream_t=np.full(streams, -np.inf),
@@ -109,13 +108,11 @@ def more_streams(s: lay.State) -> lay.State:
 
 def more_commands(s: lay.State, first: int, end: int) -> lay.State:
     """Twice the rows, with commands `first` to `end` in their new places."""
-    size = len(s.ci)
+    size = len(s.command)
     handles = np.arange(first, end)
-    ci = np.zeros((2 * size, lay.CI_SIZE), np.int64)
-    cf = np.zeros((2 * size, lay.CF_SIZE))
-    ci[handles & (2 * size - 1)] = s.ci[handles & (size - 1)]
-    cf[handles & (2 * size - 1)] = s.cf[handles & (size - 1)]
-    return s._replace(ci=ci, cf=cf)
+    command = np.zeros(2 * size, lay.COMMAND)
+    command[handles & (2 * size - 1)] = s.command[handles & (size - 1)]
+    return s._replace(command=command)
 
 
 def most_in_a_gpc(s: lay.State, window: int) -> int:
@@ -127,25 +124,25 @@ def most_in_a_gpc(s: lay.State, window: int) -> int:
 
 def unfinished_launches(s: lay.State, first: int) -> NDArray[np.int64]:
     """Rows of the launches from handle `first` on that are not over, oldest first."""
-    rows: NDArray[np.int64] = np.arange(first, int(s.gpu["next"][0])) & (len(s.ci) - 1)
-    unfinished: NDArray[np.bool_] = (s.ci[rows, lay.KIND] == lay.LAUNCH) & (s.ci[rows, lay.STATUS] < lay.DONE)
+    rows: NDArray[np.int64] = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
+    unfinished: NDArray[np.bool_] = (s.command["kind"][rows] == lay.LAUNCH) & (s.command["status"][rows] < lay.DONE)
     return rows[unfinished]
 
 
 def who_waits(s: lay.State, first: int) -> str:
     """For a state in which nothing can happen any more: each queue's head, and what it waits for."""
-    rows = np.arange(first, int(s.gpu["next"][0])) & (len(s.ci) - 1)
-    records = rows[s.ci[rows, lay.KIND] == lay.RECORD]
+    rows = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
+    records = rows[s.command["kind"][rows] == lay.RECORD]
     waits = []
     for handle in s.queue[s.queue[:, lay.Q_HEAD] >= 0, lay.Q_HEAD]:
-        command = s.ci[handle & (len(s.ci) - 1)]
-        event = command[lay.EVENT]
-        who = f"stream {command[lay.STREAM]} ({_KINDS[command[lay.KIND]]} {handle})"
-        if command[lay.KIND] != lay.WAIT:
+        command = s.command[handle & (len(s.command) - 1)]
+        event = command["event"]
+        who = f"stream {command['stream']} ({_KINDS[command['kind']]} {handle})"
+        if command["kind"] != lay.WAIT:
             waits.append(f"{who} waits for what its stream is doing")
         elif not s.event[event, lay.E_RECORDED]:
             waits.append(f"{who} waits for event {event}, which nobody records")
         else:
-            by = s.ci[records[s.ci[records, lay.EVENT] == event][0], lay.STREAM]
+            by = s.command["stream"][records[s.command["event"][records] == event][0]]
             waits.append(f"{who} waits for event {event}, recorded further down stream {by}")
     return f"{s.gpu['pending'][0]} commands can never run: " + "; ".join(waits)

@@ -7,19 +7,10 @@ from paellapy.instrument.device.jit import part
 from paellapy.instrument.device.sm_layout import (
     COPY,
     DONE,
-    DONE_LINK,
     E_FIRED,
     E_WAITERS,
-    ENGINE,
-    EVENT,
-    FINISH,
-    GRAPH,
     ISSUED,
-    KIND,
-    LATENCY,
     LAUNCH,
-    LINK,
-    PRIORITY,
     PRIORITY_NS,
     Q_HEAD,
     Q_NEXT_WAITER,
@@ -28,16 +19,11 @@ from paellapy.instrument.device.sm_layout import (
     Q_TODO,
     Q_WAITS,
     RECORD,
-    REPORT,
     REPORTED,
     S_BUSY,
     S_CURRENT,
     S_GRAPH,
     S_QUEUE,
-    START,
-    STATUS,
-    STREAM,
-    SUBMIT,
     WAIT,
     State,
 )
@@ -63,20 +49,20 @@ def look_at(s: State, queue: int) -> None:
 def finish_work(s: State, handle: int) -> None:
     """A launch or copy is over: its stream may go on."""
     gpu = s.gpu[0]
-    i = handle & (s.ci.shape[0] - 1)
-    s.cf[i, FINISH] = gpu.now_ns
+    command = s.command[handle & (s.command.shape[0] - 1)]
+    command.finish_ns = gpu.now_ns
     gpu.pending -= 1
-    stream = s.ci[i, STREAM]
+    stream = command.stream
     s.stream[stream, S_BUSY] = 0
     s.stream_t[stream] = gpu.now_ns
-    s.ci[i, STATUS] = REPORTED
-    if s.ci[i, REPORT] != 0:
-        s.ci[i, STATUS] = DONE
-        s.ci[i, DONE_LINK] = -1
+    command.status = REPORTED
+    if command.report != 0:
+        command.status = DONE
+        command.done_link = -1
         if gpu.unreported == 0:
             gpu.done_head = handle
         else:
-            s.ci[gpu.done_tail & (s.ci.shape[0] - 1), DONE_LINK] = handle
+            s.command[gpu.done_tail & (s.command.shape[0] - 1)].done_link = handle
         gpu.done_tail = handle
         gpu.unreported += 1
     look_at(s, s.stream[stream, S_QUEUE])
@@ -86,12 +72,12 @@ def finish_work(s: State, handle: int) -> None:
 def ready_ns(s: State, i: int) -> float:
     """When the command at the head of its queue may go, now that its stream is free."""
     gpu = s.gpu[0]
-    stream = s.ci[i, STREAM]
+    stream = s.command[i].stream
     last: float = s.stream_t[stream]
-    submit: float = s.cf[i, SUBMIT]
-    if s.ci[i, KIND] != LAUNCH:
+    submit: float = s.command[i].submit_ns
+    if s.command[i].kind != LAUNCH:
         return max(submit, last)
-    same_graph = s.ci[i, GRAPH] != 0 and s.ci[i, GRAPH] == s.stream[stream, S_GRAPH]
+    same_graph = s.command[i].graph != 0 and s.command[i].graph == s.stream[stream, S_GRAPH]
     gap: float = gpu.graph_gap_ns if same_graph else gpu.kernel_gap_ns
     launch: float = gpu.launch_ns
     return max(submit + launch, last + gap)
@@ -114,8 +100,8 @@ def advance_queue(s: State, queue: int) -> None:
     gpu = s.gpu[0]
     while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
         handle = s.queue[queue, Q_HEAD]
-        i = handle & (s.ci.shape[0] - 1)
-        stream = s.ci[i, STREAM]
+        i = handle & (s.command.shape[0] - 1)
+        stream = s.command[i].stream
         if s.stream[stream, S_BUSY] != 0:
             return
         at = ready_ns(s, i)
@@ -124,36 +110,36 @@ def advance_queue(s: State, queue: int) -> None:
                 s.queue[queue, Q_TIMER] = 1
                 set_timer(s, at, s.slot.shape[0] + queue)
             return
-        kind = s.ci[i, KIND]
-        event = s.ci[i, EVENT]
+        kind = s.command[i].kind
+        event = s.command[i].event
         if kind == WAIT and s.event[event, E_FIRED] == 0:
             s.queue[queue, Q_WAITS] = 1
             s.queue[queue, Q_NEXT_WAITER] = s.event[event, E_WAITERS]
             s.event[event, E_WAITERS] = queue
             return
-        s.queue[queue, Q_HEAD] = s.ci[i, LINK]
+        s.queue[queue, Q_HEAD] = s.command[i].link
         if s.queue[queue, Q_HEAD] < 0:
             s.queue[queue, Q_TAIL] = -1
-        s.cf[i, START] = gpu.now_ns
+        s.command[i].start_ns = gpu.now_ns
         if kind == LAUNCH:
-            s.ci[i, STATUS] = ISSUED
+            s.command[i].status = ISSUED
             s.stream[stream, S_BUSY] = 1
             s.stream[stream, S_CURRENT] = handle
-            s.stream[stream, S_GRAPH] = s.ci[i, GRAPH]
-            heap_push(s.ready, s.ready_id, 0, gpu.ready, gpu.now_ns - s.ci[i, PRIORITY] * PRIORITY_NS, handle)
+            s.stream[stream, S_GRAPH] = s.command[i].graph
+            heap_push(s.ready, s.ready_id, 0, gpu.ready, gpu.now_ns - s.command[i].priority * PRIORITY_NS, handle)
             gpu.ready += 1
         elif kind == COPY:
-            s.ci[i, STATUS] = ISSUED
+            s.command[i].status = ISSUED
             s.stream[stream, S_BUSY] = 1
             s.stream[stream, S_CURRENT] = handle
             s.stream[stream, S_GRAPH] = 0
-            engine = s.ci[i, ENGINE]
-            s.cf[i, START] = max(gpu.now_ns, s.engine[engine])
-            s.engine[engine] = s.cf[i, START] + s.cf[i, LATENCY]
+            engine = s.command[i].engine
+            s.command[i].start_ns = max(gpu.now_ns, s.engine[engine])
+            s.engine[engine] = s.command[i].start_ns + s.command[i].latency_ns
             set_timer(s, s.engine[engine], s.slot.shape[0] + s.queue.shape[0] + stream)
         else:
-            s.ci[i, STATUS] = REPORTED
-            s.cf[i, FINISH] = gpu.now_ns
+            s.command[i].status = REPORTED
+            s.command[i].finish_ns = gpu.now_ns
             gpu.pending -= 1
             s.stream_t[stream] = gpu.now_ns
             if kind == RECORD:
@@ -179,14 +165,14 @@ def link_new(s: State) -> None:
         handle = gpu.linked
         gpu.linked += 1
         gpu.pending += 1
-        i = handle & (s.ci.shape[0] - 1)
-        s.ci[i, LINK] = -1
-        queue = s.stream[s.ci[i, STREAM], S_QUEUE]
+        command = s.command[handle & (s.command.shape[0] - 1)]
+        command.link = -1
+        queue = s.stream[command.stream, S_QUEUE]
         tail = s.queue[queue, Q_TAIL]
         if tail < 0:
             s.queue[queue, Q_HEAD] = handle
         else:
-            s.ci[tail & (s.ci.shape[0] - 1), LINK] = handle
+            s.command[tail & (s.command.shape[0] - 1)].link = handle
         s.queue[queue, Q_TAIL] = handle
         look_at(s, queue)
     drain_todo(s)

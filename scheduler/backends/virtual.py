@@ -321,7 +321,7 @@ class VirtualBackend(Backend):
         compile_for(serve, state, sm, shared)
         loop["run"] = address_of_run()
         compile_for(next_event, sm)
-        compile_for(submit_again, sm.ci, sm.cf, Commands(sm.ci, sm.cf, sm.todo, sm.todo), 0, 0.0, 0)
+        compile_for(submit_again, sm.command, Commands(sm.command, sm.todo, sm.todo), 0, 0.0, 0)
         self._compiled.set()
         while not self._stopping:
             with self._lock:

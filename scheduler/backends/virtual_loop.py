@@ -14,7 +14,7 @@ import numpy as np
 from paellapy.instrument.device.heaps import Ints
 from paellapy.instrument.device.jit import compiled, part
 from paellapy.instrument.device.sm_core import next_event_of
-from paellapy.instrument.device.sm_layout import DONE_LINK, NOTIFY, REPORTED, STATUS
+from paellapy.instrument.device.sm_layout import REPORTED
 from paellapy.instrument.device.sm_layout import State as SmState
 from paellapy.instrument.device.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.atomics import call_back, call_ppoll, call_run, call_step, call_write, load_at, store_at
@@ -100,7 +100,7 @@ def tell_of_drained(sm: SmState, w: Loop) -> None:
     loop = w.loop[0]
     k = 0
     while k < loop.drain:
-        if sm.cf[w.drain[k].handle & (sm.ci.shape[0] - 1), NOTIFY] <= sm.gpu[0].now_ns:
+        if sm.command[w.drain[k].handle & (sm.command.shape[0] - 1)].notify_ns <= sm.gpu[0].now_ns:
             store_at(w.drain[k].word, _ONE)
             loop.drain -= 1
             forget(w.drain, k, loop.drain)
@@ -114,15 +114,15 @@ def tell_of_completed(sm: SmState, w: Loop) -> None:
     loop, gpu = w.loop[0], sm.gpu[0]
     handle = gpu.done_head
     for _ in range(gpu.unreported):
-        i = handle & (sm.ci.shape[0] - 1)
-        sm.ci[i, STATUS] = REPORTED
+        command = sm.command[handle & (sm.command.shape[0] - 1)]
+        command.status = REPORTED
         for k in range(loop.flight):
             if w.flight[k].handle == handle:
                 store_at(w.flight[k].word, _ONE)
                 loop.flight -= 1
                 forget(w.flight, k, loop.flight)
                 break
-        handle = sm.ci[i, DONE_LINK]
+        handle = command.done_link
     gpu.unreported = 0
 
 

@@ -35,7 +35,7 @@ class Piece:
         self._runs = 0
         self._prepared: list[Callable[[], Any]] = []
         self._placed: Placed | None = None
-        self._commands = sum(len(step.ints) if isinstance(step, SmProgram) else 1 for step in steps)
+        self._commands = sum(len(step.commands) if isinstance(step, SmProgram) else 1 for step in steps)
         self._behind_kernel = 0
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class Piece:
         for n, step in enumerate(self.steps):
             if isinstance(step, SmProgram):
                 last = model.launch_program(stream, step, launch_id=launch, trace=first_id > 0, submit_ns=submit_ns)
-                launch += len(step.ints)
+                launch += len(step.commands)
                 kernel = last
             else:
                 kind, nbytes = step

@@ -49,7 +49,7 @@ def _copied(piece: Piece) -> Piece:
     """For another SM model: a program remembers where its costs lie in the tables of one."""
     return Piece(
         piece.items,
-        [replace(s, ints=s.ints.copy(), epoch=-1) if isinstance(s, Program) else s for s in piece.steps],
+        [replace(s, commands=s.commands.copy(), epoch=-1) if isinstance(s, Program) else s for s in piece.steps],
     )
 
 

@@ -565,7 +565,7 @@ def test_a_long_run_with_a_short_history_stays_small():
         sim.completed()
     sim.run()
     sim.check_integrity()
-    assert len(sim._s.ci) <= 2048
+    assert len(sim._s.command) <= 2048
     assert len(sim._s.cost) <= 2048
     assert sim.done(handles[-1])
     with pytest.raises(LaunchError, match="no command 0: known are"):
