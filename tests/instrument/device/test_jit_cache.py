@@ -70,7 +70,7 @@ def test_a_simulation_knows_the_code_of_its_parts(module: str, name: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("sm_blocks", "WARP_SHIFT"), ("sm_place", "PLACED"), ("sm_streams", "STATUS")]
+    ("module", "name"), [("sm_blocks", "WARP_SHIFT"), ("sm_place", "W_SMS"), ("sm_streams", "REPORTED")]
 )
 def test_the_sm_model_knows_the_constants_of_its_parts(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
