@@ -73,6 +73,9 @@ from .scheduler.models.model import TensorSpec as TensorSpec
 from .scheduler.policies.policy import Policy as Policy
 from .scheduler.policies.policy import policy as policy
 from .scheduler.policies.policy import policy_names as policy_names
+from .scheduler.sim.cluster import Failure as Failure
+from .scheduler.sim.cluster import Straggler as Straggler
+from .scheduler.sim.cluster import simulate_cluster as simulate_cluster
 from .scheduler.sim.workload import (
     Background as Background,
 )

@@ -135,6 +135,13 @@ def call_run(typing: Any, function: Any, model: Any, until: Any, stop: Any) -> _
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def call_advance(typing: Any, function: Any, fluid: Any, state: Any, end: Any) -> _Generated:
+    """int64 advance(fluid, state, end): both by their addresses"""
+    signature = types.int64(types.uint64, types.uint64, types.uint64, types.float64)
+    return _call(_I64, [_I64.as_pointer(), _I64.as_pointer(), ir.DoubleType()], signature)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def call_back(typing: Any, function: Any) -> _Generated:
     """int32 f(void): Python's own, which takes the GIL"""
     return _call(_I32, [], types.int32(types.uint64))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paellapy.instrument.device.jit import compiled, part
+from paellapy.instrument.device.jit import compiled, part, reachable
 from paellapy.scheduler.core.atomics import call_step, store_at
-from paellapy.scheduler.core.codes import WHOLE
+from paellapy.scheduler.core.codes import NEVER, WHOLE
+from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
-from paellapy.scheduler.sim.fluid_state import Fluid
+from paellapy.scheduler.sim.fluid_state import FACTOR, GAIN, LIVE, Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
 
 DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
@@ -151,9 +152,9 @@ def launch(f: Fluid, s: State) -> None:
     core.out = 0
 
 
-@compiled
-def run_fluid(f: Fluid, s: State) -> int:
-    """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+@part
+def run_until(f: Fluid, s: State, end: float) -> int:
+    """Until then, or until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
     core = s.core[0]
     sim = f.sim[0]
     while True:
@@ -178,6 +179,32 @@ def run_fluid(f: Fluid, s: State) -> int:
             if soonest <= at:
                 at = soonest
                 sim.news = 1
-        if at == np.inf:
+        if at >= end:
+            if end < np.inf:
+                progress(f, s, max(end, sim.now_ns))
             return DONE
         progress(f, s, max(at, sim.now_ns))
+
+
+@compiled
+def run_fluid(f: Fluid, s: State) -> int:
+    """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+    return run_until(f, s, np.inf)
+
+
+@reachable
+def advance(f: Fluid, s: State, end: float) -> int:
+    """Until then, with the arrivals until then. A GPU of a cluster reports to routers: when a new request of each model
+    would be done, and how many are live.
+    """
+    answer = run_until(f, s, end)
+    if answer == DONE:
+        f.sim[0].next_arrival = 0
+    now = int(f.sim[0].now_ns)
+    for m in range(s.model.shape[0]):
+        f.report[m] = predict(s, m, s.model[m].priority, NEVER, now) - now
+    n = f.report.shape[0]
+    f.report[n + GAIN] = max(s.core[0].gain, 1.0)
+    f.report[n + FACTOR] = f.sim[0].actual_ns / max(f.sim[0].predicted_ns, 1.0)
+    f.report[n + LIVE] = s.core[0].live
+    return answer

@@ -15,6 +15,9 @@ from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table
 
 SLOTS, MEMORY, ISSUE = range(3)
 BATCH = 256
+# The end of Fluid.report: what the GPU gives when several jobs share it, what answers took against what was predicted,
+# requests that wait or run.
+GAIN, FACTOR, LIVE = -3, -2, -1
 MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
 
 SIM = np.dtype(  # [1]
@@ -35,6 +38,9 @@ SIM = np.dtype(  # [1]
         ("news", "i8"),  # 1: something for the core to see
         ("queues", "i8"),  # of the hardware; 0: one for every job
         ("launched", "i8"),
+        # what answers took against what was predicted, newer ones more: of a GPU that a router sends requests to
+        ("actual_ns", "f8"),
+        ("predicted_ns", "f8"),
     ],
     align=True,
 )
@@ -50,11 +56,20 @@ RECORD = np.dtype(
         ("deadline_ns", "i8"),
         ("started_ns", "i8"),
         ("finish_ns", "i8"),
+        ("predicted_ns", "f8"),  # how long it was to take, by the router that sent it; else 0
     ],
     align=True,
 )
 ARRIVAL = np.dtype(
-    [("time_ns", "i8"), ("deadline_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True
+    [
+        ("time_ns", "i8"),
+        ("deadline_ns", "i8"),
+        ("model", "i4"),
+        ("priority", "i4"),
+        ("client", "i4"),
+        ("predicted_ns", "f8"),
+    ],
+    align=True,
 )
 LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"), ("client", "i4")], align=True)
 
@@ -102,6 +117,7 @@ class Fluid(TableSet):
     message: Table = table(SUBMISSION, 1)  # and for the core
     taken: Table = table(COMPLETION, BATCH)  # scratch
     allowance: Table = table(ALLOWANCE, "models")  # without rows everything is let in
+    report: Floats = table(np.float64, "reported")  # for routers: by model, when a new request would be done; the rest
     bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × jobs running
 
 
@@ -111,6 +127,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
     ints = np.int64
     sim = np.zeros(1, SIM)
     sim["news"] = 1  # the models are yet to be opened
+    sim["actual_ns"] = sim["predicted_ns"] = 1.0
     message = np.zeros(1, SUBMISSION)
     message["kind"], message["lane"], message["slot"] = SUBMIT, NONE, NONE
     return Fluid(
@@ -141,6 +158,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         message=message,
         taken=np.zeros(BATCH, COMPLETION),
         allowance=np.zeros(0, ALLOWANCE),
+        report=np.zeros(0),
         bins=np.zeros((bins, 4)),
     )
 

@@ -15,6 +15,8 @@ from paellapy.scheduler.core.rings import publish, take_into
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_state import Fluid
 
+LEARN = 0.05  # weight of the newest answer in what a router learns of a GPU
+
 
 @part
 def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
@@ -31,6 +33,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
     record.model, record.client, record.priority, record.source = m, client, priority, source
     record.arrival_ns, record.deadline_ns, record.started_ns, record.finish_ns = at, deadline, NEVER, at
     record.batch = 0
+    record.predicted_ns = 0.0
     record.status = QUEUE_FULL
     sim.records += 1
     if sim.free == 0:
@@ -79,6 +82,7 @@ def load(f: Fluid, s: State) -> bool:
         a = f.arrivals[sim.next_arrival]
         sim.next_arrival += 1
         arrive(f, s, a.model, a.client, a.priority, a.deadline_ns, a.time_ns, NONE)
+        f.records[sim.records - 1].predicted_ns = a.predicted_ns
     while sim.timers > 0 and f.timer[0] <= now:
         if sim.records == f.records.shape[0]:
             return False
@@ -122,6 +126,9 @@ def record_some(f: Fluid, s: State) -> int:
         record = f.records[np.int64(entry.tag)]
         record.batch, record.status = entry.batch, entry.status
         record.started_ns, record.finish_ns = entry.started_ns, entry.finish_ns
+        if record.predicted_ns > 0.0:
+            sim.actual_ns += LEARN * (entry.finish_ns - record.arrival_ns - sim.actual_ns)
+            sim.predicted_ns += LEARN * (record.predicted_ns - sim.predicted_ns)
         limit = limit_ns(s, record.model, record.arrival_ns, record.deadline_ns)
         if f.allowance.shape[0] > 0 and limit < NEVER:
             leaves(s, f.allowance, record.model, record.arrival_ns, entry.finish_ns, limit, entry.status)

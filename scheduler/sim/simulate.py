@@ -68,9 +68,9 @@ def simulate(
         raise ProfileError(f"simulate needs models with names of their own, not {names}")
     arrivals, clients = _load(workload, models, asked.seed)
     _check(asked, models, clients)
-    state = _state(models, len(arrivals) + len(clients))
-    _prepare(state, models, chosen, gpu, asked)
-    f = _fluid(state, models, gpu, workload, arrivals, clients, asked)
+    state = new_core(models, len(arrivals) + len(clients))
+    prepare(state, models, chosen, gpu, asked)
+    f = fluid_of(state, models, gpu, workload.seconds, arrivals, clients, asked)
     trace = None
     if asked.fidelity == "segments":
         while run_fluid(f, state) == MORE_RECORDS:
@@ -135,7 +135,8 @@ def _check_all_done(state: st.State, policy: Policy) -> None:
         )
 
 
-def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
+def new_core(models: Sequence[ModelProfile], requests: int) -> st.State:
+    """The core's tables, large enough for these models."""
     programs = [program for each in models for program in each.sizes.values()]
     return st.new_state(
         st.Limits(
@@ -152,7 +153,7 @@ def _state(models: Sequence[ModelProfile], requests: int) -> st.State:
     )
 
 
-def _prepare(
+def prepare(
     state: st.State, models: Sequence[ModelProfile], policy: Policy, gpu: Part, asked: SimulationOptions
 ) -> None:
     """The core as an engine would have it: the GPU, the policy, and the models open."""
@@ -173,11 +174,11 @@ def _prepare(
         state.confined[:, :, -1, 0] = 1  # any program can be confined
 
 
-def _fluid(
+def fluid_of(
     state: st.State,
     models: Sequence[ModelProfile],
     gpu: Part,
-    workload: Workload,
+    seconds: float,
     arrivals: Table,
     clients: Table,
     asked: SimulationOptions,
@@ -189,8 +190,8 @@ def _fluid(
         f = f._replace(allowance=new_allowances((max(each.batch) for each in models), asked.tuning_for(gpu)))
     f.sim["free"][0] = len(state.request)
     f.sim["queues"][0] = asked.queues or 0
-    f.sim["horizon_ns"][0] = workload.seconds * 1e9
-    f.sim["bin_ns"][0] = max(1.0, workload.seconds * 1e9 / BINS)
+    f.sim["horizon_ns"][0] = seconds * 1e9
+    f.sim["bin_ns"][0] = max(1.0, seconds * 1e9 / BINS)
     f.sim["launch_ns"][0], f.sim["segment_gap_ns"][0] = (
         state.tuning[name][0] for name in ("host_launch_ns", "segment_gap_ns")
     )

@@ -280,7 +280,7 @@ class TraceWorkload(Workload):
         for k, (t, model, deadline, priority, client) in enumerate(self.rows):
             at = int(t * 1e9)
             due = NEVER if deadline is None else at + int(deadline * 1e6)
-            found[k] = (at, due, _index(models, model), _priority(priority), client)
+            found[k] = (at, due, _index(models, model), _priority(priority), client, 0.0)
         return found
 
 

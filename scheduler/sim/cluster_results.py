@@ -1,0 +1,86 @@
+"""What came of a simulated cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.scheduler.core.codes import NEVER
+from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterResults:
+    """A run. `requests` has one row each (fleet_state.ASKED), in order of arrival."""
+
+    models: tuple[ModelProfile, ...]
+    router: str
+    gpus: int
+    seconds: float
+    requests: Table
+    events: int
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.requests["finish_ns"] != NEVER
+        return found
+
+    @property
+    def lost(self) -> int:
+        """Requests without an answer."""
+        return int((~self.done).sum())
+
+    @property
+    def again(self) -> int:
+        """Requests that were sent more than once."""
+        return int((self.requests["sent"] > 1).sum())
+
+    def latency_ms(self, model: str | None = None) -> NDArray[np.float64]:
+        """Of the answered requests, of one model or of all."""
+        rows = self._rows(model)
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) * 1e-6)
+
+    def _rows(self, model: str | None) -> Table:
+        rows = self.requests[self.done]
+        if model is None:
+            return rows
+        return np.asarray(rows[rows["model"] == [each.name for each in self.models].index(model)])
+
+    def slowdown(self) -> NDArray[np.float64]:
+        """Latency against the time alone on a GPU as profiled."""
+        rows = self._rows(None)
+        alone = np.array([each.alone_ns() for each in self.models])
+        return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
+
+    def attainment(self, model: str | None = None) -> float:
+        """Part of all requests answered within their model's target; of models without one, answered at all."""
+        rows = self.requests
+        if model is not None:
+            rows = rows[rows["model"] == [each.name for each in self.models].index(model)]
+        target = np.array([float(each.target_ns) for each in self.models])
+        met = (rows["finish_ns"] != NEVER) & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
+        return float(met.mean()) if len(rows) else 1.0
+
+    def summary(self) -> dict[str, float]:
+        ms = self.latency_ms()
+        p50, p99 = np.percentile(ms, (50, 99)) if len(ms) else (float("nan"),) * 2
+        slow = float(np.percentile(self.slowdown(), 99)) if len(ms) else float("nan")
+        return {
+            "requests": len(self.requests), "p50_ms": float(p50), "p99_ms": float(p99), "slowdown_p99": slow,
+            "attainment": self.attainment(), "lost": self.lost, "sent_again": self.again,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.summary()
+        return (
+            f"{self.router} on {self.gpus} GPUs: {found['requests']:,} requests in {self.seconds:g} s, p50 "
+            f"{found['p50_ms']:.2f} ms, p99 {found['p99_ms']:.2f} ms, p99 slowdown {found['slowdown_p99']:.1f}, within "
+            f"target {found['attainment']:.1%}, lost {found['lost']}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"router": self.router, "gpus": self.gpus, "seconds": self.seconds, **self.summary()}
