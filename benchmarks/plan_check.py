@@ -1,0 +1,62 @@
+"""What `paellapy plan` expects against what a longer simulation of other requests gives, on ten random fleets.
+
+    python benchmarks/plan_check.py [--fleets 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from common import save
+
+from paellapy.cluster.plan import Fleet, plan
+from paellapy.scheduler.sim.cluster import simulate_cluster
+from paellapy.scheduler.sim.mix import MIX, mix_profiles
+from paellapy.scheduler.sim.workload import Lognormal
+
+
+def random_fleet(seed: int) -> Fleet:
+    """Two to eight models, two to twelve GPUs of two speeds, memory for some of the models, 40 to 90 % load."""
+    random = np.random.default_rng(seed)
+    names = sorted(random.choice(list(MIX), random.integers(2, 9), replace=False))
+    profiles = mix_profiles(names=names)
+    gpus = int(random.integers(2, 13))
+    share = random.dirichlet(np.ones(len(names)))
+    speeds = (1.0, float(random.choice([0.6, 0.8, 1.0])))
+    work_s = sum(part * each.alone_ns() * 1e-9 for part, each in zip(share, profiles, strict=True))
+    # In simulated time, 4.4 of these models at once do what one GPU can.
+    rate = random.uniform(0.4, 0.9) * 4.4 * gpus * np.mean(speeds) / work_s
+    memory_gb = {name: float(random.uniform(1, 10)) for name in names}
+    room = max(max(memory_gb.values()), random.uniform(1.3, 3.0) * sum(memory_gb.values()) / gpus)
+    rates = {name: float(rate * part) for name, part in zip(names, share, strict=True)}
+    return Fleet(profiles, rates, gpus, memory_gb, room, speeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fleets", type=int, default=10)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for seed in range(given.fleets):
+        fleet = random_fleet(seed)
+        found = plan(fleet)
+        rate = sum(fleet.rates.values())
+        seen = simulate_cluster(
+            fleet.profiles, Lognormal(rate, dict(fleet.rates), duration=60_000 / rate, sigma=fleet.sigma),
+            gpus=fleet.gpus, placement=found.placement, speeds=fleet.speeds, seed=1000 + seed,
+        ).attainment()  # fmt: skip
+        rows.append(
+            {
+                "fleet": seed, "gpus": fleet.gpus, "models": len(fleet.rates), "rate": rate,
+                "replicas": sum(map(len, found.placement)), "expected": found.attainment, "simulated": seen,
+                "points_apart": 100 * abs(found.attainment - seen),
+            }
+        )
+        print(rows[-1], flush=True)
+        save("plan_check", {"fleets": rows, "most_points_apart": max(each["points_apart"] for each in rows)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""`plan`: which models go on which GPUs, how many replicas each has, and how many requests will be in time.
+
+Candidates are packed by load and memory; the simulator, with its interference, batching and routing, says which is best
+and what attainment to expect. `moves` leads from one placement to another, new replicas first.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.sim.cluster import simulate_cluster
+from paellapy.scheduler.sim.workload import Lognormal
+
+Placement = tuple[tuple[str, ...], ...]
+
+ENOUGH = 0.01  # a placement that is better by less is not worth a move
+REQUESTS = 20_000  # simulated per candidate: attainment to within a point
+MOST_GPUS = 4096
+
+
+class PlanError(PaellaError):
+    """There is no plan; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What there is, and what is asked of it. Rates are requests a second; memory is what a model's weights take."""
+
+    profiles: Sequence[ModelProfile]
+    rates: Mapping[str, float]
+    gpus: int
+    memory_gb: Mapping[str, float] = field(default_factory=dict)
+    gpu_gb: float = math.inf
+    speeds: Sequence[float] = (1.0,)
+    sigma: float = 1.5  # of the arrivals' gaps
+
+    def __post_init__(self) -> None:
+        names = {each.name for each in self.profiles}
+        for what in (self.rates, self.memory_gb):
+            if unknown := sorted(set(what) - names):
+                raise PlanError(f"there is no profile of {', '.join(unknown)}: the profiles are of {', '.join(names)}")
+        if self.gpus < 1:
+            raise PlanError(f"{self.gpus} GPUs: give one or more")
+        if not any(rate > 0 for rate in self.rates.values()) or any(rate < 0 for rate in self.rates.values()):
+            raise PlanError("give the rate of each model in requests a second, at least one of them above zero")
+        for name in self.rates:
+            if self.gb(name) > self.gpu_gb:
+                said = f"model {name!r} takes {self.gb(name):g} GB, and a GPU has {self.gpu_gb:g}"
+                raise PlanError(f"{said}: it fits none")
+        if sum(map(self.gb, self.rates)) > self.gpus * self.gpu_gb:
+            raise PlanError("the models together take more memory than all GPUs have: add GPUs, or leave models out")
+
+    def gb(self, name: str) -> float:
+        return self.memory_gb.get(name, 0.0)
+
+    def work(self, name: str) -> float:
+        """GPU time a second that the model asks for, alone and in its largest batches."""
+        profile = next(each for each in self.profiles if each.name == name)
+        batch = max(profile.batch)
+        return self.rates[name] * profile.alone_ns(batch) / batch * 1e-9
+
+    def speed(self, gpu: int) -> float:
+        return float(self.speeds[gpu % len(self.speeds)])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`placement[gpu]` are the models there; `attainment` is the part of requests expected within target."""
+
+    placement: Placement
+    attainment: float
+    by_model: dict[str, float]
+    p99_ms: float
+
+    def replicas(self, model: str) -> int:
+        return sum(model in each for each in self.placement)
+
+    def table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title=f"{len(self.placement)} GPUs, {self.attainment:.1%} expected within target")
+        for column in ("model", "replicas", "GPUs", "within target"):
+            table.add_column(column)
+        for name, part in self.by_model.items():
+            there = [str(gpu) for gpu, each in enumerate(self.placement) if name in each]
+            table.add_row(name, str(len(there)), ", ".join(there), f"{part:.1%}")
+        return table
+
+
+def plan(fleet: Fleet, current: Placement | None = None, seed: int = 0) -> Plan:
+    """The best of several placements in simulated time; with a `current` one, that unless another is clearly better.
+
+    >>> from paellapy.scheduler.sim.mix import mix_profiles
+    >>> two = mix_profiles(names=["resnet18", "resnet50"])
+    >>> found = plan(Fleet(two, {"resnet18": 500, "resnet50": 100}, gpus=2, memory_gb={"resnet50": 9}, gpu_gb=10))
+    >>> found.attainment > 0.9
+    True
+    """
+    candidates = dict.fromkeys(pack(fleet, spread) for spread in (1.0, 1.5, 3.0, math.inf))
+    found = [expect(fleet, each, seed) for each in candidates]
+    best = max(found, key=lambda each: (round(each.attainment, 3), -sum(map(len, each.placement))))
+    if current is not None and len(current) == fleet.gpus and _holds_all(fleet, current):
+        kept = expect(fleet, current, seed)
+        if best.attainment - kept.attainment < ENOUGH:
+            return kept
+    return best
+
+
+def _holds_all(fleet: Fleet, placement: Placement) -> bool:
+    there = {name for each in placement for name in each}
+    fits = all(sum(map(fleet.gb, each)) <= fleet.gpu_gb for each in placement)
+    return set(fleet.rates) <= there and fits
+
+
+def pack(fleet: Fleet, spread: float) -> Placement:
+    """Every model at least once, then replicas of what is busiest per replica where the load is least.
+
+    `spread`: replicas beyond what the load alone asks for; infinite: as many as fit. Heavy models come first: what is
+    left of the memory must hold them.
+    """
+    n, names = fleet.gpus, sorted(fleet.rates, key=lambda name: (-fleet.gb(name), -fleet.work(name), name))
+    models: list[list[str]] = [[] for _ in range(n)]
+    free = [fleet.gpu_gb] * n
+    load = np.zeros(n)
+    count = dict.fromkeys(names, 0)
+    total = sum(map(fleet.work, names)) or 1.0
+    wanted = {name: min(n, max(1, math.ceil(min(spread * n * fleet.work(name) / total, n)))) for name in names}
+
+    def place(name: str) -> bool:
+        rooms = [gpu for gpu in range(n) if name not in models[gpu] and free[gpu] >= fleet.gb(name)]
+        if not rooms:
+            return False
+        gpu = min(rooms, key=lambda each: (load[each] / fleet.speed(each), -fleet.speed(each), each))
+        models[gpu].append(name)
+        free[gpu] -= fleet.gb(name)
+        count[name] += 1
+        load[gpu] += fleet.work(name) / wanted[name]
+        return True
+
+    for name in names:
+        if not place(name):
+            raise PlanError(f"model {name!r} finds no GPU with {fleet.gb(name):g} GB left: add GPUs or memory")
+    left = set(names)
+    while left:
+        name = max(sorted(left), key=lambda each: fleet.work(each) / count[each])
+        if count[name] >= wanted[name] or not place(name):
+            left.discard(name)
+    return tuple(tuple(sorted(each)) for each in models)
+
+
+def expect(fleet: Fleet, placement: Placement, seed: int = 0) -> Plan:
+    """What comes of a placement, in simulated time."""
+    rate = sum(fleet.rates.values())
+    workload = Lognormal(rate, dict(fleet.rates), duration=max(REQUESTS / rate, 0.2), sigma=fleet.sigma)
+    profiles = [each for each in fleet.profiles if each.name in fleet.rates]
+    found = simulate_cluster(
+        profiles, workload, gpus=len(placement), placement=placement, speeds=fleet.speeds, seed=seed
+    )
+    by_model = {each.name: found.attainment(each.name) for each in profiles}
+    return Plan(placement, found.attainment(), by_model, found.summary()["p99_ms"])
+
+
+def enough_gpus(fleet: Fleet, goal: float) -> Plan:
+    """The smallest number of GPUs, from those of the fleet on, with which the goal is met."""
+
+    def met(gpus: int) -> Plan | None:
+        try:
+            found = plan(replace(fleet, gpus=gpus))
+        except PlanError:  # no room
+            return None
+        return found if found.attainment >= goal else None
+
+    low = high = fleet.gpus
+    while (best := met(high)) is None:
+        low, high = high + 1, high * 2
+        if high > MOST_GPUS:
+            raise PlanError(f"{MOST_GPUS} GPUs do not meet {goal:.0%}: a target may be shorter than its model takes")
+    while low < high:
+        middle = (low + high) // 2
+        if (found := met(middle)) is not None:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Replicas to load, then replicas to unload: (GPU, model)."""
+
+    load: tuple[tuple[int, str], ...]
+    unload: tuple[tuple[int, str], ...]
+
+
+def moves(now: Sequence[Sequence[str]], wanted: Placement) -> Moves:
+    """From one placement to another with as few loads as there are: alike GPUs are interchangeable.
+
+    >>> moves([["a"], ["b"]], (("b",), ("a", "b")))
+    Moves(load=((1, 'a'),), unload=())
+    """
+    left = list(range(len(wanted)))
+    goal: dict[int, set[str]] = {}
+    for gpu in sorted(range(len(now)), key=lambda each: -len(now[each])):
+        best = max(left, key=lambda k: (len(set(now[gpu]) & set(wanted[k])), k == gpu))
+        left.remove(best)
+        goal[gpu] = set(wanted[best])
+    load = [(gpu, name) for gpu in range(len(now)) for name in sorted(goal[gpu] - set(now[gpu]))]
+    unload = [(gpu, name) for gpu in range(len(now)) for name in sorted(set(now[gpu]) - goal[gpu])]
+    return Moves(tuple(load), tuple(unload))
+
+
+def load_fleet(path: Path) -> tuple[Fleet, float | None]:
+    """A fleet from a TOML file, and the goal where it wants GPUs to be counted.
+
+    profiles = "profiles.json"   # or "mix"
+    gpus = 4                     # or "auto" with goal = 0.99
+    gpu_gb = 80
+    [models.resnet50]
+    rate = 1200
+    memory_gb = 0.2
+    """
+    from paellapy.simulation import named_models
+
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise PlanError(f"{path} cannot be read: {e}") from None
+    models = tree.get("models")
+    if not isinstance(models, dict) or not models:
+        raise PlanError(f"{path} names no models: write [models.NAME] with a rate for each")
+    given = str(tree.get("profiles", "mix"))
+    profiles, _ = named_models(given if given == "mix" else str(path.parent / given), None, "virtual:h200")
+    try:
+        memory_gb = {name: float(each.get("memory_gb", 0.0)) for name, each in models.items()}
+        gpu_gb, gpus = float(tree.get("gpu_gb", math.inf)), tree.get("gpus", "auto")
+        counted = gpus == "auto"
+        fleet = Fleet(
+            profiles,
+            {name: float(each["rate"]) for name, each in models.items()},
+            max(1, math.ceil(sum(memory_gb.values()) / gpu_gb)) if counted else int(gpus),
+            memory_gb,
+            gpu_gb,
+            tuple(float(each) for each in tree.get("speeds", (1.0,))),
+        )
+        return fleet, float(tree.get("goal", 0.99)) if counted else None
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise PlanError(f"{path}: {type(e).__name__}: {e}; each model has a rate, and numbers are numbers") from None

@@ -1,0 +1,106 @@
+"""Placement: every model somewhere, no GPU overfull, and few moves from one plan to the next."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paellapy.cluster.plan import Fleet, PlanError, enough_gpus, expect, load_fleet, moves, pack, plan
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+
+NAMES = "abcd"
+PROFILES = [
+    ModelProfile(name, {1: [SegmentProfile(100e3 * (k + 1))]}, target_ms=1.0 * (k + 1), lanes=4)
+    for k, name in enumerate(NAMES)
+]
+
+
+@st.composite
+def fleets(draw):
+    rates = {name: draw(st.floats(1, 5000)) for name in draw(st.sets(st.sampled_from(NAMES), min_size=1))}
+    gb = {name: draw(st.floats(0, 10)) for name in rates}
+    gpus = draw(st.integers(1, 6))
+    gpu_gb = max(max(gb.values()), sum(gb.values()) / gpus * draw(st.floats(1.0, 3)))
+    return Fleet(PROFILES, rates, gpus, gb, gpu_gb + 1e-9, draw(st.sampled_from([(1.0,), (1.0, 0.5)])))
+
+
+@given(fleets(), st.sampled_from([1.0, 2.0, math.inf]))
+def test_packing_places_every_model_and_overfills_no_gpu(fleet, spread):
+    try:
+        placement = pack(fleet, spread)
+    except PlanError:  # the pieces may not fit though their sum does
+        return
+    assert {name for each in placement for name in each} == set(fleet.rates)
+    for each in placement:
+        assert len(set(each)) == len(each)
+        assert sum(map(fleet.gb, each)) <= fleet.gpu_gb + 1e-6
+    if spread == math.inf and not any(fleet.memory_gb.values()):
+        assert all(set(each) == set(fleet.rates) for each in placement)
+
+
+placements = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4)
+
+
+@given(placements, st.data())
+def test_moves_lead_to_the_wanted_placement_and_from_there_nowhere(now, data):
+    wanted = tuple(
+        tuple(sorted(each))
+        for each in data.draw(st.lists(st.sets(st.sampled_from(NAMES)), min_size=len(now), max_size=len(now)))
+    )
+    found = moves([sorted(each) for each in now], wanted)
+    after = [set(each) for each in now]
+    for gpu, name in found.load:
+        assert name not in after[gpu]
+        after[gpu].add(name)
+    for gpu, name in found.unload:
+        after[gpu].discard(name)
+    assert sorted(map(sorted, after)) == sorted(map(sorted, map(set, wanted)))
+    again = moves([sorted(each) for each in after], wanted)
+    assert (again.load, again.unload) == ((), ())
+
+
+def test_a_plan_expects_what_it_simulates_and_keeps_what_is_good_enough():
+    fleet = Fleet(PROFILES, {"a": 3000, "b": 500}, 2, {"a": 6, "b": 6}, 10)
+    found = plan(fleet)
+    assert sorted(found.placement) == [("a",), ("b",)]
+    assert 0.0 <= found.attainment <= 1.0
+    assert found == expect(fleet, found.placement)
+    swapped = found.placement[::-1]
+    assert plan(fleet, current=swapped).placement == swapped
+
+
+def test_more_load_takes_more_gpus():
+    few = enough_gpus(Fleet(PROFILES, {"a": 1000}, 1), 0.95)
+    many = enough_gpus(Fleet(PROFILES, {"a": 60_000}, 1), 0.95)
+    assert len(few.placement) < len(many.placement)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rates": {"x": 1}}, "no profile of x"),
+        ({"rates": {"a": 0}}, "above zero"),
+        ({"gpus": 0}, "one or more"),
+        ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "fits none"),
+        ({"memory_gb": {"a": 8, "b": 8}, "gpu_gb": 10, "gpus": 1}, "more memory than all GPUs"),
+    ],
+)
+def test_fleets_without_sense_are_refused(more, said):
+    with pytest.raises(PlanError, match=said):
+        Fleet(PROFILES, **{"rates": {"a": 10, "b": 1}, "gpus": 2, **more})
+
+
+def test_a_fleet_is_read_from_a_file(tmp_path):
+    file = tmp_path / "fleet.toml"
+    file.write_text("gpus = 2\ngpu_gb = 80\n[models.resnet18]\nrate = 100\nmemory_gb = 0.1\n")
+    fleet, goal = load_fleet(file)
+    assert (fleet.gpus, fleet.rates, goal) == (2, {"resnet18": 100.0}, None)
+    file.write_text("[models.resnet18]\nrate = 100\n")
+    assert load_fleet(file)[1] == 0.99
+    for text, said in (("gpus = 2", "names no models"), ("[models.resnet18]", "rate"), ("x = ", "cannot be read")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=said):
+            load_fleet(file)
