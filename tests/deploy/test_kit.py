@@ -1,0 +1,147 @@
+"""The kit for Kubernetes: manifests that its schemas take, queries that Prometheus parses, metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+from engine_models import scale_model
+from go_templates import render
+from places import TESTS
+from router_server import INFER, body, routing
+from serving_server import ask, running
+from typer.testing import CliRunner
+
+from paellapy.cli import app
+from paellapy.cli_cluster import _named
+from paellapy.serving.config import load_config
+
+DEPLOY = TESTS.parent / "deploy"
+CHART = DEPLOY / "helm"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+KUBERNETES = "1.30"
+
+
+def manifests(**values):
+    found = []
+    for path in sorted((CHART / "templates").glob("*.yaml")):
+        found += [each for each in yaml.safe_load_all(render(path.read_text(), {**VALUES, **values})) if each]
+    return found
+
+
+def pods(documents):
+    return [each["spec"]["template"]["spec"] for each in documents if "template" in each.get("spec", {})]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_charts_manifests_are_kubernetes_own(gpu):
+    documents = manifests(gpu=gpu)
+    assert {each["kind"] for each in documents} == {"ConfigMap", "Service", "StatefulSet", "Deployment"}
+    for each in documents:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    limits = [pod["containers"][0]["resources"]["limits"] for pod in pods(documents)]
+    assert ["nvidia.com/gpu" in each for each in limits].count(True) == gpu
+
+
+def runtime_pod():
+    runtime = yaml.safe_load((DEPLOY / "kserve/serving-runtime.yaml").read_text())
+    return {name: runtime["spec"][name] for name in ("containers", "volumes")}
+
+
+def test_kserves_runtime_holds_a_pod_and_fits_its_service():
+    runtime = yaml.safe_load((DEPLOY / "kserve/serving-runtime.yaml").read_text())
+    service = yaml.safe_load((DEPLOY / "kserve/inference-service.yaml").read_text())
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": runtime_pod()}
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    assert runtime["spec"]["containers"][0]["name"] == "kserve-container"  # KServe looks for that name
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}
+
+
+@pytest.mark.parametrize("pod", [runtime_pod(), *pods(manifests())])
+def test_pods_are_probed_drained_and_confined(pod):
+    container = pod["containers"][0]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    security = {**pod.get("securityContext", {}), **container["securityContext"]}
+    assert security["runAsNonRoot"]
+    assert not security["allowPrivilegeEscalation"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["capabilities"]["drop"] == ["ALL"]
+    assert security["seccompProfile"]["type"] == "RuntimeDefault"
+    settings = dict(each.removeprefix("--set=").split("=") for each in container["args"] if each.startswith("--set="))
+    drain_s = float(settings.get("server.grace_s", 5)) + float(settings.get("server.drain_s", 30))
+    assert drain_s < pod.get("terminationGracePeriodSeconds", 60)
+
+
+def test_containers_run_commands_that_there_are(tmp_path):
+    """Options are read by the command line itself."""
+    for pod in (runtime_pod(), *pods(manifests())):
+        arguments = pod["containers"][0]["args"]
+        words = [each for each in arguments if not each.startswith("-")]
+        command = words[:2] if words[0] == "cluster" else words[:1]
+        said = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+        for option in (each.partition("=")[0] for each in arguments if each.startswith("--")):
+            assert option in said
+        if words[0] == "cluster":
+            assert len(_named(words[2:])) == VALUES["maxEngines"]
+    file = tmp_path / "paellapy.toml"
+    file.write_text(manifests()[0]["data"]["paellapy.toml"])
+    assert len(load_config(file, ["server.grace_s=5"])[0].models) == 1
+    assert tomllib.loads(VALUES["config"])["device"] == "auto"
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    """Names of the metrics that a cluster has."""
+    with running([scale_model(batch=(1, 4))]) as engine, routing({"e": engine.url}) as router:
+        router.wait_until(lambda: router.router.ready)
+        ask(router, "POST", INFER, body())
+        page = ask(router, "GET", "/metrics")[2].decode()
+    return set(re.findall(r"^([a-z_]+)[{ ]", page, re.M))
+
+
+def selected(expression):
+    """Metrics that a query reads; ValueError where it is none."""
+    promql_parser.parse(expression)
+    return set(re.findall(r"\bpaellapy_\w+", expression))
+
+
+def test_alerts_and_panels_read_metrics_that_there_are(metrics):
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
+    board = json.loads((DEPLOY / "grafana/paellapy.json").read_text())
+    queries = [rule["expr"] for rule in rules]
+    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for query in queries:
+        names = selected(query)
+        assert names
+        assert names <= metrics | {"paellapy_refusals_total"}, query  # refusals have a sample once there is one
+
+
+def test_keda_scales_the_engines_by_metrics_that_there_are(metrics):
+    (scaled,) = (each for each in manifests(keda=True) if each["kind"] == "ScaledObject")
+    names = {each["metadata"]["name"] for each in manifests() if each["kind"] == "StatefulSet"}
+    assert scaled["spec"]["scaleTargetRef"]["name"] in names
+    assert scaled["spec"]["minReplicaCount"] < scaled["spec"]["maxReplicaCount"]
+    for trigger in scaled["spec"]["triggers"]:
+        assert selected(trigger["metadata"]["query"]) <= metrics
+        assert float(trigger["metadata"]["threshold"]) > 0
+
+
+def test_the_container_runs_as_nobody_in_particular_and_stops_in_order():
+    text = (DEPLOY / "Containerfile").read_text()
+    last = text[text.rindex("FROM ") :]
+    assert re.search(r"^USER 10001", last, re.M)
+    assert re.search(r"^STOPSIGNAL SIGTERM", last, re.M)
+    assert json.loads(re.search(r"^ENTRYPOINT (.*)", last, re.M)[1]) == ["paellapy"]
+    arguments = json.loads(re.search(r"^CMD (.*)", last, re.M)[1])
+    assert arguments[0] == "serve"
