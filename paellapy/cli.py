@@ -22,6 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 app.command()(cli_simulate.simulate)
 app.command()(cli_bench.bench)
 app.command(context_settings=_SCRIPT)(cli_run.run)
+app.command()(cli_cluster.plan)
 app.add_typer(cli_cluster.app, name="cluster")
 
 

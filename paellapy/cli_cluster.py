@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,3 +42,84 @@ def route(
 
     options = RouterOptions(host=host, port=port, every_ms=every_ms, hold_s=hold_s, key=key)
     run_routers(_named(engines), options, routers, lambda url: typer.echo(f"routing at {url}"))
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Argument(help="TOML: as for `paellapy serve`, and [cluster] with engines, port, …")],
+    detach: Annotated[bool, typer.Option("--detach", help="return once it is ready; needs a Ray that runs")] = False,
+) -> None:
+    """Place one engine per GPU on Ray, load models by the plan, and open the front door, until SIGTERM or Ctrl-C."""
+    from paellapy.cluster import lifecycle
+
+    url, started = lifecycle.bring_up(file)
+    typer.echo(f"serving at {url}")
+    if detach and not started:
+        return
+    if detach:
+        typer.echo("Ray was started for this cluster, so it stays here: start Ray first to detach", err=True)
+    stop = threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: stop.set())
+    stop.wait()
+    lifecycle.take_down()
+
+
+@app.command()
+def status() -> None:
+    """Engines, their models, load, predicted lateness and memory."""
+    from rich.console import Console
+
+    from paellapy.cluster import lifecycle
+    from paellapy.cluster.status import status_table
+
+    lifecycle.connect()
+    found = lifecycle.status()
+    console = Console()
+    if found["front_door"] is None:
+        console.print(f"the front door at {found['url']} does not answer")
+        raise typer.Exit(1)
+    console.print(status_table(found["front_door"], found["url"]))
+
+
+@app.command()
+def scale(engines: Annotated[int, typer.Argument(help="how many there are to be")]) -> None:
+    """Add engines, or drain the newest."""
+    from paellapy.cluster import lifecycle
+
+    lifecycle.connect()
+    typer.echo(", ".join(lifecycle.scale(engines)))
+
+
+@app.command()
+def drain(engine: Annotated[str, typer.Argument(help="its name, as in the status")]) -> None:
+    """Take one engine out: it finishes what it has."""
+    from paellapy.cluster import lifecycle
+
+    lifecycle.connect()
+    lifecycle.drain(engine)
+
+
+@app.command()
+def down() -> None:
+    """Take the cluster down; Ray goes on."""
+    from paellapy.cluster import lifecycle
+
+    lifecycle.connect()
+    lifecycle.take_down()
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="TOML: profiles, gpus, gpu_gb and [models.NAME] with rate, memory_gb")],
+) -> None:
+    """Which models go on which GPUs, how many replicas each has, and how many requests will be within target."""
+    from rich.console import Console
+
+    from paellapy.cluster.plan import enough_gpus, load_fleet
+    from paellapy.cluster.plan import plan as make
+
+    fleet, goal = load_fleet(file)
+    console = Console()
+    with console.status("simulating placements"):
+        found = make(fleet) if goal is None else enough_gpus(fleet, goal)
+    console.print(found.table())

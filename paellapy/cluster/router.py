@@ -158,12 +158,13 @@ class Router:
         if not work.seen:
             work.seen = True
             self.counts.requests += 1
-            self.counts.by_model[work.model] = self.counts.by_model.get(work.model, 0) + 1
             try:
                 self.check_model(work.model)
             except UnknownModelError as e:
                 work.fail(e)
                 return
+            if work.model in self.models:  # names of clients' invention are not counted one by one
+                self.counts.by_model[work.model] = self.counts.by_model.get(work.model, 0) + 1
         elif (left_s := work.left_s()) is not None:
             if left_s <= 0:
                 work.refuse(RefusedError(f"model {work.model!r}: the deadline has passed", "deadline"))

@@ -1,0 +1,230 @@
+"""The controller: an actor that keeps as many engines as wanted, tells routers of them, and moves models by the plan.
+
+All it must remember is in Ray's own store (how many engines, which are drained, the placement); everything else it sees
+anew at every look. One that is started again finds engines and routers by their names, and nobody notices.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from paellapy.cluster.actors import EngineActor, RouterActor
+from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings, first_placement
+from paellapy.cluster.placing import Placer
+from paellapy.cluster.plan import Placement
+from paellapy.serving.logs import configure, log
+
+NAMESPACE, CONTROLLER, STORED = "paellapy", "paellapy-controller", b"paellapy-cluster"
+LOOK_S = 0.5
+PATIENCE_S = 2.0  # for an actor's word
+
+
+class Memory(msgspec.Struct):
+    """What outlives the controller."""
+
+    engines: list[str]
+    next_number: int
+    placement: dict[str, list[str]] = {}  # where a plan has changed it
+
+
+class Controller:
+    def __init__(self, file: dict[str, Any]) -> None:
+        configure("text", "info")
+        self._file = msgspec.convert(file, ClusterFile)
+        self._settings: ClusterSettings = self._file.settings
+        self._lock = threading.RLock()
+        self._memory = self._remembered()
+        self._seen: dict[str, dict[str, Any]] = {}  # what engines said last
+        self._routers: dict[str, dict[str, Any]] = {}
+        self._placer = Placer(self._file)
+        self._stop = threading.Event()
+        self._leaving: set[str] = set()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    # -- what it remembers
+
+    def _remembered(self) -> Memory:
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        kept = _internal_kv_get(STORED)
+        if kept:
+            return msgspec.json.decode(kept, type=Memory)
+        n = self._settings.engines
+        return Memory([f"engine-{k}" for k in range(n)], n)
+
+    def _remember(self) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(STORED, msgspec.json.encode(self._memory), overwrite=True)
+
+    def _wanted(self) -> dict[str, tuple[str, ...]]:
+        """Models of each engine."""
+        names = self._memory.engines
+        dealt: Placement = first_placement(self._file, max(1, len(names)))
+        return {name: tuple(self._memory.placement.get(name, dealt[k])) for k, name in enumerate(names)}
+
+    # -- the look
+
+    def _run(self) -> None:
+        self._remember()
+        while not self._stop.wait(LOOK_S):
+            try:
+                with self._lock:
+                    self.look()
+            except Exception as e:  # Ray is about to end, or a node has just left
+                log.error("the controller's look failed", exc_info=e)
+
+    def look(self) -> None:
+        wanted = self._wanted()
+        for name, models in wanted.items():
+            actor = self._engine(name, models)
+            said = _ask(actor.info)
+            if said is None:
+                self._seen.pop(name, None)
+            else:
+                self._seen[name] = said
+        members = [(name, self._seen[name]["url"]) for name in wanted if name in self._seen]
+        for k in range(self._settings.routers):
+            router = f"router-{k}"
+            said = _ask(self._router(router).set_members, members)
+            if said is not None:
+                self._routers[router] = said
+        self._placer.place(dict(members), wanted)
+        if changed := self._placer.replan(self._routers, wanted):
+            self._memory.placement = {name: list(models) for name, models in changed.items()}
+            self._remember()
+
+    def _engine(self, name: str, models: tuple[str, ...]) -> Any:
+        s = self._settings
+        f = self._file
+        task = {"config": f.engine, "names": f.models, "loaded": list(models), "folder": f.folder}
+        needs: dict[str, Any] = {"num_gpus": 1} if s.resource == "GPU" else {"resources": {s.resource: 1}}
+        host = None if s.engine_host == "node" else s.engine_host
+        return _actor(name, EngineActor, (name, task, host), needs)
+
+    def _router(self, name: str) -> Any:
+        s = self._settings
+        options = {"host": s.host, "port": s.port, "every_ms": s.every_ms, "hold_s": s.hold_s}
+        return _actor(name, RouterActor, (name, options, self._file.models), {})
+
+    # -- what it is asked
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "pid": _pid(), "url": f"http://{self._settings.host}:{self._settings.port}",
+            "engines": {name: self._seen.get(name) for name in self._memory.engines},
+            "routers": self._routers, "placement": {k: list(v) for k, v in self._wanted().items()},
+            "why": self._placer.why,
+        }  # fmt: skip
+
+    def scale(self, engines: int) -> list[str]:
+        """As many engines; who leaves is drained first, the newest first."""
+        with self._lock:
+            names = self._memory.engines
+            leaving = names[engines:]
+            del names[engines:]
+            while len(names) < engines:
+                names.append(f"engine-{self._memory.next_number}")
+                self._memory.next_number += 1
+            self._memory.placement = {}
+            self._remember()
+            self.look()
+        self._see_off(leaving)
+        return list(names)
+
+    def drain(self, name: str) -> None:
+        """One engine fewer: that one."""
+        with self._lock:
+            if name not in self._memory.engines:
+                raise ValueError(f"there is no engine {name!r}: there are {', '.join(self._memory.engines)}")
+            self._memory.engines.remove(name)
+            self._memory.placement = {}
+            self._remember()
+            self.look()
+        self._see_off([name])
+
+    def move(self, placement: dict[str, list[str]]) -> None:
+        """Another placement; models are loaded where they are wanted before they are unloaded elsewhere."""
+        with self._lock:
+            self._memory.placement = placement
+            self._remember()
+            self.look()
+
+    def _see_off(self, names: list[str]) -> None:
+        """Routers know already that they leave."""
+        for name in names:
+            self._seen.pop(name, None)
+            end_actor(name)
+
+    def stop(self) -> None:
+        self._stop.set()
+        with self._lock:
+            for k in range(self._settings.routers):
+                end_actor(f"router-{k}")
+            for name in self._memory.engines:
+                end_actor(name)
+        from ray.experimental.internal_kv import _internal_kv_del
+
+        _internal_kv_del(STORED)
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def _actor(name: str, kind: type, arguments: tuple[Any, ...], needs: dict[str, Any]) -> Any:
+    """The one of that name, which is made if there is none."""
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        pass
+    options = {
+        "name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1,
+        "num_cpus": 0, "max_concurrency": 4, **needs,
+    }  # fmt: skip
+    return ray.remote(kind).options(**options).remote(*arguments)
+
+
+def _ask(method: Any, *arguments: Any) -> Any:
+    """What it says; None: it is away, or takes too long."""
+    import ray
+
+    try:
+        return ray.get(method.remote(*arguments), timeout=PATIENCE_S)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+
+
+def end_actor(name: str, within_s: float = 45.0) -> None:
+    """Stops one in order, then for good."""
+    import ray
+
+    try:
+        actor = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return
+    try:
+        ray.get(actor.stop.remote(), timeout=within_s)
+    except (ray.exceptions.RayError, TimeoutError) as e:
+        log.warning("an actor did not stop in order", extra={"fields": {"actor": name, "why": str(e)[:200]}})
+    ray.kill(actor)
+    while _exists(name):
+        time.sleep(0.02)
+
+
+def _exists(name: str) -> bool:
+    import ray
+
+    try:
+        ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True

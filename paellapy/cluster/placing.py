@@ -1,0 +1,115 @@
+"""Models where the plan wants them: loaded over HTTP, and unloaded only once they are there elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paellapy.cluster.cluster_file import ClusterFile
+from paellapy.cluster.plan import Fleet, moves, plan
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.profiles import load_profiles
+from paellapy.serving.logs import log
+from paellapy.serving.outlook import Outlook
+from paellapy.serving.registry import READY, UNAVAILABLE
+
+LOAD_S = 600.0
+LOOK_S = 1.0
+
+Placed = Mapping[str, tuple[str, ...]]  # models by engine
+
+_decode = msgspec.json.Decoder(Outlook).decode
+
+
+def _call(url: str, path: str, data: bytes | None = None, within_s: float = LOOK_S) -> bytes:
+    request = urllib.request.Request(url + path, data, method="GET" if data is None else "POST")
+    with urllib.request.urlopen(request, timeout=within_s) as answer:
+        found: bytes = answer.read()
+        return found
+
+
+class Placer:
+    """One change at a time on every engine; all engines at once."""
+
+    def __init__(self, file: ClusterFile) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(8)
+        self._busy: dict[str, Future[None]] = {}
+        self._planned_at, self._counted = time.monotonic(), {}  # type: ignore[var-annotated]
+        self.why: dict[str, str] = {}  # what could not be loaded
+
+    def place(self, urls: Mapping[str, str], wanted: Placed) -> None:
+        seen: dict[str, dict[str, str]] = {}
+        for name, url in urls.items():
+            try:
+                seen[name] = {model: each.state for model, each in _decode(_call(url, "/v2/outlook")).models.items()}
+            except (OSError, msgspec.DecodeError):
+                continue
+        everywhere = all(
+            seen.get(name, {}).get(model) == READY for name, models in wanted.items() for model in models
+        )
+        for name, states in seen.items():
+            if name in self._busy and not self._busy[name].done():
+                continue
+            hopeless = {model for model in states if f"{name}/{model}" in self.why}
+            missing = [m for m in wanted.get(name, ()) if states.get(m) == UNAVAILABLE and m not in hopeless]
+            extra = [m for m, state in states.items() if state == READY and m not in wanted.get(name, ())]
+            if missing:
+                self._busy[name] = self._pool.submit(self._change, name, urls[name], missing[0], "load")
+            elif extra and everywhere:  # traffic has somewhere to go
+                self._busy[name] = self._pool.submit(self._change, name, urls[name], extra[0], "unload")
+
+    def _change(self, engine: str, url: str, model: str, what: str) -> None:
+        try:
+            _call(url, f"/v2/repository/models/{model}/{what}", b"{}", LOAD_S)
+            log.info(f"{what}ed by the plan", extra={"fields": {"engine": engine, "model": model}})
+        except urllib.error.HTTPError as e:
+            said = json.loads(e.read() or b"{}").get("error", e.reason)
+            if what == "load" and e.code == 400:
+                self.why[f"{engine}/{model}"] = said
+            log.error("a model could not be moved", extra={"fields": {"engine": engine, "model": model, "why": said}})
+        except OSError as e:
+            log.error("an engine did not move a model", extra={"fields": {"engine": engine, "why": str(e)}})
+
+    def replan(self, routers: Mapping[str, Mapping[str, Any]], wanted: Placed) -> dict[str, tuple[str, ...]] | None:
+        """Another placement, if the load of the last while asks for one."""
+        s, now = self._file.settings, time.monotonic()
+        if not s.replan_s or now - self._planned_at < s.replan_s or s.profiles is None:
+            return None
+        total: dict[str, int] = {}
+        for each in routers.values():
+            for model, count in each.get("by_model", {}).items():
+                total[model] = total.get(model, 0) + count
+        seconds, before = now - self._planned_at, self._counted
+        self._planned_at, self._counted = now, total
+        rates = {model: max(0.0, count - before.get(model, 0)) / seconds for model, count in total.items()}
+        if not before or sum(rates.values()) * seconds < 100:
+            return None
+        names = list(wanted)
+        try:
+            profiles = load_profiles(Path(self._file.folder) / s.profiles)
+            full = {model: max(rates.get(model, 0.0), 0.01) for model in self._file.models}
+            fleet = Fleet(profiles, full, len(names), s.memory_gb, s.gpu_gb or float("inf"))
+            current = tuple(tuple(sorted(wanted[name])) for name in names)
+            found = plan(fleet, current)
+        except PaellaError as e:
+            log.error("no plan", extra={"fields": {"why": str(e)}})
+            return None
+        if found.placement == current:
+            return None
+        steps = moves(current, found.placement)
+        after = {name: set(wanted[name]) for name in names}
+        for gpu, model in steps.load:
+            after[names[gpu]].add(model)
+        for gpu, model in steps.unload:
+            after[names[gpu]].discard(model)
+        log.info("replanned", extra={"fields": {"attainment": round(found.attainment, 3), "loads": len(steps.load)}})
+        return {name: tuple(sorted(models)) for name, models in after.items()}

@@ -1,0 +1,119 @@
+"""paellapy inside Ray Serve: replicas that hold an engine each, and a request router by predicted finish.
+
+    app = engine_deployment("package.module:models", device="auto", num_replicas=2)
+    handle = serve.run(app)
+    outputs = await handle.infer.remote("mlp", {"x": image})
+
+The handle's own router asks nobody: replicas tell Serve when a new request would be done (`record_routing_stats`), and
+the router adds what it has sent since. Serve passes these reports on as seldom as it is told to, once in 0.1 s here;
+the front door of `paellapy cluster` hears them every 5 ms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model
+
+REPORT_S = 0.1
+
+Source = str | Callable[[], Model | Iterable[Model]]
+
+
+class EngineReplica:
+    """One engine with its models, as a Serve replica."""
+
+    def __init__(self, models: Source, device: str = "auto", policy: str = "paella") -> None:
+        """`models`: a function that returns a Model or several, or "package.module:function"."""
+        self._engine = Engine(device, policy)
+        for model in _made(models):
+            self._engine.load(model)
+
+    async def infer(self, model: str, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """One request; `options` as `Engine.infer` has them."""
+        return dict(await self._engine.infer(model, inputs, **options))
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """Milliseconds that a new request of each model would take, and what it adds to the queue."""
+        state, now_ns = self._engine.state, time.monotonic_ns()
+        found: dict[str, float] = {}
+        for row, loaded in self._engine.loaded_rows().items():
+            found[f"predicted_ms:{loaded.model.name}"] = (predict_finish(state, row, now_ns) - now_ns) * 1e-6
+            found[f"step_ms:{loaded.model.name}"] = float(state.size["total_ns"][row, 0]) * 1e-6
+        return found
+
+    def check_health(self) -> None:
+        if self._engine.failure is not None:
+            raise self._engine.failure
+
+    def __del__(self) -> None:
+        self._engine.close()
+
+
+def _made(source: Source) -> Iterable[Model]:
+    found: Any = source
+    if isinstance(source, str):
+        module, _, name = source.partition(":")
+        found = getattr(importlib.import_module(module), name)
+    made = found() if callable(found) else found
+    models = [made] if isinstance(made, Model) else list(made)
+    if not models or not all(isinstance(each, Model) for each in models):
+        raise ArgumentError(f"{source} gives no models: name a function that returns a Model, or a list of them")
+    return models
+
+
+class PredictedFinishRouter(RequestRouter):  # type: ignore[misc]
+    """Ranks replicas by when they would finish the request: what they reported last, and what was sent since."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._sent: dict[Any, tuple[int, float]] = {}  # by replica: which report, and work sent since
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        model = _model_of(pending_request)
+        ranked = sorted(candidate_replicas, key=lambda each: self._estimate_ms(each, model))
+        return [[each] for each in ranked]
+
+    def _estimate_ms(self, replica: RunningReplica, model: str) -> float:
+        stats = replica.routing_stats
+        report, added_ms = self._sent.get(replica.replica_id, (0, 0.0))
+        if report != id(stats):
+            added_ms = 0.0
+            self._sent[replica.replica_id] = id(stats), 0.0
+        return float(stats.get(f"predicted_ms:{model}", 0.0)) + added_ms
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        model = _model_of(pending_request)
+        replica = self.curr_replicas.get(replica_id)
+        if replica is not None:
+            self._estimate_ms(replica, model)
+            report, added_ms = self._sent[replica_id]
+            step_ms = float(replica.routing_stats.get(f"step_ms:{model}", 1.0))
+            self._sent[replica_id] = report, added_ms + step_ms
+
+
+def _model_of(pending_request: PendingRequest | None) -> str:
+    """The first argument of the call, where that is a name."""
+    arguments = () if pending_request is None else pending_request.args
+    return arguments[0] if arguments and isinstance(arguments[0], str) else ""
+
+
+def engine_deployment(models: Source, device: str = "auto", policy: str = "paella", **options: Any) -> Any:
+    """A bound Serve application; `options` are those of `serve.deployment`, as in num_replicas=2."""
+    router = RequestRouterConfig(
+        request_router_class=PredictedFinishRouter, request_routing_stats_period_s=REPORT_S,
+        request_routing_stats_timeout_s=5.0,
+    )  # fmt: skip
+    made = serve.deployment(EngineReplica, name="paellapy", request_router_config=router, **options)
+    return made.bind(models, device, policy)
