@@ -40,7 +40,6 @@ class Guest:
         self._left: list[Any] = []  # what other threads may still look at
         self._open()
         self.name = ""
-        self.patched = 0
 
     @property
     def words(self) -> NDArray[np.uint64]:
@@ -110,5 +109,6 @@ class Guest:
                 if objects != seen or wait_s < _LAST_S:
                     # Libraries fill their tables when they are first used: they are looked at again, ever later.
                     wait_s = _FIRST_S if objects != seen or cells.look() else 1.5 * wait_s
-                    seen, self.patched = objects, cells.patched
+                    seen = objects
+                    self.words[gate.CELLS] = cells.patched
             time.sleep(wait_s)

@@ -2,8 +2,8 @@
 
 Nobody links to the driver's launches directly: the runtime, Triton, CuPy and others ask for their addresses and keep
 them in their data. Those cells are found by what they hold, and get the address of a function that waits first and then
-calls the driver. No compiler is needed beyond Numba's, and an open gate costs some nanoseconds a launch, where CUPTI's
-callbacks cost microseconds.
+calls the driver. No compiler is needed beyond LLVM, which comes with Numba, and an open gate costs some nanoseconds a
+launch, where CUPTI's callbacks cost microseconds.
 """
 
 from __future__ import annotations
@@ -16,134 +16,136 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import cfunc, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from paellapy.instrument.device import gate
-from paellapy.instrument.device.jit import compiled
-
-Words = NDArray[np.uint64]
-Ints = NDArray[np.int64]
 
 LAUNCHES = (
     "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuMemcpyAsync",
     "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync",
     "cuMemcpyPeerAsync", "cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async",
 )  # fmt: skip
-_VERSIONS = (11000, 11030, 11060, 12000, 12030, 12060, 12080, 13000)  # each may have functions of its own
+_VERSIONS = (11000, 11030, 11060, 12000, 12030, 12060, 12080, 13000, 13010, 13020)  # each may have functions of its own
 _SLEEP_US = 20  # between two looks at a closed gate
 _ARGUMENTS = 12  # integers and pointers that are handed on, whatever the function takes: the most is eleven
-_MOST = 1 << 16  # words of one region that look like addresses in the library
 _READ, _WRITE, _PAGE = mmap.PROT_READ, mmap.PROT_WRITE, mmap.PAGESIZE
 _LOAD, _RELRO = 1, 0x6474E552  # kinds of program headers
 
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _load(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
-
-    return types.uint64(types.uint64), generate
+def _number(value: int) -> Any:
+    return ir.Constant(_I64, value)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _add(typing: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+class _Gate:
+    """Machine code of a gate and of all functions behind it, put together at once: Numba would take seconds."""
 
-    return types.uint64(types.uint64, types.uint64), generate
+    def __init__(self, cell: int) -> None:
+        self.module, self._cell = ir.Module("paellapy_gate"), cell
+        self._now, self._words, self._wait = (
+            ir.Function(self.module, ir.FunctionType(_I64, [_I64] * n), name)
+            for name, n in (("now_ns", 0), ("words", 0), ("wait", 1))
+        )
+        self.passes = ir.Function(self.module, ir.FunctionType(ir.VoidType(), []), "passes")
+        libc: Any = ctypes.CDLL(None)
+        self._make_now(_address(libc.clock_gettime))
+        code = ir.IRBuilder(self._words.append_basic_block())
+        code.ret(self._load(code, _number(cell)))
+        self._make_wait(_address(libc.usleep))
+        self._make_passes()
 
+    @staticmethod
+    def _at(code: Any, words: Any, which: int) -> Any:
+        return code.add(words, _number(8 * which))
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _now_ns(typing: Any, function: Any) -> Any:
-    """CLOCK_MONOTONIC, by the address of clock_gettime: into the caller's stack, since any thread may launch."""
+    @staticmethod
+    def _load(code: Any, address: Any) -> Any:
+        return code.load_atomic(code.inttoptr(address, _I64.as_pointer()), "acquire", 8)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
-        kind = ir.FunctionType(_I32, [_I32, spec.type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [ir.Constant(_I32, 1), spec])
-        both = builder.load(spec)
-        seconds = builder.mul(builder.extract_value(both, 0), ir.Constant(_I64, 1_000_000_000))
-        return builder.add(seconds, builder.extract_value(both, 1))
+    def _add(self, code: Any, words: Any, which: int, value: Any) -> None:
+        code.atomic_rmw("add", code.inttoptr(self._at(code, words, which), _I64.as_pointer()), value, "monotonic")
 
-    return types.uint64(types.uint64), generate
+    @staticmethod
+    def _call(code: Any, address: int, kind: Any, given: list[Any]) -> Any:
+        return code.call(code.inttoptr(_number(address), kind.as_pointer()), given)
 
+    def _make_now(self, clock_gettime: int) -> None:
+        """CLOCK_MONOTONIC into the caller's stack, since any thread may launch."""
+        code = ir.IRBuilder(self._now.append_basic_block())
+        spec = code.alloca(ir.ArrayType(_I64, 2))
+        self._call(code, clock_gettime, ir.FunctionType(_I32, [_I32, spec.type]), [ir.Constant(_I32, 1), spec])
+        both = code.load(spec)
+        seconds = code.mul(code.extract_value(both, 0), _number(1_000_000_000))
+        code.ret(code.add(seconds, code.extract_value(both, 1)))
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _sleep(typing: Any, function: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [_I32])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [ir.Constant(_I32, _SLEEP_US)])
-        return context.get_dummy_value()
+    def _make_wait(self, usleep: int) -> None:
+        """As `gate.closed_at` says, until it does not; the words may be others after each sleep."""
+        names = ("begin", "look", "share", "alive", "period", "sleep", "end")
+        blocks = [self._wait.append_basic_block(name) for name in names]
+        begin, look, share_of, alive, period, sleep, end = (ir.IRBuilder(each) for each in blocks)
+        began = begin.call(self._now, [])
+        begin.branch(blocks[1])
+        words, now = look.phi(_I64), look.phi(_I64)
+        words.add_incoming(self._wait.args[0], blocks[0])
+        now.add_incoming(began, blocks[0])
+        look.cbranch(look.icmp_unsigned("<", now, self._load(look, words)), blocks[5], blocks[2])
+        share = self._load(share_of, self._at(share_of, words, gate.SHARE))
+        share_of.cbranch(share_of.icmp_unsigned("<", share, _number(gate.SHARE_UNIT)), blocks[3], blocks[6])
+        until = self._load(alive, self._at(alive, words, gate.ALIVE_UNTIL_NS))
+        alive.cbranch(alive.icmp_unsigned("<", now, until), blocks[4], blocks[6])
+        part = period.mul(period.urem(now, _number(gate.PERIOD_NS)), _number(gate.SHARE_UNIT))
+        over = period.icmp_unsigned(">=", part, period.mul(share, _number(gate.PERIOD_NS)))
+        period.cbranch(over, blocks[5], blocks[6])
+        self._call(sleep, usleep, ir.FunctionType(_I32, [_I32]), [ir.Constant(_I32, _SLEEP_US)])
+        now.add_incoming(sleep.call(self._now, []), blocks[5])
+        words.add_incoming(sleep.call(self._words, []), blocks[5])
+        sleep.branch(blocks[1])
+        with end.if_then(end.icmp_unsigned("!=", now, began)):
+            self._add(end, words, gate.WAITS, _number(1))
+            self._add(end, words, gate.WAITED_NS, end.sub(now, began))
+        end.ret(now)
 
-    return types.void(types.uint64), generate
+    def _make_passes(self) -> None:
+        code = ir.IRBuilder(self.passes.append_basic_block())
+        words = code.call(self._words, [])
+        self._add(code, words, gate.LAUNCHES, _number(1))
+        share = self._load(code, self._at(code, words, gate.SHARE))
+        shut = code.icmp_unsigned("!=", self._load(code, words), _number(0))
+        with code.if_then(code.or_(shut, code.icmp_unsigned("<", share, _number(gate.SHARE_UNIT))), likely=False):
+            code.call(self._wait, [words])
+        code.ret_void()
 
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _call(typing: Any, function: Any, given: Any) -> Any:
-    """The driver's function with all that our caller may have passed: what is too much, nobody looks at."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def before(self, original: int) -> str:
+        """Adds a function that waits and then calls the original with all that its caller may have passed: what is too
+        much, nobody looks at. Its name.
+        """
         kind = ir.FunctionType(_I64, [_I64] * _ARGUMENTS)
-        passed = [builder.extract_value(args[1], k) for k in range(_ARGUMENTS)]
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), passed)
-
-    return types.uint64(types.uint64, given), generate
+        made = ir.Function(self.module, kind, f"gated_{original:x}")
+        code = ir.IRBuilder(made.append_basic_block())
+        code.call(self.passes, [])
+        code.ret(self._call(code, original, kind, list(made.args)))
+        return str(made.name)
 
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def gated(original: int, cell: int) -> Any:
-    """A C function that waits at the gate whose words are where `cell` points, and then calls the original."""
-    libc: Any = ctypes.CDLL(None)
-    clock, sleep = np.uint64(_address(libc.clock_gettime)), np.uint64(_address(libc.usleep))
-    function, where = np.uint64(original), np.uint64(cell)
-    word = np.uint64(8)
-    alive, share_at = word * np.uint64(gate.ALIVE_UNTIL_NS), word * np.uint64(gate.SHARE)
-    launches, waits = word * np.uint64(gate.LAUNCHES), word * np.uint64(gate.WAITS)
-    waited = word * np.uint64(gate.WAITED_NS)
-    unit, period, zero, one = np.uint64(gate.SHARE_UNIT), np.uint64(gate.PERIOD_NS), np.uint64(0), np.uint64(1)
-
-    def pass_and_call(a, b, c, d, e, f, g, h, i, j, k, m):  # type: ignore[no-untyped-def]
-        words = _load(where)
-        _add(words + launches, one)
-        if _load(words) != zero or _load(words + share_at) < unit:
-            began = now = _now_ns(clock)
-            while True:
-                share = _load(words + share_at)
-                shut = now < _load(words)
-                if not shut and share < unit and now < _load(words + alive):
-                    shut = now % period * unit >= share * period
-                if not shut:
-                    break
-                _sleep(sleep)
-                now = _now_ns(clock)
-                words = _load(where)  # the engine may have left meanwhile
-            if now != began:
-                _add(words + waits, one)
-                _add(words + waited, now - began)
-        return _call(function, (a, b, c, d, e, f, g, h, i, j, k, m))
-
-    return cfunc(types.uint64(*[types.uint64] * _ARGUMENTS), nopython=True)(pass_and_call)
-
-
-@compiled
-def _find(words: Words, low: np.uint64, size: np.uint64, found: Ints) -> int:
-    """Where words are from `low` on and below it plus the size; how many. Hundreds of megabytes are looked at."""
-    n = 0
-    for k in range(words.shape[0]):
-        if words[k] - low < size and n < found.shape[0]:
-            found[n] = k
-            n += 1
-    return n
+def gated(originals: Iterable[int], cell: int) -> tuple[dict[int, int], Any]:
+    """C functions that wait at the gate whose words are where `cell` points, and then call the originals; by their
+    addresses. The second result keeps them.
+    """
+    gate_code = _Gate(cell)
+    names = {original: gate_code.before(original) for original in originals}
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(str(gate_code.module))
+    module.verify()
+    engine = llvm.create_mcjit_compiler(module, llvm.Target.from_default_triple().create_target_machine(opt=2))
+    engine.finalize_object()
+    return {original: int(engine.get_function_address(name)) for original, name in names.items()}, engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class Cells:
 
     def __init__(self, cell: int, library: str = "libcuda.so", names: Iterable[str] = LAUNCHES) -> None:
         self._cell, self._library, self._names = cell, library, tuple(names)
-        self._wrappers: dict[int, Any] = {}
+        self._keep: Any = None
         self._ours: dict[int, int] = {}  # the original's address → ours
         self.patched = 0
 
@@ -226,9 +228,7 @@ class Cells:
         if not low:
             return 0
         if not self._ours:
-            for address in self._addresses():
-                self._wrappers[address] = gated(address, self._cell)
-                self._ours[address] = self._wrappers[address].address
+            self._ours, self._keep = gated(self._addresses(), self._cell)
         found = sum(self._change(region, low, high) for region in regions(self._library))
         self.patched += found
         return found
@@ -244,7 +244,7 @@ class Cells:
                 if hasattr(library, symbol):
                     found.add(_address(getattr(library, symbol)))
             for version in _VERSIONS if ask is not None else ():
-                for flags in (1, 2):  # the legacy default stream, and one per thread
+                for flags in (0, 1, 2):  # as it is set, with the legacy default stream, and with one per thread
                     pointer, status = ctypes.c_void_p(), ctypes.c_int()
                     code = ask(name.encode(), ctypes.byref(pointer), version, ctypes.c_uint64(flags),
                                ctypes.byref(status))  # fmt: skip
@@ -255,8 +255,7 @@ class Cells:
     def _change(self, region: Region, low: int, high: int) -> int:
         memory: Any = (ctypes.c_uint64 * ((region.end - region.start) // 8)).from_address(region.start)
         words = np.frombuffer(memory, np.uint64)
-        found = np.zeros(_MOST, np.int64)
-        candidates = found[: _find(words, np.uint64(low), np.uint64(high - low), found)].tolist()
+        candidates = np.flatnonzero(words - np.uint64(low) < np.uint64(high - low)).tolist()
         cells = [(k, self._ours[int(words[k])]) for k in candidates if int(words[k]) in self._ours]
         if not cells:
             return 0

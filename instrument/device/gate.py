@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 # Words of the block. The engine writes the first line, the guest the second.
 CLOSED_UNTIL_NS, ALIVE_UNTIL_NS, SHARE = 0, 1, 2  # on CLOCK_MONOTONIC; the share in 2⁻²⁰
-LAUNCHES, WAITS, WAITED_NS = 8, 9, 10
+LAUNCHES, WAITS, WAITED_NS, CELLS = 8, 9, 10, 11  # the last: pointers to the driver that lead through the gate
 WORDS = 16
 SHARE_UNIT = 1 << 20
 PERIOD_NS = 10_000_000  # of a share below one: the gate is open for that part of each

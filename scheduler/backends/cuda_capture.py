@@ -232,12 +232,25 @@ class TorchRecorder(Recorder):
         self.owner.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
 
     def end(self) -> Any:
-        self.owner.capture_end()
+        try:
+            self.owner.capture_end()
+        except RuntimeError:
+            self._let_go()
+            raise
         return driver().CUgraph(self.owner.raw_cuda_graph())
 
     def abandon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it cannot end well: what went wrong is on its way to the caller
+        try:
             self.owner.capture_end()
+        except RuntimeError:  # it cannot end well: what went wrong is on its way to the caller
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """PyTorch leaves its allocator recording for a capture that failed, and aborts the process later for it."""
+        torch: Any = sys.modules["torch"]
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._pool.index, self._pool.id)
+        self.owner = None
 
 
 def capture_program(

@@ -86,6 +86,7 @@ class Guests:
             "launches": int(words[gate.LAUNCHES]),
             "waits": int(words[gate.WAITS]),
             "waited_ms": float(words[gate.WAITED_NS]) * 1e-6,
+            "cells": int(words[gate.CELLS]),
             "closed_ms": float(row["closed_ns"]) * 1e-6,
             "closes": int(row["closes"]),
             "uptime_s": time.monotonic() - guest.since_s,

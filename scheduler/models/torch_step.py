@@ -119,7 +119,9 @@ class TorchStep:
         self.draws: Draws | None = None
         self._stream: Any = None
         self._operations: list[Operation] | None = None
-        self._results = self.compute(batch)  # made here as PyTorch does: it creates what it needs on its way
+        # Made here as PyTorch does: it creates what it needs on its way. Its graph is let go: as long as it is there,
+        # the nodes that add up gradients are those of this step's stream, which a capture on another cannot wait for.
+        self._results = {key: value.detach() for key, value in self.compute(batch).items()}
         self.settings = settings_of(self.torch, list(state))
 
     @property

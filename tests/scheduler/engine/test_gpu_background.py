@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 
 import paellapy as pp
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default:The AccumulateGrad")]
 
 from engine_models import scale_model  # noqa: E402
 from training import batches, job_losses, plain_losses, trainee  # noqa: E402
@@ -66,3 +70,61 @@ def test_a_generator_of_its_own_draws_on():
         assert job.join(60)
         assert job.error is None
     assert np.array_equal(found, expected)
+
+
+def test_a_graph_that_pytorch_captured_gives_what_it_gave():
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).cuda()
+    x = torch.zeros(16, 256, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(side):
+        net(x)
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph, stream=side):
+            y = net(x)
+    graph.instantiate()
+    with pp.Engine("cuda", quantum_us=10) as engine:
+        engine.load(pp.Model.from_graph(graph, inputs={"x": x}, outputs={"y": y}, name="net"))
+        for seed in range(5):
+            given = np.random.default_rng(seed).standard_normal((16, 256)).astype(np.float32)
+            found = engine.infer_sync("net", {"x": given})["y"]
+            x.copy_(torch.from_numpy(given))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert np.array_equal(found, y.cpu().numpy())
+    forgotten = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(forgotten):
+        y = net(x)
+    with pytest.raises(pp.PaellaError, match="keep_graph=True"):
+        pp.Model.from_graph(forgotten, inputs={"x": x}, outputs={"y": y})
+
+
+SCRIPT = """
+import time, torch
+a = torch.randn(512, 512, device="cuda")
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    a = torch.tanh(a @ a)
+    a.sum().item()
+"""
+
+
+def test_an_unmodified_script_waits_at_the_gate(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with pp.Engine("cuda", policy="priority") as engine:
+        engine.load(scale_model())
+        line = [sys.executable, "-m", "paellapy", "run", "--best-effort", str(tmp_path / "script.py")]
+        process = subprocess.Popen(line)
+        try:
+            end = time.monotonic() + 50
+            x = np.arange(64, dtype=np.float32)
+            while (engine.job_stats().get("script") or {"waits": 0})["waits"] < 3:
+                assert time.monotonic() < end, engine.job_stats()
+                assert process.poll() is None
+                assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
+            assert engine.job_stats()["script"]["launches"] > 100
+        finally:
+            process.kill()
+            process.wait()
+        assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
