@@ -1,0 +1,393 @@
+"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch: what public_kernels.py runs.
+
+Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), references are
+written with PyTorch's own functions. Sizes are small: a reference walks through time step by step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Operator = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PublicCase:
+    """An operator, its reference and inputs. Gradients of floating inputs are compared too, where `grad` says so."""
+
+    name: str
+    operator: Callable[[], Operator]  # imports when called: a package that fails to import fails its cases alone
+    reference: Callable[[], Operator]
+    inputs: Callable[[torch.Generator], dict[str, Any]]
+    grad: bool = True
+    constant: tuple[str, ...] = ()  # inputs that the operator gives no gradient of
+    tolerance: float = 2e-3  # of the largest value: products of fp32 on tensor cores have 10 bits
+
+
+def _from(module: str, name: str) -> Callable[[], Operator]:
+    return lambda: getattr(importlib.import_module(module), name)
+
+
+def _applied(module: str, name: str, *rest: Any) -> Callable[[], Operator]:
+    """`Function.apply` of an operator of liger's, which takes its arguments by position."""
+
+    def find() -> Operator:
+        function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+        return lambda **given: function.apply(*given.values(), *rest)
+
+    return find
+
+
+def _plain(function: Operator) -> Callable[[], Operator]:
+    return lambda: function
+
+
+def _normal(**shapes: tuple[int, ...]) -> Callable[[torch.Generator], dict[str, Any]]:
+    return lambda g: {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+# -- liger-kernel
+
+
+def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w
+
+
+def _add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return _rms_norm(x + r, w), x + r
+
+
+def _group_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.group_norm(x, 4, w, b, 1e-6)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos.unsqueeze(1) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
+
+
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _angles(g: torch.Generator, *, heads: int = 4, width: int = 32) -> dict[str, Any]:
+    angle = torch.arange(16)[None, :, None] * torch.rand(width // 2, generator=g)
+    angle = torch.cat((angle, angle), -1)
+    q, k = (torch.randn((2, h, 16, width), generator=g) for h in (heads, heads // 2))
+    return {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
+
+
+def _labels(g: torch.Generator) -> dict[str, Any]:
+    return {"x": torch.randn((24, 301), generator=g), "target": torch.randint(0, 301, (24,), generator=g)}
+
+
+def _hidden_labels(g: torch.Generator) -> dict[str, Any]:
+    target = torch.randint(0, 301, (24,), generator=g)
+    return {"x": torch.randn((24, 64), generator=g), "w": torch.randn((301, 64), generator=g), "target": target}
+
+
+def _log_probabilities(g: torch.Generator) -> dict[str, Any]:
+    x = torch.randn((24, 301), generator=g).log_softmax(-1)
+    return {"x": x, "target": torch.randn((24, 301), generator=g).softmax(-1)}
+
+
+def _log_pairs(g: torch.Generator) -> dict[str, Any]:
+    x, target = (torch.randn((24, 301), generator=g).log_softmax(-1) for _ in range(2))
+    return {"x": x, "target": target}
+
+
+def _jsd(x: Tensor, target: Tensor) -> Tensor:
+    middle = torch.log((x.exp() + target.exp()) / 2)
+    sides = [F.kl_div(middle, p, reduction="sum", log_target=True) for p in (x, target)]
+    return (sides[0] + sides[1]) / 2 / len(x)
+
+
+def _tvd(x: Tensor, target: Tensor) -> Tensor:
+    return (x - target).abs().sum() / 2 / len(x)
+
+
+def _probabilities(g: torch.Generator) -> dict[str, Any]:
+    x, target = (torch.randn((24, 301), generator=g).softmax(-1) for _ in range(2))
+    return {"x": x, "target": target}
+
+
+def _sparsemax(x: Tensor) -> Tensor:
+    ordered = x.sort(-1, descending=True).values
+    rank = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    inside = 1 + rank * ordered > ordered.cumsum(-1)
+    count = inside.sum(-1, keepdim=True)
+    level = ((ordered * inside).sum(-1, keepdim=True) - 1) / count
+    return (x - level).clamp(min=0)
+
+
+def _dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * torch.tanh(alpha * x) + beta
+
+
+def _poly_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    powers = [x**n / torch.sqrt((x**n).square().mean(-1, keepdim=True) + 1e-6) for n in (3, 2, 1)]
+    return w[0] * powers[0] + w[1] * powers[1] + w[2] * powers[2] + b
+
+
+def _cross_entropy(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x, target)
+
+
+def _linear_cross_entropy(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x @ w.T, target)
+
+
+def _embedding(w: Tensor, index: Tensor) -> Tensor:
+    return F.embedding(index, w)
+
+
+def _indexed(g: torch.Generator) -> dict[str, Any]:
+    return {"w": torch.randn((77, 48), generator=g), "index": torch.randint(0, 77, (3, 11), generator=g)}
+
+
+def _liger_first(find: Callable[[], Operator]) -> Callable[[], Operator]:
+    """Of an operator that returns its loss among other things."""
+    return lambda: lambda **given: _first(find()(**given))
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
+_ROWS = {"x": (12, 3, 200), "w": (200,)}
+LIGER = [
+    PublicCase("rms_norm", _applied("rms_norm", "LigerRMSNormFunction", 1e-6), _plain(_rms_norm), _normal(**_ROWS)),
+    PublicCase("layer_norm", _applied("layer_norm", "LigerLayerNormFunction", 1e-6),
+               _plain(lambda x, w, b: F.layer_norm(x, (200,), w, b, 1e-6)), _normal(**_ROWS, b=(200,))),
+    PublicCase("group_norm", _applied("group_norm", "LigerGroupNormFunction", 16, 4, 1e-6), _plain(_group_norm),
+               _normal(x=(3, 16, 40), w=(16,), b=(16,))),
+    PublicCase("fused_add_rms_norm", _applied("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", 1e-6),
+               _plain(_add_rms_norm), _normal(x=(24, 200), r=(24, 200), w=(200,))),
+    PublicCase("geglu", _applied("geglu", "LigerGELUMulFunction"),
+               _plain(lambda a, b: F.gelu(a, approximate="tanh") * b), _normal(a=(24, 200), b=(24, 200))),
+    PublicCase("swiglu", _applied("swiglu", "LigerSiLUMulFunction"), _plain(lambda a, b: F.silu(a) * b),
+               _normal(a=(24, 200), b=(24, 200))),
+    PublicCase("relu_squared", _applied("relu_squared", "LigerReLUSquaredFunction"),
+               _plain(lambda x: F.relu(x).square()), _normal(x=(24, 200))),
+    PublicCase("rope", _applied("rope", "LigerRopeFunction"), _plain(_rope), _angles, constant=("cos", "sin")),
+    PublicCase("softmax", _applied("softmax", "LigerSoftmaxFunction"), _plain(lambda x: x.softmax(-1)),
+               _normal(x=(24, 301))),
+    PublicCase("sparsemax", _applied("sparsemax", "LigerSparsemaxFunction", -1), _plain(_sparsemax),
+               _normal(x=(24, 301))),
+    PublicCase("dyt", _applied("dyt", "LigerDyTFunction"), _plain(_dyt),
+               _normal(x=(24, 200), alpha=(1,), gamma=(200,), beta=(200,))),
+    PublicCase("poly_norm", _applied("poly_norm", "LigerPolyNormFunction", 1e-6, False), _plain(_poly_norm),
+               _normal(x=(24, 200), w=(3,), b=())),
+    PublicCase("cross_entropy",
+               _liger_first(_applied("cross_entropy", "LigerCrossEntropyFunction", None)),
+               _plain(_cross_entropy), _labels),
+    PublicCase("fused_linear_cross_entropy",
+               _liger_first(_applied("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")),
+               _plain(_linear_cross_entropy), _hidden_labels),
+    PublicCase("kl_div", _applied("kl_div", "LigerKLDivLossFunction"),
+               _plain(lambda x, target: F.kl_div(x, target, reduction="batchmean")), _log_probabilities,
+               constant=("target",)),
+    PublicCase("jsd", _applied("jsd", "LigerJSDFunction"), _plain(_jsd), _log_pairs, constant=("target",)),
+    PublicCase("tvd", _applied("tvd", "LigerTVDLossFunction"), _plain(_tvd), _probabilities, constant=("target",)),
+    PublicCase("embedding", _applied("experimental.embedding", "LigerEmbeddingFunction"), _plain(_embedding),
+               _indexed),
+]  # fmt: skip
+
+
+# -- flash-linear-attention
+
+_T, _H, _D = 96, 2, 32
+
+
+def _heads(
+    *extra: str, gate: str = "", decay: float = 0.1, width: int = _D
+) -> Callable[[torch.Generator], dict[str, Any]]:
+    """q, k and v; a logarithm of decay named `gate` per key ("gk…") or per head; and strengths in (0, 1)."""
+
+    def make(g: torch.Generator) -> dict[str, Any]:
+        given: dict[str, Any] = {n: torch.randn((2, _T, _H, width), generator=g) for n in "qkv"}
+        given["q"], given["k"] = (F.normalize(given[n], dim=-1) for n in "qk")
+        if gate:
+            shape = (2, _T, _H, width) if gate.endswith("+") else (2, _T, _H)
+            given[gate.rstrip("+")] = F.logsigmoid(torch.randn(shape, generator=g) + 3) * decay
+        for name in extra:
+            given[name] = torch.rand((2, _T, _H), generator=g)
+        return given
+
+    return make
+
+
+def _fla(module: str, name: str, **options: Any) -> Callable[[], Operator]:
+    def find() -> Operator:
+        operator = getattr(importlib.import_module(f"fla.{module}"), name)
+        return lambda **given: _first(operator(**given, **options))
+
+    return find
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    return out.transpose(1, 2)
+
+
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhts,bshd->bthd", scores.tril(), v)
+
+
+def _gated_linear(q: Tensor, k: Tensor, v: Tensor, gk: Tensor) -> Tensor:
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        state = state * gk[:, t].exp()[..., None] + k[:, t][..., None] * v[:, t][..., None, :]
+        outs.append(torch.einsum("bhd,bhdv->bhv", q[:, t] * q.shape[-1] ** -0.5, state))
+    return torch.stack(outs, 1)
+
+
+def _gated_by_g(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return _gated_linear(q, k, v, g if g.dim() == 4 else g[..., None].expand_as(q))
+
+
+def _gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Also with a decay per key: then it is Kimi's delta attention."""
+    decay = (g if g.dim() == 4 else g[..., None].expand_as(k)).exp()
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        state = state * decay[:, t][..., None]
+        seen = torch.einsum("bhd,bhdv->bhv", k[:, t], state)
+        new = beta[:, t][..., None] * (v[:, t] - seen)
+        state = state + k[:, t][..., None] * new[..., None, :]
+        outs.append(torch.einsum("bhd,bhdv->bhv", q[:, t] * q.shape[-1] ** -0.5, state))
+    return torch.stack(outs, 1)
+
+
+def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    return _gated_delta(q, k, v, torch.zeros_like(beta), beta)
+
+
+def _forgetting(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    total = g.cumsum(1).transpose(1, 2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5 + total[..., :, None] - total[..., None, :]
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+
+def _hgrn(x: Tensor, g: Tensor) -> Tensor:
+    state, outs = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = g[:, t].exp() * state + x[:, t]
+        outs.append(state)
+    return torch.stack(outs, 1)
+
+
+def _hgrn_inputs(g: torch.Generator) -> dict[str, Any]:
+    return {"x": torch.randn((2, _T, 64), generator=g), "g": F.logsigmoid(torch.randn((2, _T, 64), generator=g))}
+
+
+def _retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = torch.arange(q.shape[2], device=q.device, dtype=torch.float32)
+    g = torch.log(1 - 2.0 ** (-5 - heads)).expand(q.shape[:3])
+    return _gated_by_g(q, k, v, g)
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.conv1d(x.transpose(1, 2), weight[:, None], padding=weight.shape[1] - 1, groups=weight.shape[0])
+    return F.silu(y[..., : x.shape[1]].transpose(1, 2))
+
+
+def _norm_gate(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight * F.silu(g)
+
+
+def _path_of_stick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    past = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(-1)
+    keep = F.logsigmoid(-scores).masked_fill(~past, 0)
+    after = keep.flip(-1).cumsum(-1).flip(-1) - keep
+    weights = (F.logsigmoid(scores) + after).exp().masked_fill(~past, 0)
+    return torch.einsum("bhts,bshd->bthd", weights, v)
+
+
+def _gated_norm(**given: Tensor) -> Any:
+    from fla.modules.fused_norm_gate import rms_norm_gated
+
+    return _first(rms_norm_gated(given["x"], given["g"], given["weight"], None, activation="swish", eps=1e-5))
+
+
+def _fla_swiglu(x: Tensor, y: Tensor) -> Any:
+    from fla.modules.activations import swiglu
+
+    return swiglu(x, y)
+
+
+def _halved(inputs: Callable[[torch.Generator], dict[str, Any]]) -> Callable[[torch.Generator], dict[str, Any]]:
+    return lambda g: {name: value.bfloat16() for name, value in inputs(g).items()}
+
+
+def _causal_conv(**given: Tensor) -> Any:
+    from fla.modules.convolution import causal_conv1d
+
+    return _first(causal_conv1d(given["x"], given["weight"], activation="silu"))
+
+
+def _chunk_and_recurrent(
+    stem: str, folder: str, reference: Operator, inputs: Callable[[torch.Generator], dict[str, Any]], **options: Any
+) -> list[PublicCase]:
+    names = [f"{kind}_{stem}" for kind in ("chunk", "fused_recurrent")]
+    return [PublicCase(n, _fla(f"ops.{folder}", n, **options), _plain(reference), inputs) for n in names]
+
+
+FLA = [
+    *_chunk_and_recurrent("linear_attn", "linear_attn", _linear_attention, _heads(), normalize=False),
+    *_chunk_and_recurrent("simple_gla", "simple_gla", _gated_by_g, _heads(gate="g")),
+    PublicCase("chunk_delta_rule", _fla("ops.delta_rule", "chunk_delta_rule"), _plain(_delta), _halved(_heads("beta")),
+               tolerance=0.03),  # it takes no fp32
+    PublicCase("fused_recurrent_delta_rule", _fla("ops.delta_rule", "fused_recurrent_delta_rule"), _plain(_delta),
+               _heads("beta")),
+    PublicCase("chunk_gated_delta_rule", _fla("ops.gated_delta_rule", "chunk_gated_delta_rule"),
+               _plain(_gated_delta), _heads("beta", gate="g")),
+    PublicCase("fused_recurrent_gated_delta_rule",
+               _fla("ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), _plain(_gated_delta),
+               _heads("beta", gate="g"), grad=False),  # it has no backward pass
+    *_chunk_and_recurrent("retention", "retention", _retention, _heads()),
+    PublicCase("chunk_kda", _fla("ops.kda", "chunk_kda"), _plain(_gated_delta), _heads("beta", gate="g+")),
+    PublicCase("fused_recurrent_kda", _fla("ops.kda", "fused_recurrent_kda"), _plain(_gated_delta),
+               _heads("beta", gate="g+"), grad=False),
+    PublicCase("chunk_gla", _fla("ops.gla", "chunk_gla"), _plain(_gated_by_g), _heads(gate="g+")),
+    PublicCase("fused_recurrent_gla", _fla("ops.gla", "fused_recurrent_gla"), _plain(_gated_linear),
+               _heads(gate="gk+")),
+    PublicCase("fused_chunk_linear_attn", _fla("ops.linear_attn", "fused_chunk_linear_attn", normalize=False),
+               _plain(_linear_attention), _heads()),
+    PublicCase("parallel_retention", _fla("ops.retention", "parallel_retention"), _plain(_retention), _heads()),
+    PublicCase("parallel_simple_gla", _fla("ops.simple_gla", "parallel_simple_gla"), _plain(_gated_by_g),
+               _heads(gate="g")),
+    PublicCase("parallel_attn", _fla("ops.attn", "parallel_attn"), _plain(_attention), _heads()),
+    PublicCase("parallel_forgetting_attn", _fla("ops.forgetting_attn", "parallel_forgetting_attn"),
+               _plain(_forgetting), _heads(gate="g")),
+    PublicCase("parallel_stickbreaking_attn", _fla("ops.stickbreaking_attn", "parallel_stickbreaking_attn"),
+               _plain(_path_of_stick), _heads()),
+    PublicCase("fused_recurrent_hgrn", _fla("ops.hgrn", "fused_recurrent_hgrn"), _plain(_hgrn), _hgrn_inputs),
+    PublicCase("l2norm", _fla("modules.l2norm", "l2norm"), _plain(_l2norm), _normal(x=(24, 3, 64))),
+    PublicCase("rms_norm_gated", _plain(_gated_norm), _plain(_norm_gate),
+               _normal(x=(24, 128), g=(24, 128), weight=(128,))),
+    PublicCase("causal_conv1d", _plain(_causal_conv), _plain(_short_conv), _normal(x=(2, 48, 64), weight=(64, 4))),
+    PublicCase("swiglu", _plain(_fla_swiglu), _plain(lambda x, y: F.silu(x) * y),
+               _normal(x=(24, 200), y=(24, 200))),
+]  # fmt: skip
+
+
+def cases() -> dict[str, PublicCase]:
+    """All of them, under the names of their package and operator."""
+    return {f"{package}.{c.name}": c for package, group in (("liger", LIGER), ("fla", FLA)) for c in group}

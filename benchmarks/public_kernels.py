@@ -1,0 +1,260 @@
+"""Public Triton kernels, unmodified, from installed packages: are they right on the virtual GPU, through every pass?
+
+    pip install paellapy[public]
+    python benchmarks/public_kernels.py                  # on the virtual GPU: against PyTorch, and all passes assembled
+    python benchmarks/public_kernels.py --gpu            # on a GPU: the same bits with and without reporting
+    python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
+
+An operator and its gradients are computed by the package's own code; `kernel[grid](…)` of its kernels is made to go
+through `pp.kernel`. Tuners take their first configuration. Results go to benchmarks/results/public_kernels[_gpu].json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, need_gpu, save
+from public_cases import PublicCase, cases
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction, KernelInterface
+
+import paellapy as pp
+from paellapy.instrument.ptx.passes import PassConfig
+
+# Every pass alone or with others: what a kernel may be built with.
+VARIANTS = {
+    "count": PassConfig("count"),
+    "trace": PassConfig("trace"),
+    "notify, sliced": PassConfig("notify", sliced=True),
+    "trace, sliced, preemptible": PassConfig("trace", sliced=True, preempt=True),
+}
+
+
+class Kernels:
+    """The kernels that were launched, each as a pp.kernel, and the specialisations that passes have been tried on."""
+
+    def __init__(self) -> None:
+        self.wrapped: dict[int, Any] = {}
+        self._tried: set[tuple[int, Any]] = set()
+
+    def of(self, fn: Any) -> Any:
+        if id(fn) not in self.wrapped:
+            inner = fn
+            while not isinstance(inner, JITFunction):
+                if isinstance(inner, Autotuner):
+                    inner.configs = inner.configs[:1]
+                inner = inner.fn
+            self.wrapped[id(fn)] = pp.kernel(fn, report=None)
+        return self.wrapped[id(fn)]
+
+    def untried(self) -> Iterator[tuple[str, Any]]:
+        for number, kernel in self.wrapped.items():
+            for key, launcher in list(kernel._launchers.items()):
+                if (number, key) not in self._tried:
+                    self._tried.add((number, key))
+                    yield kernel.name, launcher._draft.source
+
+
+@contextlib.contextmanager
+def through(kernels: Kernels) -> Iterator[None]:
+    """`fn[grid]` of every Triton kernel launches its pp.kernel instead."""
+    before = {kind: kind.__dict__["__getitem__"] for kind in (KernelInterface, JITFunction)
+              if "__getitem__" in kind.__dict__}  # fmt: skip
+    for kind in before:
+        kind.__getitem__ = lambda fn, grid: kernels.of(fn)[grid]
+    try:
+        yield
+    finally:
+        for kind, method in before.items():
+            kind.__getitem__ = method
+
+
+@contextlib.contextmanager
+def host_code_of_a_gpu() -> Iterator[None]:
+    """What the packages' host code asks PyTorch of its GPU, answered for the virtual one; tensors stay on the CPU."""
+    part = pp.Device.current()
+    facts = types.SimpleNamespace(name=part.title, multi_processor_count=part.sm_count, major=9, minor=0)
+    answers = {
+        "is_available": lambda: True,
+        "device": lambda *_: contextlib.nullcontext(),
+        "get_device_properties": lambda *_: facts,
+        "get_device_capability": lambda *_: part.capability,
+        "get_device_name": lambda *_: part.title,
+        "current_device": lambda: 0,
+    }
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    try:
+        yield
+    finally:
+        for name, answer in before.items():
+            setattr(torch.cuda, name, answer)
+
+
+def computed(operator: Any, given: dict[str, Any], case: PublicCase) -> list[torch.Tensor]:
+    """Outputs, and the gradients of all inputs that have one."""
+    varied = {n for n, v in given.items() if case.grad and v.is_floating_point() and n not in case.constant}
+    given = {n: v.clone().requires_grad_(n in varied) for n, v in given.items()}
+    out = operator(**given)
+    outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
+    found = [o.detach().clone() for o in outs]
+    if case.grad:
+        weights = [torch.linspace(0.5, 1.5, o.numel(), device=o.device).view(o.shape).to(o.dtype) for o in outs]
+        torch.autograd.backward([o for o in outs if o.requires_grad],
+                                [w for o, w in zip(outs, weights, strict=True) if o.requires_grad])  # fmt: skip
+        found += [v.grad.clone() for v in given.values() if v.requires_grad and v.grad is not None]
+    return found
+
+
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The largest difference, of the largest value wanted."""
+    if len(found) != len(wanted):
+        return float("inf")
+    errors = [0.0]
+    for f, w in zip(found, wanted, strict=True):
+        f, w = f.double().cpu().reshape(-1), w.double().cpu().reshape(-1)
+        if f.shape != w.shape or not torch.isfinite(f).all():
+            return float("inf")
+        errors.append(float((f - w).abs().max() / w.abs().max().clamp(min=1e-6)))
+    return max(errors)
+
+
+def on_virtual(case: PublicCase, kernels: Kernels) -> dict[str, Any]:
+    given = case.inputs(torch.Generator().manual_seed(0))
+    began = time.perf_counter()
+    try:
+        wanted = computed(case.reference(), given, case)
+        with through(kernels), host_code_of_a_gpu():
+            found = computed(case.operator(), given, case)
+    except pp.PaellaError as e:
+        return {"result": "refused", "why": str(e).splitlines()[0][:300]}
+    except Exception as e:
+        return {"result": "crashed", "why": f"{type(e).__name__}: {e}".splitlines()[0][:300]}
+    error = worst(found, wanted)
+    row: dict[str, Any] = {"result": "right" if error <= case.tolerance else "wrong", "error": error}
+    return {**row, "compared": len(wanted), "seconds": round(time.perf_counter() - began, 2)}
+
+
+def through_passes(kernels: Kernels) -> dict[str, Any]:
+    """Every variant of every specialisation launched since the last call, assembled by ptxas."""
+    names, built, refused, failed = set(), 0, {}, {}
+    for name, source in kernels.untried():
+        names.add(name)
+        for variant, config in VARIANTS.items():
+            try:
+                source.build(config)
+                built += 1
+            except pp.InstrumentError as e:
+                refused[f"{name}: {variant}"] = str(e)[:200]
+            except Exception as e:
+                failed[f"{name}: {variant}"] = f"{type(e).__name__}: {e}"[:200]
+    return {"kernels": sorted(names), "variants": built, "variants_refused": refused, "variants_failed": failed}
+
+
+def forget_compiled() -> None:
+    """Kernels that were compiled plain are compiled anew, so that they can report."""
+    import gc
+
+    for found in gc.get_objects():
+        if isinstance(found, JITFunction):
+            found.device_caches.clear()
+
+
+def on_gpu(chosen: dict[str, PublicCase], out: Path | None) -> None:
+    device = need_gpu("bits with and without reporting")
+    tuned: set[int] = set()
+    run = Autotuner.run
+
+    def first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in tuned:
+            tuned.add(id(self))
+            self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = first_config
+    plain, rows = {}, {}
+    for name, case in chosen.items():
+        given = {n: v.cuda() for n, v in case.inputs(torch.Generator().manual_seed(0)).items()}
+        try:
+            wanted = computed(case.reference(), given, case)
+            plain[name] = [computed(case.operator(), given, case) for _ in range(2)]
+            rows[name] = {"error": worst(plain[name][0], wanted)}
+        except Exception as e:
+            rows[name] = {"result": "does not run plain", "why": f"{type(e).__name__}: {e}"[:300]}
+    save("public_kernels_gpu", rows, device, out)
+    forget_compiled()
+    pp.instrument_torch()
+    for name, both in plain.items():
+        given = {n: v.cuda() for n, v in chosen[name].inputs(torch.Generator().manual_seed(0)).items()}
+        try:
+            with pp.trace() as t:
+                found = computed(chosen[name].operator(), given, chosen[name])
+            rows[name] |= _compared(found, both, t)
+        except Exception as e:
+            rows[name] |= {"result": "crashed", "why": f"{type(e).__name__}: {e}"[:300]}
+        print(name, rows[name], flush=True)
+        save("public_kernels_gpu", rows, device, out)
+
+
+def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any]:
+    import numpy as np
+
+    def same(a: list[Any], b: list[Any]) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    once = 0
+    for launch in t.launches:
+        blocks = np.sort(t.blocks["block"][t.blocks["launch"] == launch["launch"]])
+        once += np.array_equal(blocks, np.arange(launch["blocks"]))
+    row = {"launches": len(t.launches), "every_block_once": once, "dropped": t.dropped, "unseen": list(t.unseen)}
+    row["kernels"] = sorted(set(t.kernels))
+    if not same(*plain):
+        # Atomic sums in any order: the plain kernel has other bits each time, too.
+        return {**row, "result": "bits vary plain too", "error_reported": worst(found, plain[0])}
+    return {**row, "result": "same bits" if same(found, plain[0]) else "other bits"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--only", default="", help="names, or parts of names, with commas between them")
+    parser.add_argument("--no-passes", action="store_true", help="do not assemble the variants, which takes longest")
+    parser.add_argument("--out", type=Path, default=None, help=f"folder of the result, else {RESULTS}")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    parts = [p for p in given.only.split(",") if p]
+    chosen = {n: c for n, c in cases().items() if not parts or any(p in n for p in parts)}
+    if given.gpu:
+        return on_gpu(chosen, given.out)
+    kernels, rows = Kernels(), {}
+    with pp.Device("virtual:H200") as device:
+        for name, case in chosen.items():
+            rows[name] = on_virtual(case, kernels)
+            if not given.no_passes:
+                rows[name] |= through_passes(kernels)
+            print(name, {k: v for k, v in rows[name].items() if k != "kernels"}, flush=True)
+            save("public_kernels", {"total": total(rows), "cases": rows}, device, given.out)
+    print(total(rows))
+    return None
+
+
+def total(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
+    found = {kind: sum(r["result"] == kind for r in rows.values()) for kind in ("right", "refused", "wrong", "crashed")}
+    found["kernels"] = len({k for r in rows.values() for k in r.get("kernels", ())})
+    found["variants"] = sum(r.get("variants", 0) for r in rows.values())
+    found["variants_refused"] = sum(len(r.get("variants_refused", ())) for r in rows.values())
+    found["variants_failed"] = sum(len(r.get("variants_failed", ())) for r in rows.values())
+    return found
+
+
+if __name__ == "__main__":
+    main()
