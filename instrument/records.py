@@ -42,14 +42,39 @@ DESCRIPTOR = np.dtype(
         ("grid_y", "<u4"),
         ("grid_z", "<u4"),
         ("epoch", "<u4"),  # preempt: this launch's number; its blocks do not run while the flag is not below it
-        ("pad", "<u4"),
+        ("range_mask", "<u4"),  # bytes of a lane's ring of events, less one
         ("flag", "<u8"),  # preempt: a word of the device's memory
         ("left", "<u8"),  # preempt: how many blocks did not run, and which: a counter, then one word a block
         ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
+        ("ranges", "<u8"),  # events of ranges: per block and lane RANGE_HEAD, then RANGE_EVENT[…]; null: none wanted
     ]
 )
 LEFT_HEAD_BYTES = 128  # the counter has a cache line of its own
 MAGIC = 0x5041454C4C415059  # "PAELLAPY"
+
+# An event: a range begins or ends. The clock is the SM's (32 bits), the tag the range's number in its kernel.
+RANGE_EVENT = np.dtype([("clock", "<u4"), ("tag", "<u4")])
+RANGE_END = 1 << 31
+# What lies before a lane's events. `used` counts bytes, those overwritten too. The other fields are of the block, and
+# its first lane alone has them; `start_lo` is that of the block's RING_RECORD.
+RANGE_HEAD = np.dtype([("used", "<u4"), ("clock_end", "<u4"), ("clock_start", "<u4"), ("start_lo", "<u4")])
+
+# One range of a finished trace, on the time line of its block.
+RANGE = np.dtype(
+    [
+        ("launch", "<u4"),
+        ("block", "<u4"),
+        ("kernel", "<u2"),
+        ("sm", "<u2"),
+        ("range", "<u2"),  # which of the trace's names
+        ("warp", "<u2"),  # WHOLE_BLOCK, or the warp that noted it
+        ("depth", "<u2"),  # ranges around it
+        ("pad", "<u2"),
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+    ]
+)
+WHOLE_BLOCK = 0xFFFF
 
 # One block of a finished trace. Times are nanoseconds on the device's clock.
 BLOCK = np.dtype(

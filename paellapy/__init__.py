@@ -27,6 +27,7 @@ add_methods(
         "explore": "paellapy.viz.explorer:explore",
         "save_figure": "paellapy.viz.static:save_figure",
         "picture": "paellapy.viz.still:picture",
+        "plot_ranges": "paellapy.viz.ranges_view:plot_ranges",
         "to_perfetto": "paellapy.viz.perfetto_file:to_perfetto",
         "to_chrome": "paellapy.viz.chrome_file:to_chrome",
         "to_html": "paellapy.viz.report:to_html",

@@ -2,7 +2,9 @@ from . import recordings as recordings
 from . import viz as viz
 from .arrays import array as array
 from .arrays import empty as empty
+from .arrays import empty_like as empty_like
 from .arrays import stream as stream
+from .arrays import zeros as zeros
 from .instrument.device import Array as Array
 from .instrument.device import Device as Device
 from .instrument.device import Stream as Stream
@@ -38,6 +40,9 @@ from .instrument.errors import (
 from .instrument.errors import (
     UnsupportedOpError as UnsupportedOpError,
 )
+from .instrument.errors import (
+    ViewWarning as ViewWarning,
+)
 from .instrument.kernels.kernel import (
     CudaKernel as CudaKernel,
 )
@@ -51,6 +56,9 @@ from .instrument.kernels.kernel import (
     kernel as kernel,
 )
 from .instrument.kernels.preempt import PreemptibleLaunch as PreemptibleLaunch
+from .instrument.kernels.ranges import range as range
+from .instrument.kernels.ranges import range_begin as range_begin
+from .instrument.kernels.ranges import range_end as range_end
 from .instrument.kernels.torch_hook import instrument_torch as instrument_torch
 from .instrument.kernels.turnaround import Turnaround as Turnaround
 from .instrument.traces.live import Counts as Counts

@@ -6,7 +6,7 @@ import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from paellapy.instrument.arguments import Descriptor, Handlers
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
+from paellapy.instrument.device.range_events import Events
 from paellapy.instrument.errors import ArgumentError, LaunchError, NoDeviceError
 from paellapy.instrument.ptx.compiled import Compiled, Draft, Source
 from paellapy.instrument.ptx.passes import PassConfig
@@ -284,6 +285,10 @@ class Device(ABC):
     @abstractmethod
     def end_trace(self) -> tuple[Records, Records]:
         """Stops recording, and gives what was recorded."""
+
+    def range_events(self, launches: NDArray[np.uint32]) -> Iterable[Events]:
+        """What kernels noted of their ranges, for these launches of the trace that ended last."""
+        return ()
 
     def tile(self, descriptor: Descriptor, facts: Any) -> Any:
         """A tensor descriptor as this device's kernels take it; `facts` is what Triton's compiler says about it."""

@@ -112,6 +112,17 @@ class KernelCost:
             columns = [np.repeat(c if i == 3 else c / self.cluster, self.cluster) for i, c in enumerate(columns)]
         return BlockCost(*(_one_or_all(c) for c in columns))
 
+    def alone_ns(self, cost: Records) -> NDArray[np.float64]:
+        """How long such costs take a block that has its SM to itself: never less for more of them."""
+        part, timing = self.model.part, self.model.timing
+        per_ns = (part.bandwidth_gbps, part.fp32_tflops * 1e3, part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency)
+        moved = (cost["bytes_loaded"] + cost["bytes_stored"]) / timing.l2_speedup
+        work = (moved, np.maximum(cost["flops"], 2.0 * cost["elements"]), cost["dot_flops"] * self.tensor_weight)
+        busy = [w * part.sms / rate for w, rate in zip(work, per_ns, strict=True)]
+        wait = self.model.wait_ns(cost, self.threads) + timing.dot_ns * cost["dots"]
+        found: NDArray[np.float64] = self.factor * wait + busy[0] + busy[1] + busy[2]
+        return found
+
     def _traffic(self, cost: Records, times: int, values: Sequence[Any]) -> NDArray[np.float64]:
         """Bytes in units of memory traffic: what L2 delivers counts for less."""
         part, timing = self.model.part, self.model.timing

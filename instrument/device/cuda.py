@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.cuda_preempt import CudaFlag, Preemption
+from paellapy.instrument.device.cuda_ranges import EventMemory
 from paellapy.instrument.device.cuda_tile import encode_tile
 from paellapy.instrument.device.driver import check, driver, fail, library, relaxed_capture
 from paellapy.instrument.device.parts import limits_for_capability
+from paellapy.instrument.device.range_events import EventLayout, Events
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.passes import PassConfig
@@ -248,6 +250,7 @@ class CudaDevice(Device):
         if records_per_sm not in self._rings:
             self._rings[records_per_sm] = self.empty((self.sm_ids, records_per_sm), RING_RECORD)
         self.rings = self._rings[records_per_sm]
+        self._events.begin()
         self.synchronize()
         self.zero(self.lines)
         self.zero(self.rings)
@@ -276,6 +279,16 @@ class CudaDevice(Device):
         if used:
             check(cu.cuMemcpy2D(copy), "reading the trace")
         return lines, out
+
+    @functools.cached_property
+    def _events(self) -> EventMemory:
+        return EventMemory(self)
+
+    def place_for_events(self, layout: EventLayout, launch: int, stream: int) -> int:
+        return self._events.place(layout, launch, self.is_capturing(stream))
+
+    def range_events(self, launches: NDArray[np.uint32]) -> Iterable[Events]:
+        return self._events.read(launches)
 
     def clock_ns(self) -> int:
         """Now. The host's clock is set beside it by the quickest of a few looks: half of what one takes is unsure."""

@@ -16,7 +16,9 @@ from paellapy.instrument.device.cuda_preempt import CudaFlag, CudaRun
 from paellapy.instrument.device.driver import check, driver, fail, library
 from paellapy.instrument.device.parts import SmLimits
 from paellapy.instrument.device.preemption import Blocks, Work
+from paellapy.instrument.device.range_events import EventLayout
 from paellapy.instrument.errors import ArgumentError, LaunchError
+from paellapy.instrument.markers import Ranges
 from paellapy.instrument.ptx.compiled import Compiled, Source
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, field_offset
@@ -29,6 +31,7 @@ _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
 _SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
 _PREEMPT = struct.Struct("<I4x3Q")  # epoch, flag, left, todo: neighbours in the descriptor
 _FIRST, _LAUNCH, _NOTIFY, _EPOCH = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "epoch"))
+_RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
 class Gpu(Protocol):
@@ -49,6 +52,7 @@ class Gpu(Protocol):
         self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> Launcher: ...
     def next_notify_word(self) -> tuple[NDArray[np.uint64], int, int]: ...
+    def place_for_events(self, layout: EventLayout, launch: int, stream: int) -> int: ...
 
 
 class _ParamBuffer:
@@ -102,6 +106,7 @@ class CudaLauncher(Launcher):
         self._hidden = (0, 0) if source.ttir else ()
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
+        self._ranges = Ranges.in_text(source.ptx) if self._trace else Ranges()
         self._rings: Any = None  # the rings the buffers in _free point to
         self._notify = compiled.config.notifies
         self._sliced = compiled.config.sliced
@@ -177,6 +182,11 @@ class CudaLauncher(Launcher):
         if self._trace:
             launch = device.session.add(self.compiled, (gx, gy, gz), bx * by * bz, shared_bytes, first, count, stream)
             _WORD.pack_into(buffer.bytes, self._descriptor_at + _LAUNCH, launch)
+            if self._ranges.names:
+                layout = EventLayout.of(self._ranges, gx * gy * gz, bx * by * bz)
+                place = device.place_for_events(layout, launch, stream)
+                _WORD.pack_into(buffer.bytes, self._descriptor_at + _RANGE_MASK, layout.mask)
+                _QWORD.pack_into(buffer.bytes, self._descriptor_at + _RANGES, place)
         if words is not None:
             _PREEMPT.pack_into(buffer.bytes, self._descriptor_at + _EPOCH, *words)
         notification = self._to_be_notified(buffer) if self._notify else None

@@ -30,6 +30,7 @@ class Occupancy:
     max_warps: int
     fraction: float
     limiter: Limiter
+    reporting: Occupancy | None = None  # of the kernel as it reports, beside that of the plain one
 
     def __str__(self) -> str:
         return (

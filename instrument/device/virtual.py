@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from paellapy.instrument.arguments import SCALARS, Handler, Handlers, pointer_ke
 from paellapy.instrument.device.base import Device, Event, Stream
 from paellapy.instrument.device.cost_model import CostModel
 from paellapy.instrument.device.parts import part
+from paellapy.instrument.device.range_events import Events
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.virtual_launch import NotedLaunch, VirtualLauncher
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun
@@ -72,6 +73,7 @@ class VirtualDevice(Device):
         self._host_ns = 0.0
         self._ring_size = 0
         self.noted: list[NotedLaunch] | None = None  # launches with their costs, while somebody wants them
+        self.events: list[Events] = []  # of ranges, in the trace that runs or ran last
         self.runs: list[VirtualRun] = []  # launches that may be preempted, whose data is not computed yet
 
     evaluates = True
@@ -182,6 +184,10 @@ class VirtualDevice(Device):
         self.synchronize()
         self.model.clear_blocks()
         self._ring_size = records_per_sm
+        self.events = []
+
+    def range_events(self, launches: NDArray[np.uint32]) -> Iterable[Events]:
+        return [events for events in self.events if events.launch in launches]
 
     def read_trace(self) -> tuple[Records, Records]:
         self.synchronize()

@@ -16,15 +16,18 @@ from paellapy.instrument.device.cost_model import CostModel, KernelCost
 from paellapy.instrument.device.occupancy import occupancy
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.preemption import Blocks, Work
+from paellapy.instrument.device.range_events import Events
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel, Under
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
+from paellapy.instrument.device.virtual_ranges import events_of
 from paellapy.instrument.errors import LaunchError, PaellaError
 from paellapy.instrument.ptx.compiled import Compiled, Draft
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
+from paellapy.instrument.ttir.machine import Mark
 
 
 class Gpu(Protocol):
@@ -36,6 +39,7 @@ class Gpu(Protocol):
     session: Any
     noted: list[NotedLaunch] | None
     runs: list[VirtualRun]
+    events: list[Events]  # of ranges, in the trace that runs
 
     @property
     def model(self) -> SmModel: ...
@@ -136,12 +140,17 @@ class VirtualLauncher(Launcher):
             gate.hold()
         first, count = part or (0, gx * gy * gz)
         self.device.finish(self.device.current_stream())
-        cost = self.evaluate(values, (gx, gy, gz), first, count)
+        marks: list[Mark] | None = [] if device.session is not None and self.program.facts.ranges.names else None
+        cost = self.evaluate(values, (gx, gy, gz), first, count, marks)
         submit = Submission((gx, gy, gz), first, count, device.submit(), device.current_stream())
         if device.session is None and device.noted is None and not self.config.notifies:
             device.place(functools.partial(self._place, cost, values, submit))
             return None
         handle = self._place(cost, values, submit, device.session, device.noted)
+        if marks is not None:
+            ids = np.arange(first, first + count)
+            priced = self._kernel_cost.alone_ns
+            device.events.append(events_of(device.session.last, self.program.facts.ranges, marks, ids, cost, priced))
         return VirtualNotification(device.model, handle) if self.config.notifies else None
 
     def under(self, flag: VirtualFlag, work: Work, blocks: Blocks) -> VirtualRun:
@@ -177,9 +186,16 @@ class VirtualLauncher(Launcher):
         self.device.finish(work.stream)
         return without_effects(arguments, price)
 
-    def evaluate(self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int) -> Records:
+    def evaluate(
+        self,
+        values: Sequence[Any],
+        grid: tuple[int, int, int],
+        first: int,
+        count: int,
+        marks: list[Mark] | None = None,
+    ) -> Records:
         """Computes the data of some blocks; what each of them cost."""
-        return self.program.run(self.pick(values), grid, range(first, first + count))
+        return self.program.run(self.pick(values), grid, range(first, first + count), marks=marks)
 
     def prepare(
         self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int

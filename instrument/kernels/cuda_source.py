@@ -18,6 +18,7 @@ import numpy as np
 from paellapy.instrument import cache
 from paellapy.instrument.arguments import param_layout
 from paellapy.instrument.errors import ArgumentError, CompileError, NoDeviceError, PtxError
+from paellapy.instrument.kernels.ranges import CUDA_PRELUDE, cuda_has_ranges
 from paellapy.instrument.kernels.triton_source import target_capability
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.module import Function, Module
@@ -35,7 +36,8 @@ class CudaSource:
         if isinstance(options, str):
             raise ArgumentError(f"compiler options are a list, as in options=[{options!r}]")
         self.text, self.name, self.options = source, name, tuple(options)
-        self._sources: dict[str, Source] = {}
+        self.has_ranges = cuda_has_ranges(source)
+        self._sources: dict[tuple[str, bool], Source] = {}
 
     @classmethod
     def from_cupy(cls, raw: Any, name: str | None) -> CudaSource:
@@ -45,9 +47,13 @@ class CudaSource:
             raise ArgumentError("a cupy.RawModule holds several kernels: say which with name=…")
         return cls(raw.code, wanted, raw.options)
 
-    def source(self, target: str) -> Source:
-        if target not in self._sources:
-            ptx, entry = compile_to_ptx(self.text, self.name, self.options, target)
+    def source(self, target: str, marked: bool = False) -> Source:
+        """The plain kernel; `marked`: with the markers of its ranges."""
+        which = (target, marked and self.has_ranges)
+        if which not in self._sources:
+            text = CUDA_PRELUDE + self.text if self.has_ranges else self.text
+            options = [*self.options, "-DPAELLAPY_RANGES"] if which[1] else self.options
+            ptx, entry = compile_to_ptx(text, self.name, options, target)
             try:
                 function = Module.parse(ptx).entry(entry)
             except PtxError as e:
@@ -57,7 +63,7 @@ class CudaSource:
                 ) from None
             codes = [_param_code(p) for p in _param_declarations(function)]
             found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
-            self._sources[target] = Source(
+            self._sources[which] = Source(
                 name=entry,
                 ptx=ptx,
                 arch=found[1] if found else target,
@@ -66,7 +72,7 @@ class CudaSource:
                 ptxas_options=("-lineinfo",),
                 metadata={"codes": codes},
             )
-        return self._sources[target]
+        return self._sources[which]
 
 
 def compile_to_ptx(text: str, name: str, options: Sequence[str], target: str) -> tuple[str, str]:

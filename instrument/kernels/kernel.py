@@ -207,7 +207,8 @@ class TritonKernel(Kernel):
     ) -> Launcher:
         options = triton_source.split_options(options, self.name, self.arg_names)
         make = self._source.draft if device.evaluates else self._source.source
-        made = make(values, key, options, device.target)
+        marked = device.session is not None and self._source.has_ranges
+        made = make(values, key, options, device.target, marked)
         draft = made if isinstance(made, Draft) else Draft.of(made)
         config = self._config(device, sliced, preempt)
         launcher = device.prepare_draft(draft, config, _picker(draft.metadata, values, device))
@@ -246,13 +247,16 @@ class TritonKernel(Kernel):
         return source.build(PassConfig(report, sliced, self.exits))
 
     def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
-        """Blocks of this kernel an SM can hold, and which resource is the limit."""
+        """Blocks of this kernel an SM can hold, and which resource is the limit.
+
+        It describes the plain kernel; `.reporting` is the same of the kernel as it reports.
+        """
         compiled = self.compile(*args, **kwargs)
         target = self._own(kwargs, "target", None)
         limits = self._limits(target) if target else Device.current().limits
         threads = compiled.source.threads
         assert threads is not None
-        return occupancy(limits, threads, compiled.registers, compiled.shared_bytes, compiled.source.cluster)
+        return _beside(limits, threads, compiled)
 
 
 class CudaKernel(Kernel):
@@ -292,7 +296,7 @@ class CudaKernel(Kernel):
         self._refuse_keywords(kwargs)
         device = Device.current()
         launcher = self._launchers.get((device.session is None, part is None, device))
-        source = self._source.source(device.target)
+        source = self._source.source(device.target, marked=device.session is not None)
         if launcher is None:
             launcher = device.prepare(source, self._config(device, part is not None), _everything)
             self._launchers[device.session is None, part is None, device] = launcher
@@ -304,7 +308,7 @@ class CudaKernel(Kernel):
     def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
         self._refuse_keywords(kwargs)
         grid, block, shared_bytes = self._configuration(configuration)
-        source = self._source.source(device.target)
+        source = self._source.source(device.target, marked=device.session is not None)
 
         def launcher(sliced: bool) -> Launcher:
             key = (device.session is None, not sliced, device, "preempt")
@@ -331,11 +335,10 @@ class CudaKernel(Kernel):
     def theoretical_occupancy(
         self, block: int | tuple[int, ...], shared_bytes: int = 0, target: str | None = None
     ) -> Occupancy:
-        """Blocks of this kernel an SM can hold, and which resource is the limit."""
-        compiled = self.compile(target)
+        """Blocks of this kernel an SM can hold, and which resource is the limit; as of Triton kernels."""
         limits = self._limits(target) if target else Device.current().limits
         threads = functools.reduce(lambda a, b: a * b, _as_grid(block))
-        return occupancy(limits, threads, compiled.registers, compiled.shared_bytes + shared_bytes)
+        return _beside(limits, threads, self.compile(target), shared_bytes)
 
 
 @overload
@@ -380,6 +383,16 @@ def kernel(
     if type(fn).__module__.partition(".")[0] == "cupy" and hasattr(fn, "code"):
         return CudaKernel(CudaSource.from_cupy(fn, name), report, exits)
     return TritonKernel(fn, report, exits)
+
+
+def _beside(limits: Any, threads: int, compiled: Compiled, shared_bytes: int = 0) -> Occupancy:
+    """Occupancy of the plain kernel, with that of the reporting one beside it."""
+    plain = compiled.source.build(PassConfig())
+    found = [
+        occupancy(limits, threads, each.registers, each.shared_bytes + shared_bytes, each.source.cluster)
+        for each in (plain, compiled)
+    ]
+    return replace(found[0], reporting=found[1])
 
 
 def _everything(values: Sequence[Any]) -> Sequence[Any]:

@@ -41,6 +41,7 @@ from paellapy.instrument.arguments import (
     triton_dtype,
 )
 from paellapy.instrument.errors import ArgumentError, CompileError
+from paellapy.instrument.kernels.ranges import has_ranges, marking
 from paellapy.instrument.kernels.triton_stages import Stage, Translated, translate
 from paellapy.instrument.ptx.compiled import Draft, Source
 
@@ -85,11 +86,17 @@ class TritonSource:
         self.bind, self.named = _generate_binder(fn)
         self._sources: dict[Any, Source] = {}
 
-    def source(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
-        """The plain kernel for one specialisation, compiled once."""
-        cache_key = (key, target)
+    @functools.cached_property
+    def has_ranges(self) -> bool:
+        return has_ranges(self.fn)
+
+    def source(
+        self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str, marked: bool = False
+    ) -> Source:
+        """The plain kernel for one specialisation, compiled once; `marked`: with the markers of its ranges."""
+        cache_key = (key, target, marked)
         if cache_key not in self._sources:
-            self._sources[cache_key] = self._compile(values, key, options, target)
+            self._sources[cache_key] = self._finished(self._specialised(values, key, options, target, marked))
         return self._sources[cache_key]
 
     def misuse(self, handlers: Handlers, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -136,12 +143,14 @@ class TritonSource:
         attrs = {path: BaseBackend.parse_attr(get_iterable_path(attributes, path)) for path in marked}
         return signature, constants, attrs
 
-    def draft(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Draft:
+    def draft(
+        self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str, marked: bool = False
+    ) -> Draft:
         """The kernel as TTIR, and a way to the rest."""
-        cache_key = (key, target)
+        cache_key = (key, target, marked)
         if cache_key in self._sources:
             return Draft.of(self._sources[cache_key])
-        work = self._specialised(values, key, options, target)
+        work = self._specialised(values, key, options, target, marked)
         made = self._translate(work, "ttir")
 
         def finish() -> Source:
@@ -153,10 +162,9 @@ class TritonSource:
         facts = {"signature": work.signature, "tiles": [None] * descriptors}
         return Draft(made.facts["name"], made.ttir, facts, finish)
 
-    def _compile(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> Source:
-        return self._finished(self._specialised(values, key, options, target))
-
-    def _specialised(self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str) -> _Work:
+    def _specialised(
+        self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str, marked: bool
+    ) -> _Work:
         try:
             signature, constants, attrs = self.specialise(values, key[: len(self.arg_names)])
         except (TypeError, OverflowError) as e:
@@ -165,7 +173,7 @@ class TritonSource:
         options = {"enable_fp_fusion": True, **options}
         # As `triton.jit` does it: @triton.jit(debug=True) and TRITON_DEBUG=1 make device_assert check.
         options["debug"] = bool(options.get("debug", self.fn.debug) or knobs.runtime.debug)
-        return _Work(signature, constants, attrs, options, target_capability(target))
+        return _Work(signature, constants, attrs, options, target_capability(target), marked)
 
     def _finished(self, work: _Work) -> Source:
         return _source_of(self._translate(work, "ptx"), work)
@@ -174,7 +182,8 @@ class TritonSource:
         compiling.plain = True
         source = ASTSource(fn=self.fn, signature=work.signature, constexprs=work.constants, attrs=work.attrs)
         try:
-            return translate(source, work.arch, work.options, last)
+            with marking(work.marked):
+                return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
         except CompilationError as e:
             raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
         except Exception as e:  # whatever Triton's passes raise
@@ -194,6 +203,7 @@ class _Work:
     attrs: Any
     options: dict[str, Any]
     arch: int
+    marked: bool = False
 
 
 def target_capability(target: str) -> int:

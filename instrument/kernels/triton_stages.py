@@ -38,15 +38,19 @@ class Translated:
     facts: dict[str, Any]
 
 
-def translate(source: Any, arch: int, options: dict[str, Any], last: Stage) -> Translated:
-    """Runs the stages up to `last` on an `ASTSource`, or takes what an earlier run left on disk."""
+def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, variant: str = "") -> Translated:
+    """Runs the stages up to `last` on an `ASTSource`, or takes what an earlier run left on disk.
+
+    `variant` names what makes the result differ and neither the source nor the options say.
+    """
     target = GPUTarget("cuda", arch, 32)
-    if _wanted_by_others(options):
+    if _wanted_by_others(options) and not variant:
         return _by_triton(source, target, options)
     backend = compiler.make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
     environment = sorted(compiler.get_cache_invalidating_env_vars().items())
-    work = cache.digest("triton", installed(), source.hash(), str(target), parsed.hash(), str(environment))
+    what = source.hash(), str(target), parsed.hash(), str(environment)
+    work = cache.digest("triton", installed(), *what, variant)
     key = cache.digest(work, last)
     if stored := cache.read(key):
         return Translated(**json.loads(stored))

@@ -13,6 +13,7 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.ptx.registers import blocks_by_registers, most_registers, room_for_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,24 @@ class Source:
             )
         ptx = _passed(self.ptx, config, self.name)
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
+        if config.changes_anything and self.threads is not None:
+            code = self._with_as_many_blocks(ptx, code, self.threads)
         return Compiled(self, config, ptx, code)
+
+    def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
+        """Machine code that lets an SM hold as many blocks as of the plain kernel, where that costs no spills.
+
+        Not where warps hand registers to each other, or the kernel itself says how many it takes.
+        """
+        if room_for_all(code.registers, threads) or "setmaxnreg" in ptx or ".maxnreg" in ptx:
+            return code
+        plain = assemble(self.ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
+        most = most_registers(blocks_by_registers(plain.registers, threads), threads, self.dynamic_shared_bytes)
+        if code.registers <= most:
+            return code
+        options = (*self.ptxas_options, f"--maxrregcount={most}")
+        fewer = assemble(ptx, self.arch, self.name, options, self.ptxas_path)
+        return fewer if fewer.spill_bytes <= max(plain.spill_bytes, code.spill_bytes) else code
 
 
 def _passed(ptx: str, config: PassConfig, name: str) -> str:

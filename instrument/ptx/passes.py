@@ -23,6 +23,7 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.exits import BARRIER_OPS, barrier_at_exit_is_safe, refuse_exit_in_functions
 from paellapy.instrument.ptx.module import Function, Kind, Module, Token
 from paellapy.instrument.ptx.preempt_pass import insert_decision, insert_flag_load, refuse_unpreemptible
+from paellapy.instrument.ptx.range_pass import RangePass, has_markers, refuse_outside
 from paellapy.instrument.ptx.slice_pass import slice_entry
 from paellapy.instrument.records import DESCRIPTOR, MAGIC, RING_RECORD, SM_LINE, WARP_SHIFT, field_offset
 
@@ -87,7 +88,7 @@ def pass_version() -> str:
 
 
 _SOURCES = (
-    "passes.py", "slice_pass.py", "preempt_pass.py", "exits.py", "flow.py", "waits.py", "module.py",
+    "passes.py", "slice_pass.py", "preempt_pass.py", "range_pass.py", "exits.py", "flow.py", "waits.py", "module.py",
 )  # fmt: skip
 _PATHS = (*(Path(__file__).parent / name for name in _SOURCES), Path(records.__file__))
 _VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _PATHS)).hexdigest()[:16]
@@ -115,11 +116,16 @@ class _Editor:
         self.module, self.entry, self.config = module, entry, config
         threads = entry.directive(".reqntid")
         self.threads = [*threads, 1, 1][:3] if threads else None
+        self.ranges: RangePass | None = None
 
     def run(self) -> None:
         if self.config.report in ("count", "trace"):
             refuse_exit_in_functions(self.module, self.entry.name)
         self._add_descriptor()
+        if self.config.report == "trace" and self.config.pointer_param is None and has_markers(self.module):
+            refuse_outside(self.module, self.entry)
+            self.ranges = RangePass(self.entry, self._load, self.threads)
+            self.ranges.replace_markers()
         if self.config.report in ("count", "trace"):
             self._report_start_and_end(trace=self.config.report == "trace")
         if self.config.preempt:
@@ -199,6 +205,7 @@ class _Editor:
 
     def _report_start_and_end(self, *, trace: bool) -> None:
         exits = self._choose_exits()
+        places = self.ranges.prologue() if self.ranges else ""
         self._redirect_exits()
         self.entry.insert_after_first_loads(f"""
 	@%paellapy_other bra $paellapy_started;{self._guard_pointer("$paellapy_started")}
@@ -209,7 +216,7 @@ $paellapy_started:""")
 	.reg .b64 %paellapy_a, %paellapy_w, %paellapy_desc, %paellapy_magic;
 	.reg .pred %paellapy_other, %paellapy_foreign, %paellapy_flat;
 	{self._thread_index_bits()}
-	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{self._count_out_begin() if exits == "count-out" else ""}""")
+	setp.ne.u32 %paellapy_other, %paellapy_t, 0;{places}{self._count_out_begin() if exits == "count-out" else ""}""")
         self.entry.insert_epilogue(self._epilogue(exits, trace))
 
     def _choose_exits(self) -> Exits:
@@ -268,7 +275,7 @@ $paellapy_started:""")
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._line_address()}
 	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
-	mov.u32 %paellapy_start, %globaltimer_lo;"""
+	mov.u32 %paellapy_start, %globaltimer_lo;{self.ranges.at_start() if self.ranges else ""}"""
 
     def _prepare_count(self) -> str:
         return f"""{self._weight()}
@@ -316,6 +323,9 @@ $paellapy_numbered:"""
     def _epilogue(self, exits: Exits, trace: bool) -> str:
         prepare = self._prepare_record() if trace else self._prepare_count()
         write = self._write_end(trace)
+        leave = self.ranges.at_exit() if self.ranges else ""
+        if self.ranges:
+            write = f"{self.ranges.at_end()}\n\t{write}"
         if exits == "count-out":
             fetch = "mov.u32 %paellapy_sm, %smid;"
             if trace:  # the last thread out is rarely thread 0: slot and start time wait in shared memory
@@ -323,7 +333,7 @@ $paellapy_numbered:"""
 	ld.shared.u32 %paellapy_slot, [paellapy_out+4];
 	ld.shared.u32 %paellapy_start, [paellapy_out+8];"""
             return f"""
-$paellapy_exit:{self._count_out_end(trace)}
+$paellapy_exit:{leave}{self._count_out_end(trace)}
 	{fetch}
 	{prepare}
 	{write}
@@ -342,7 +352,7 @@ $paellapy_done:
 $paellapy_wait:"""
             prepare = ""
         return f"""
-$paellapy_exit:{before}
+$paellapy_exit:{leave}{before}
 	{barrier}
 	@%paellapy_other bra $paellapy_done;{foreign.replace("wait", "done")}
 	{prepare}

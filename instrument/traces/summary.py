@@ -15,6 +15,7 @@ from paellapy.instrument.device.occupancy import Occupancy, occupancy
 from paellapy.instrument.device.parts import WARP, limits_for_capability
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.records import Records
+from paellapy.instrument.traces.ranges import TracedRanges, block_rows
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -38,6 +39,7 @@ class Traced(Protocol):
     launches: Records
     kernels: tuple[str, ...]
     warps: NDArray[np.int64]  # of each block
+    ranges: TracedRanges
 
     @property
     def device(self) -> Facts: ...
@@ -67,11 +69,31 @@ class KernelSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeSummary:
+    """A range of a kernel, over all blocks and warps that noted it."""
+
+    kernel: str
+    name: str
+    count: int
+    mean_ns: float
+    median_ns: float
+    max_ns: int
+    share: float  # of the time of the blocks (or warps) that noted it
+
+    COLUMNS = ("kernel", "range", "times", "mean", "median", "max", "share of block")
+
+    def cells(self) -> tuple[str, ...]:
+        times = (readable_time(ns) for ns in (self.mean_ns, self.median_ns, self.max_ns))
+        return self.kernel, self.name, f"{self.count:,}", *times, f"{self.share:.1%}"
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """One row per kernel that ran. `print` it, or hand it to rich."""
+    """One row per kernel that ran, and one per range of it. `print` it, or hand it to rich."""
 
     title: str
     kernels: tuple[KernelSummary, ...]
+    ranges: tuple[RangeSummary, ...] = ()
 
     COLUMNS = ("kernel", "launches", "blocks", "mean", "median", "max", "span", "occupancy", "waves", "tail")
 
@@ -82,16 +104,21 @@ class Summary:
             yield k.kernel, f"{k.launches:,}", f"{k.blocks:,}", *times, *shares
 
     def __str__(self) -> str:
-        rows = [self.COLUMNS, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows)
+        lines = _aligned([self.COLUMNS, *self.cells()])
+        if self.ranges:
+            lines += _aligned([RangeSummary.COLUMNS, *(r.cells() for r in self.ranges)])
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)
         rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.cells())
         body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><caption>{html.escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
+        found = f"<table><caption>{html.escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
+        if self.ranges:
+            head = "".join(f"<th>{name}</th>" for name in RangeSummary.COLUMNS)
+            rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in r.cells()) for r in self.ranges)
+            found += f"<table><tr>{head}</tr>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+        return found
 
     def __rich__(self) -> Group:
         from rich import box
@@ -99,22 +126,46 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-        for name in self.COLUMNS:
-            if name == "kernel":
-                table.add_column(name, overflow="fold", min_width=8)
-            else:
-                table.add_column(name, justify="right", no_wrap=True)
-        for row in self.cells():
-            table.add_row(*map(Text, row))  # Text: a name such as `f[int]` is not markup
-        return Group(Text(self.title), table)  # a table's own title is no wider than the table
+        tables = []
+        both = ((self.COLUMNS, list(self.cells())), (RangeSummary.COLUMNS, [r.cells() for r in self.ranges]))
+        for columns, rows in both:
+            table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+            for name in columns:
+                if name in ("kernel", "range"):
+                    table.add_column(name, overflow="fold", min_width=8)
+                else:
+                    table.add_column(name, justify="right", no_wrap=True)
+            for row in rows:
+                table.add_row(*map(Text, row))  # Text: a name such as `f[int]` is not markup
+            if rows or columns is self.COLUMNS:
+                tables.append(table)
+        return Group(Text(self.title), *tables)  # a table's own title is no wider than the table
 
 
 def summarize(trace: Traced) -> Summary:
     """One row per kernel that ran, in the order of their names in `trace.kernels`."""
     run = runs(trace.blocks)
     ran = np.unique(trace.blocks["kernel"]).tolist()
-    return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran))
+    return Summary(repr(trace)[1:-1], tuple(_kernel_summary(trace, k, run) for k in ran), tuple(_ranges(trace)))
+
+
+def _ranges(trace: Traced) -> Iterator[RangeSummary]:
+    records = trace.ranges.records
+    row = block_rows(records, trace.blocks) if len(records) else np.zeros(0, np.int64)
+    lasted = trace.blocks["end_ns"] - trace.blocks["start_ns"]
+    which = records["kernel"].astype(np.int64) << 32 | records["range"]
+    for key in np.unique(which).tolist():
+        mine = which == key
+        ns = (records["end_ns"] - records["start_ns"])[mine]
+        lane = np.unique(row[mine] << 16 | records["warp"][mine])  # blocks, or warps of blocks
+        share = float(ns.sum()) / max(float(lasted[lane >> 16].sum()), 1.0)
+        names = trace.kernels[key >> 32], trace.ranges.names[key & 0xFFFFFFFF]
+        yield RangeSummary(*names, int(mine.sum()), float(ns.mean()), float(np.median(ns)), int(ns.max()), share)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
 
 
 def _kernel_summary(trace: Traced, kernel: int, run: NDArray[np.int64]) -> KernelSummary:

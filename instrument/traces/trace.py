@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, Records
 from paellapy.instrument.traces import trace_file
 from paellapy.instrument.traces.above import Above
+from paellapy.instrument.traces.ranges import TracedRanges
 from paellapy.instrument.traces.summary import (
     Residency,
     Summary,
@@ -66,6 +67,7 @@ class Trace:
     plot_gantt = Above()
     plot_residency = Above()
     plot_requests = Above()
+    plot_ranges = Above()
     explore = Above()
     save_figure = Above()
     picture = Above()
@@ -107,6 +109,7 @@ class Trace:
         self.dropped = dropped
         self.unfinished = unfinished
         self.unseen = tuple(unseen)
+        self.ranges = TracedRanges()
         self._check()
         row = np.searchsorted(self.launches["launch"], self.blocks["launch"])
         self.warps = self.launches["warps"][row].astype(np.int64)
@@ -178,7 +181,9 @@ class Trace:
             keep &= b["start_ns"] < end_ns
         if start_ns is not None or end_ns is not None:
             rows &= np.isin(self.launches["launch"], b["launch"][keep])
-        return Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
+        chosen = Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
+        chosen.ranges = self.ranges.of_blocks(chosen.blocks)
+        return chosen
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to one compact file, for `Trace.load`: 3 to 6 bytes a block."""
@@ -190,6 +195,9 @@ class Trace:
             "unseen": self.unseen,
         }
         more, about = self._more()
+        if self.ranges.names:
+            more = {**more, "ranges": self.ranges.records}
+            facts |= {"ranges": self.ranges.names, "ranges_lost": self.ranges.lost}
         trace_file.write(Path(path), self.blocks, self.launches, facts | about, more)
 
     @classmethod
@@ -205,6 +213,9 @@ class Trace:
                 raise TraceError(f"{path} is a trace of kind {facts['kind']!r}: import paellapy first, or upgrade it")
             found = kind(blocks, launches, kernels, device, int(facts["dropped"]), int(facts["unfinished"]))
             found.unseen = tuple(str(name) for name in facts.get("unseen", ()))
+            if "ranges" in more:
+                records = more.pop("ranges").astype(RANGE)
+                found.ranges = TracedRanges(records, tuple(map(str, facts["ranges"])), int(facts["ranges_lost"]))
             found._take(more, facts)
             return found
 

@@ -12,6 +12,7 @@ from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
 from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.traces.ranges import ranges_of
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
 from paellapy.instrument.versions import versions
@@ -31,6 +32,7 @@ class Session:
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
         self.begin_ns = device.clock_ns()
+        self.last = 0  # the launch noted last
         self.unreported = 0  # blocks of launches for which there was no descriptor left
 
     def add(
@@ -44,7 +46,7 @@ class Session:
         stream: int,
     ) -> int:
         """Notes a launch and gives it an id."""
-        launch = Session._next_id
+        launch = self.last = Session._next_id
         Session._next_id += 1
         shared = shared_bytes + compiled.code.static_shared_bytes
         warps = -(-threads // 32)
@@ -157,6 +159,7 @@ class trace:
         unseen = self._watch.names - set(kernels)
         facts = self._facts()
         self.result.fill(blocks, launches, kernels, facts, dropped, decoded.unfinished, sorted(unseen))
+        self.result.ranges = ranges_of(device.range_events(launches["launch"]), self.result.blocks)
 
 
 class _Watch:

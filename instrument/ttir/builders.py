@@ -11,7 +11,7 @@ from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import inline_asm, libdevice, reduction, shapes
 from paellapy.instrument.ttir.code import Code, Run, Slots, execute
 from paellapy.instrument.ttir.conversion import rounder
-from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, pure
+from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
 from paellapy.instrument.ttir.tree import Op, walk
 from paellapy.instrument.ttir.types import Type
@@ -112,6 +112,15 @@ def extern(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.elementwise_inline_asm")
 def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
+    if marker := marker_of(op):
+        slot_of_nothing = outs[0] if outs else None
+
+        def mark(active: Active, slots: Slots) -> None:
+            active.mark(marker)
+            if slot_of_nothing is not None:
+                slots[slot_of_nothing] = np.int32(0)
+
+        return mark
     text = op.body.partition('"')[2].rpartition('"')[0]
     try:
         made = inline_asm.Assembly.of(text, op.attributes.get("constraints", '""').strip('"'))

@@ -38,8 +38,11 @@ _PRODUCTS = ("tt.dot", "tt.dot_scaled")
 _FREE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.addptr", "tt.advance", "tt.store")
 
 
-def critical_path(ops: Sequence[Op]) -> Array | None:
-    """Counts (PATH_FIELDS) of one straight line: its longest chain, and what it computes besides."""
+def critical_path(ops: Sequence[Op], upto: int | None = None) -> Array | None:
+    """Counts (PATH_FIELDS) of one straight line: its longest chain, and what it computes besides.
+
+    `upto`: of its first so many ops only.
+    """
     start: tuple[int, tuple[int, ...]] = (0, (0, 0, 0, 0))
     reach: dict[str, tuple[int, tuple[int, ...]]] = {}
     longest = start
@@ -47,7 +50,7 @@ def critical_path(ops: Sequence[Op]) -> Array | None:
     # Triton loads ahead for products in a loop: there nobody waits for memory, only for the products.
     in_loop = bool(ops) and ops[-1].name in ("scf.yield", "scf.condition")
     pipelined = in_loop and any(op.name in _PRODUCTS for op in ops)
-    for op in ops:
+    for op in ops[:upto]:
         before = max((reach[name] for name in op.operands if name in reach), default=start)
         kind = _KINDS.get(op.name)
         at = before

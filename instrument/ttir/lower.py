@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from paellapy.instrument.errors import UnsupportedOpError
+from paellapy.instrument.markers import Marker, Ranges
 from paellapy.instrument.ttir import code
 from paellapy.instrument.ttir.code import Code, Function, Run, Step
 from paellapy.instrument.ttir.constants import constant
@@ -66,6 +68,7 @@ class Facts:
     addresses: bool = False  # pointers are made from numbers: what they point to is not among the arguments' facts
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
+    ranges: Ranges = field(default_factory=Ranges)
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
 
 
@@ -175,10 +178,10 @@ class Lowering:
         reads: dict[int, None] = {}
         defined = set(target.args)
         combines = bool(block.ops) and block.ops[-1].name in COMBINES
-        path = None if combines else critical_path(block.ops)
-        if path is not None:
-            target.steps.append(LoweredStep(waits(path), "counting"))
-        for op in block.ops:
+        paths = {} if combines else _paths(block.ops)
+        for at, op in enumerate(block.ops):
+            if (path := paths.get(at)) is not None:
+                target.steps.append(LoweredStep(waits(path), "counting"))
             args = tuple(self.slot(name, op) for name in op.operands)
             outs = tuple(self.slot(name, op) for name in op.results)
             reads.update(dict.fromkeys(args))
@@ -295,6 +298,24 @@ def polls(op: Op, module: Module) -> bool:
 def called(op: Op) -> str:
     """The name of the function that a `tt.call` calls."""
     return op.body.strip().removeprefix("@").split("(")[0].strip('" ')
+
+
+def marker_of(op: Op) -> Marker | None:
+    """The begin or end of a range that an op stands for."""
+    return Marker.of(op.body) if op.name == "tt.elementwise_inline_asm" and "paellapy " in op.body else None
+
+
+def _paths(ops: Sequence[Op]) -> dict[int, Array]:
+    """What blocks wait for in a straight line, booked where it begins; in one with markers, from marker to marker."""
+    cuts = [0, *(i + 1 for i, op in enumerate(ops) if marker_of(op)), len(ops)]
+    booked: dict[int, Array] = {}
+    before: Any = 0
+    for at, upto in itertools.pairwise(cuts):
+        path = critical_path(ops, upto)
+        if path is not None and at < len(ops):
+            booked[at] = path - before
+            before = path
+    return booked
 
 
 def waits(path: Array) -> Run:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paellapy.instrument.markers import Marker
 from paellapy.instrument.ttir import memory, plans
 from paellapy.instrument.ttir.latency import PATH_FIELDS
 from paellapy.instrument.ttir.memory import Site
@@ -47,12 +48,22 @@ class Buffers:
         return flat if own.storage == element.storage else plans.reinterpret(flat, element)
 
 
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """Some blocks at the begin or end of a range, and what each had cost until then."""
+
+    marker: Marker
+    ids: Array
+    cost: Array
+
+
 class Machine:
     """Evaluates directly. One machine per run of a chunk of blocks."""
 
     def __init__(self, kernel: str, buffers: Buffers, grid: tuple[int, int, int], ids: Array) -> None:
         self.kernel, self.buffers, self.grid, self.ids = kernel, buffers, grid, ids
         self.cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
+        self.marks: list[Mark] | None = None  # where ranges begin and end, if somebody wants to know
         self.give_way: Callable[[], None] = lambda: None  # called by a block while it waits for others
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -157,7 +168,20 @@ class Active:
         self.flops = self.dot_flops = self.loaded = self.stored = 0
         self.path = np.zeros(len(PATH_FIELDS), np.int64)
 
+    def mark(self, marker: Marker) -> None:
+        """Notes where the active blocks are."""
+        if self.machine.marks is not None:
+            self._settle_so_far()
+            self.machine.marks.append(Mark(marker, self.machine.ids[self.rows], self.machine.cost[self.rows]))
+
+    def _settle_so_far(self) -> None:
+        self.settle()
+        self.flops = self.dot_flops = self.loaded = self.stored = 0
+        self.path[:] = 0
+
     def subset(self, index: Array) -> Active:
+        if self.machine.marks is not None:
+            self._settle_so_far()  # a mark of the subset counts what was before
         return Active(
             self.machine,
             self.rows[index],

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.errors import LaunchError, OutOfBoundsError, ViewWarning
+from paellapy.instrument.markers import Ranges
 from paellapy.instrument.ttir import (  # noqa: F401  (they register translations)
     addresses,
     builders,
@@ -25,7 +26,7 @@ from paellapy.instrument.ttir import (  # noqa: F401  (they register translation
 )
 from paellapy.instrument.ttir.arguments import Bound, Signature
 from paellapy.instrument.ttir.lower import Facts, Lowering
-from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Recorder
+from paellapy.instrument.ttir.machine import COST_FIELDS, Active, Machine, Mark, Recorder
 from paellapy.instrument.ttir.parser import parse
 from paellapy.instrument.ttir.replay import compile_tape
 from paellapy.instrument.ttir.shorten import shorten
@@ -79,7 +80,9 @@ class TtirProgram:
     @classmethod
     def parse(cls, text: str, kernel: str) -> TtirProgram:
         """Translate TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
-        return cls(parse(text, kernel), kernel)
+        program = cls(parse(text, kernel), kernel)
+        program.facts.ranges = Ranges.in_text(text)
+        return program
 
     @property
     def dot_dtype(self) -> str | None:
@@ -87,12 +90,19 @@ class TtirProgram:
         return self.facts.dot_dtype
 
     def run(
-        self, args: Sequence[Any], grid: Sequence[int], blocks: range | Array | None = None, *, record: bool = True
+        self,
+        args: Sequence[Any],
+        grid: Sequence[int],
+        blocks: range | Array | None = None,
+        *,
+        record: bool = True,
+        marks: list[Mark] | None = None,
     ) -> Array:
         """Run blocks of the grid; returns one row of cost per block (dtype `COST_DTYPE`).
 
         `blocks` are linear ids, x fastest; None runs all. What does not depend on data is folded on the second call
         with the same scalars, shapes and blocks, and the rest replayed from then on; `record=False` turns that off.
+        `marks` takes where ranges begin and end; nothing is recorded then.
         """
         shape = _grid(grid, self.kernel)
         ids = _block_ids(blocks, shape, self.kernel)
@@ -101,14 +111,14 @@ class TtirProgram:
             return np.zeros(0, COST_DTYPE)
         before = None if self._whole else self._contents(bound)
         try:
-            return self._run(bound, shape, ids, record)
+            return self._run(bound, shape, ids, record, marks)
         except OutOfBoundsError as error:
             if before is None:
                 raise
             # On a GPU nobody knows of views: what lies in the array behind one can be reached.
             for flat, copy in before:
                 flat[...] = copy
-            cost = self._run(self._signature.bind(args, whole=True), shape, ids, record)
+            cost = self._run(self._signature.bind(args, whole=True), shape, ids, record, marks)
             self._whole = True
             warnings.warn(f"{error}. The array that argument is a view of holds it, so the kernel goes on, as it would "
                           "on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
@@ -122,11 +132,16 @@ class TtirProgram:
         written = [bound.buffers.flat[i] for i in self._signature.written]
         return [(flat, flat.copy()) for flat in written if flat is not None]
 
-    def _run(self, bound: Bound, shape: tuple[int, int, int], ids: range | Array, record: bool) -> Array:
+    def _run(
+        self, bound: Bound, shape: tuple[int, int, int], ids: range | Array, record: bool, marks: list[Mark] | None
+    ) -> Array:
         size = max(1, CHUNK_ELEMENTS // self.facts.tile)
         with np.errstate(all="ignore"):
             if self.facts.serial:
-                cost = self._take_turns(bound, shape, ids)
+                cost = self._take_turns(bound, shape, ids, marks)
+            elif marks is not None:
+                parts = [ids[low : low + size] for low in range(0, len(ids), size)]
+                cost = np.concatenate([self._evaluate(Machine, bound, shape, part, marks)[0] for part in parts])
             elif len(ids) <= size:
                 cost = self._chunk(bound, shape, ids, record)
             else:
@@ -197,14 +212,16 @@ class TtirProgram:
     def _splits(self, tape: Tape, blocks: int) -> bool:
         return tape.ragged and self.facts.dot_dtype is None and blocks * self.facts.tile >= MIN_SPLIT
 
-    def _take_turns(self, bound: Bound, grid: tuple[int, int, int], ids: range | Array) -> Array:
+    def _take_turns(
+        self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, marks: list[Mark] | None
+    ) -> Array:
         """Blocks that wait for each other run one by one."""
         cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
 
         def body(row: int) -> Callable[[Callable[[], None]], None]:
             def run(give_way: Callable[[], None]) -> None:
                 machine = Machine(self.kernel, bound.buffers, grid, np.asarray([ids[row]], np.int64))
-                machine.give_way = give_way
+                machine.give_way, machine.marks = give_way, marks
                 cost[row] = self._execute(machine, bound)[0]
 
             return run
@@ -227,9 +244,15 @@ class TtirProgram:
                 self._tape_bytes -= dropped.bytes
 
     def _evaluate(
-        self, machine_type: type[Machine], bound: Bound, grid: tuple[int, int, int], ids: range | Array
+        self,
+        machine_type: type[Machine],
+        bound: Bound,
+        grid: tuple[int, int, int],
+        ids: range | Array,
+        marks: list[Mark] | None = None,
     ) -> tuple[Array, Machine]:
         machine = machine_type(self.kernel, bound.buffers, grid, np.asarray(ids, np.int64))
+        machine.marks = marks
         return self._execute(machine, bound), machine
 
     def _execute(self, machine: Machine, bound: Bound) -> Array:

@@ -14,7 +14,8 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import timeline
 
 _SMS, _STREAMS, _REQUESTS = 0, 1, 2  # "processes"; their "threads" are lanes
-_LANES_PER_SM = 1 << 8
+_LANES_PER_SM = timeline.LANES_PER_SM
+_WARPS = 1 << 26  # from here on lanes of single warps
 
 
 def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
@@ -27,6 +28,7 @@ def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     origin = min([trace.span_ns[0], *(span.start_ns for span in spans)])
     events = [*_names(trace), *_blocks(trace, origin), *_launches(trace, origin), *_counters(trace, origin)]
     events += _requests(spans, origin)
+    events += _ranges(trace, origin)
     for mark in timeline.deadline_marks(trace):
         at = {"pid": _REQUESTS, "tid": mark.lane, "ts": (mark.time_ns - origin) / 1000}
         events.append({"ph": "i", "s": "t", "name": mark.name, "cat": "request", **at})
@@ -58,6 +60,17 @@ def _blocks(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
     columns = (b[name].tolist() for name in ("kernel", "block", "launch", "start_ns", "end_ns"))
     for tid, kernel, block, launch, start, end in zip(thread.tolist(), *columns, strict=True):
         yield _slice(_SMS, tid, trace.kernels[kernel], start - origin, end - start, block=block, launch=launch)
+
+
+def _ranges(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
+    """Inside their blocks; those of single warps in lanes of their own."""
+    warps = timeline.range_warps(trace)
+    for track in warps:
+        name = f"SM {track.sm}, lane {track.lane}, warp {track.warp}"
+        yield _thread(_SMS, _WARPS + (track.place << 6 | track.warp), name)
+    for r in timeline.range_slices(trace):
+        thread = r.place if r.warp is None else _WARPS + (r.place << 6 | r.warp)
+        yield _slice(_SMS, thread, r.name, r.start_ns - origin, r.end_ns - r.start_ns, block=r.block, launch=r.launch)
 
 
 def _launches(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:

@@ -17,8 +17,8 @@ from paellapy.viz.requests import has_requests
 _SEQUENCE = 1
 _GPU, _STREAMS, _COUNTERS = 1, 2, 16  # tracks; SMs and lanes follow from _SM_TRACKS on
 _SM_TRACKS = 1 << 20
-_LANES_PER_SM = 1 << 8  # more than any SM holds blocks
-_STREAM_TRACKS, _REQUESTS = 1 << 40, 1 << 41
+_LANES_PER_SM = timeline.LANES_PER_SM
+_STREAM_TRACKS, _REQUESTS, _WARP_TRACKS = 1 << 40, 1 << 41, 1 << 42
 
 
 def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
@@ -34,10 +34,11 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
     spans = timeline.request_spans(trace)
     marks = timeline.deadline_marks(trace)
     named = [*(span.name for span in spans), *(mark.name for mark in marks)]
-    file = _Writer(protos, [*trace.kernels, "request", *named])
+    file = _Writer(protos, [*trace.kernels, "request", *named, *trace.ranges.names])
     for uuid, parent, name, rank in _tracks(trace):
         file.track(uuid, parent, name, rank)
     _blocks(file, trace)
+    _ranges(file, trace)
     _launches(file, trace)
     for lane in sorted({span.lane for span in spans}):
         file.track(_REQUESTS + 1 + lane, _REQUESTS, f"lane {lane}", lane)
@@ -99,6 +100,22 @@ def _blocks(file: _Writer, trace: Trace) -> None:
         kernel = number[k]
         file.begin(on, start, kernel, kernel, block=block, launch=launch)
         file.end(on, end)
+
+
+def _ranges(file: _Writer, trace: Trace) -> None:
+    """Inside their blocks; those of single warps on tracks of their own below."""
+    for t in timeline.range_warps(trace):
+        file.track(_warp_track(t.place, t.warp), _lane_track(t.sm, t.lane), f"warp {t.warp}", t.warp)
+    for r in timeline.range_slices(trace):
+        sm, lane = divmod(r.place, _LANES_PER_SM)
+        track = _lane_track(sm, lane) if r.warp is None else _warp_track(r.place, r.warp)
+        number = file.number[r.name]
+        file.begin(track, r.start_ns, number, number, block=r.block, launch=r.launch)
+        file.end(track, r.end_ns)
+
+
+def _warp_track(place: int, warp: int) -> int:
+    return _WARP_TRACKS + (place << 6 | warp)
 
 
 def _launches(file: _Writer, trace: Trace) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paellapy.instrument.records import Records
+from paellapy.instrument.records import WHOLE_BLOCK, Records
+from paellapy.instrument.traces.ranges import block_rows
 from paellapy.instrument.traces.summary import runs
 from paellapy.instrument.traces.trace import Trace
 from paellapy.viz.data import lanes
 from paellapy.viz.requests import requests
+
+LANES_PER_SM = 1 << 8  # more than any SM holds blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,3 +153,43 @@ def requests_running(trace: Trace) -> Counter | None:
 
 def _each(rows: Records) -> NDArray[np.int64]:
     return np.ones(len(rows), np.int64)
+
+
+class RangeSlice(NamedTuple):
+    """A range on the time line: in its block's lane, or, of a single warp, below it."""
+
+    name: str
+    place: int  # SM and lane in one number, as the files of other tools number them
+    warp: int | None
+    block: int
+    launch: int
+    start_ns: int
+    end_ns: int
+
+
+class WarpTrack(NamedTuple):
+    place: int
+    sm: int
+    lane: int
+    warp: int
+
+
+def range_slices(trace: Trace) -> list[RangeSlice]:
+    """Outer ranges before those inside them."""
+    records = trace.ranges.records
+    records = records[np.lexsort((records["depth"], records["start_ns"]))]
+    if not len(records):
+        return []
+    lane = block_lanes(trace)[block_rows(records, trace.blocks)]
+    place = (records["sm"].astype(np.int64) * LANES_PER_SM + lane).tolist()
+    columns = (records[name].tolist() for name in ("range", "warp", "block", "launch", "start_ns", "end_ns"))
+    return [
+        RangeSlice(trace.ranges.names[r], at, None if warp == WHOLE_BLOCK else warp, block, launch, start, end)
+        for at, r, warp, block, launch, start, end in zip(place, *columns, strict=True)
+    ]
+
+
+def range_warps(trace: Trace) -> list[WarpTrack]:
+    """The warps that note ranges of their own, wherever they run."""
+    found = {(r.place, r.warp) for r in range_slices(trace) if r.warp is not None}
+    return [WarpTrack(place, *divmod(place, LANES_PER_SM), warp) for place, warp in sorted(found)]

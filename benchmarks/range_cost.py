@@ -1,0 +1,197 @@
+"""What in-kernel ranges cost: a GEMM and attention with eight ranges, against the same kernels without.
+
+    python benchmarks/range_cost.py          # on a GPU; on the virtual one only to see that it runs
+
+Each kernel runs plain, traced without ranges, and traced with eight of them, in turns. Times are of whole batches of
+launches, between two events. That ranges cost nothing outside a trace needs no timing: the machine code is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from common import save
+
+import paellapy as pp
+
+
+@triton.jit
+def gemm_ranges(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    with pp.range("addresses"):
+        pid = tl.program_id(0)
+        across = tl.cdiv(N, BN)
+        rm = pid // across * BM + tl.arange(0, BM)
+        rn = pid % across * BN + tl.arange(0, BN)
+        rk = tl.arange(0, BK)
+    with pp.range("zero"):
+        acc = tl.zeros((BM, BN), tl.float32)
+    with pp.range("loop"):
+        for k in range(0, K, BK):
+            with pp.range("load a"):
+                x = tl.load(a + rm[:, None] * K + k + rk[None, :])
+            with pp.range("load b"):
+                y = tl.load(b + (k + rk)[:, None] * N + rn[None, :])
+            with pp.range("mma"):
+                acc = tl.dot(x, y, acc)
+    with pp.range("convert"):
+        out = acc.to(tl.float16)
+    with pp.range("store"):
+        tl.store(c + rm[:, None] * N + rn[None, :], out)
+
+
+@triton.jit
+def gemm_plain(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BN)
+    rm = pid // across * BM + tl.arange(0, BM)
+    rn = pid % across * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        x = tl.load(a + rm[:, None] * K + k + rk[None, :])
+        y = tl.load(b + (k + rk)[:, None] * N + rn[None, :])
+        acc = tl.dot(x, y, acc)
+    out = acc.to(tl.float16)
+    tl.store(c + rm[:, None] * N + rn[None, :], out)
+
+
+@triton.jit
+def attention_ranges(q, k, v, o, T, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, scale: tl.constexpr):
+    with pp.range("load q"):
+        head = tl.program_id(1) * T * D
+        rows, cols, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
+        x = tl.load(q + head + rows[:, None] * D + d[None, :])
+    m, total = tl.full((BM,), -1e30, tl.float32), tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    with pp.range("loop"):
+        for start in range(0, T, BN):
+            with pp.range("load k"):
+                kt = tl.load(k + head + (start + cols)[None, :] * D + d[:, None])
+            with pp.range("scores"):
+                s = tl.dot(x, kt) * scale
+            with pp.range("softmax"):
+                new = tl.maximum(m, tl.max(s, 1))
+                p = tl.exp2(s - new[:, None])
+                shrink = tl.exp2(m - new)
+                total = total * shrink + tl.sum(p, 1)
+                m = new
+            with pp.range("load v"):
+                y = tl.load(v + head + (start + cols)[:, None] * D + d[None, :])
+            with pp.range("values"):
+                acc = tl.dot(p.to(tl.float16), y, acc * shrink[:, None])
+    with pp.range("store"):
+        tl.store(o + head + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(tl.float16))
+
+
+@triton.jit
+def attention_plain(q, k, v, o, T, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, scale: tl.constexpr):
+    head = tl.program_id(1) * T * D
+    rows, cols, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
+    x = tl.load(q + head + rows[:, None] * D + d[None, :])
+    m, total = tl.full((BM,), -1e30, tl.float32), tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    for start in range(0, T, BN):
+        kt = tl.load(k + head + (start + cols)[None, :] * D + d[:, None])
+        s = tl.dot(x, kt) * scale
+        new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - new[:, None])
+        shrink = tl.exp2(m - new)
+        total = total * shrink + tl.sum(p, 1)
+        m = new
+        y = tl.load(v + head + (start + cols)[:, None] * D + d[None, :])
+        acc = tl.dot(p.to(tl.float16), y, acc * shrink[:, None])
+    tl.store(o + head + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(tl.float16))
+
+
+def gemm_case(size: int) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, int], Any]:
+    g = np.random.default_rng(0)
+    a, b = (pp.array(g.standard_normal((size, size)).astype(np.float16)) for _ in range(2))
+    c = pp.zeros((size, size), np.float16)
+    return ((size // 128) ** 2,), (a, b, c, size, size, size, 128, 128, 64), {"num_warps": 8, "num_stages": 3}, c
+
+
+def attention_case(tokens: int) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, int], Any]:
+    g, heads, width = np.random.default_rng(0), 32, 64
+    q, k, v = (pp.array(g.standard_normal((heads, tokens, width)).astype(np.float16)) for _ in range(3))
+    o = pp.zeros((heads, tokens, width), np.float16)
+    scale = 1.4426950408889634 * width**-0.5
+    return (tokens // 128, heads), (q, k, v, o, tokens, width, 128, 64, scale), {"num_warps": 4, "num_stages": 3}, o
+
+
+def batch_us(launch: Callable[[], Any], times: int) -> float:
+    device = pp.Device.current()
+    start = device.record()
+    for _ in range(times):
+        launch()
+    end = device.record()
+    end.synchronize()
+    return end.elapsed_ns(start) / 1000 / times
+
+
+def measured(name: str, marked: Any, unmarked: Any, case: Any, rounds: int, times: int) -> dict[str, Any]:
+    grid, args, options, out = case
+    with_, without = pp.kernel(marked, report=None), pp.kernel(unmarked, report=None)
+
+    def launch(kernel: Any) -> Callable[[], Any]:
+        return lambda: kernel[grid](*args, **options)
+
+    found: dict[str, list[float]] = {"plain": [], "traced": [], "traced with ranges": []}
+    results: dict[str, Any] = {}
+    for kernel in (with_, without):  # compiled and loaded before anything is timed
+        launch(kernel)()
+        with pp.trace(records_per_sm=1 << 10):
+            launch(kernel)()
+    for _ in range(rounds):
+        found["plain"].append(batch_us(launch(without), times))
+        plain = out.numpy().copy()
+        with pp.trace(records_per_sm=1 << 10):
+            found["traced"].append(batch_us(launch(without), times))
+        with pp.trace(records_per_sm=1 << 10) as t:
+            found["traced with ranges"].append(batch_us(launch(with_), times))
+        results["same_bits"] = bool(np.array_equal(plain, out.numpy()))
+        results["ranges"], results["lost"] = len(t.ranges), t.ranges.lost
+    us = {kind: statistics.median(v) for kind, v in found.items()}
+    results["us"] = us
+    results["ranges_over_traced"] = us["traced with ranges"] / us["traced"]
+    results["ranges_over_plain"] = us["traced with ranges"] / us["plain"]
+    builds = [k.compile(*args, report=None, **options) for k in (with_, without)]
+    results["registers_off"] = [b.registers for b in builds]
+    results["same_code_off"] = _code(builds[0], marked) == _code(builds[1], unmarked)
+    results["summary"] = [{"range": r.name, "mean_ns": r.mean_ns, "share": r.share} for r in t.summary().ranges]
+    print(name, {k: v for k, v in results.items() if k != "summary"}, flush=True)
+    return results
+
+
+def _code(compiled: Any, fn: Any) -> list[str]:
+    """The instructions that ptxas is given: without lines and names, which differ."""
+    text = compiled.ptx.replace(fn.__name__, "kernel")
+    body = text[text.index(".entry") :].partition(".section")[0]
+    lines = (line.strip() for line in body.splitlines())
+    return [line for line in lines if line and not line.startswith((".loc", "//", "$L__tmp"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="sizes for the virtual GPU")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    device = pp.Device.current()
+    gemm, tokens = (256, 256) if given.small else (4096, 4096)
+    rounds, times = (1, 2) if given.small else (7, 10)
+    rows = {"gemm": measured("gemm", gemm_ranges, gemm_plain, gemm_case(gemm), rounds, times)}
+    save("range_cost", rows, device, given.out)
+    rows["attention"] = measured(
+        "attention", attention_ranges, attention_plain, attention_case(tokens), rounds, times
+    )
+    save("range_cost", rows, device, given.out)
+
+
+if __name__ == "__main__":
+    main()
