@@ -106,6 +106,19 @@ LAUNCH = np.dtype(
     ]
 )
 
+# What is known of a launch beyond its record: of its machine code, and, where blocks are evaluated, of its work.
+WORK = np.dtype(
+    [
+        ("launch", "<u4"),
+        ("spill_bytes", "<u4"),  # per thread, stores and loads
+        ("plain_registers", "<u4"),  # per thread, of the kernel before the passes; 0: unknown
+        ("pad", "<u4"),
+        ("bytes", "<i8"),  # loaded and stored
+        ("flops", "<i8"),
+        ("tensor_flops", "<i8"),
+    ]
+)
+
 Records = NDArray[Any]
 
 

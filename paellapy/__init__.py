@@ -33,6 +33,7 @@ add_methods(
         "to_html": "paellapy.viz.report:to_html",
     },
 )
+add_methods("Explanation", {"plot": "paellapy.viz.explain_figure:plot_explanation"})
 add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
 
 # `__init__.pyi` says where each public name lives. The modules are imported when a name is first used, so that

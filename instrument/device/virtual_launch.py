@@ -232,6 +232,8 @@ class VirtualLauncher(Launcher):
             gx, gy, gz = submit.grid
             shared = compiled.source.dynamic_shared_bytes
             launch_id = session.add(compiled, (gx * cluster, gy, gz), self.threads, shared, first, blocks, stream)
+            moved = int(cost["bytes_loaded"].sum() + cost["bytes_stored"].sum())
+            session.counted[launch_id] = (moved, int(cost["flops"].sum()), int(cost["dot_flops"].sum()))
         traced = session is not None
         return device.model.launch(
             stream, kernel, launch_id=launch_id, trace=traced, report=False, submit_ns=submit.at_ns

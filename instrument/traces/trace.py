@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paellapy.instrument.errors import TraceError
-from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, Records
+from paellapy.instrument.records import BLOCK, LAUNCH, RANGE, WORK, Records
 from paellapy.instrument.traces import trace_file
 from paellapy.instrument.traces.above import Above
+from paellapy.instrument.traces.explain import Explanation, explain
+from paellapy.instrument.traces.means import time_means
 from paellapy.instrument.traces.ranges import TracedRanges
 from paellapy.instrument.traces.summary import (
     Residency,
@@ -110,6 +112,7 @@ class Trace:
         self.unfinished = unfinished
         self.unseen = tuple(unseen)
         self.ranges = TracedRanges()
+        self.work: Records = np.zeros(0, WORK)
         self._check()
         row = np.searchsorted(self.launches["launch"], self.blocks["launch"])
         self.warps = self.launches["warps"][row].astype(np.int64)
@@ -155,6 +158,10 @@ class Trace:
         """One row per kernel that ran, in the order of their names in `kernels`."""
         return summarize(self)
 
+    def explain(self) -> Explanation:
+        """What limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`."""
+        return explain(self)
+
     def select(
         self,
         kernel: str | int | None = None,
@@ -183,6 +190,7 @@ class Trace:
             rows &= np.isin(self.launches["launch"], b["launch"][keep])
         chosen = Trace(b[keep], self.launches[rows], self.kernels, self.device, self.dropped, self.unfinished)
         chosen.ranges = self.ranges.of_blocks(chosen.blocks)
+        chosen.work = self.work[np.isin(self.work["launch"], chosen.launches["launch"])]
         return chosen
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -198,6 +206,8 @@ class Trace:
         if self.ranges.names:
             more = {**more, "ranges": self.ranges.records}
             facts |= {"ranges": self.ranges.names, "ranges_lost": self.ranges.lost}
+        if len(self.work):
+            more = {**more, "work": self.work}
         trace_file.write(Path(path), self.blocks, self.launches, facts | about, more)
 
     @classmethod
@@ -216,6 +226,8 @@ class Trace:
             if "ranges" in more:
                 records = more.pop("ranges").astype(RANGE)
                 found.ranges = TracedRanges(records, tuple(map(str, facts["ranges"])), int(facts["ranges_lost"]))
+            if "work" in more:
+                found.work = more.pop("work").astype(WORK)
             found._take(more, facts)
             return found
 
@@ -275,32 +287,3 @@ Trace._kinds[""] = Trace
 def _frozen(array: Records) -> Records:
     array.flags.writeable = False
     return array
-
-
-def time_means(
-    rows: NDArray[Any],
-    start_ns: NDArray[np.int64],
-    end_ns: NDArray[np.int64],
-    weights: NDArray[np.int64],
-    n_rows: int,
-    first: int,
-    last: int,
-    bins: int,
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """For each row and each of `bins` equal parts of [first, last]: the mean over time of the weights present.
-
-    Exact, not sampled. Returns rows x bins, and the edges of the bins.
-    """
-    # Relative to the first edge: ns since 1970 do not fit the 53 bits of a float.
-    edges = np.array([(last - first) * i // bins for i in range(bins + 1)], np.int64)
-    width = np.diff(edges)
-    row = rows.astype(np.int64) * bins
-    area = np.zeros((n_rows, bins))
-    for sign, times in ((1, start_ns), (-1, end_ns)):
-        # Present from here on: part of this bin and the whole of every later one.
-        at = np.clip(times, first, last) - first
-        bin_ = np.minimum(np.searchsorted(edges, at, side="right") - 1, bins - 1)
-        part = np.bincount(row + bin_, weights * (edges[bin_ + 1] - at), area.size).reshape(area.shape)
-        whole = np.bincount(row + bin_, weights, area.size).reshape(area.shape)
-        area += sign * (part + (np.cumsum(whole, axis=1) - whole) * width)
-    return area / np.maximum(width, 1), edges + first

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.ptx.compiled import Compiled
-from paellapy.instrument.records import BLOCK, LAUNCH, Records
+from paellapy.instrument.ptx.passes import PassConfig
+from paellapy.instrument.records import BLOCK, LAUNCH, WORK, Records
 from paellapy.instrument.traces.ranges import ranges_of
 from paellapy.instrument.traces.ring import Mark, decode
 from paellapy.instrument.traces.trace import DeviceFacts, Trace
@@ -32,6 +33,8 @@ class Session:
         self._kernels: dict[str, int] = {}
         self._rows: list[tuple[Any, ...]] = []
         self.begin_ns = device.clock_ns()
+        self._compiled: dict[int, Compiled] = {}
+        self.counted: dict[int, tuple[int, int, int]] = {}  # bytes, flops and tensor flops of evaluated launches
         self.last = 0  # the launch noted last
         self.unreported = 0  # blocks of launches for which there was no descriptor left
 
@@ -53,6 +56,7 @@ class Session:
         submit = self.device.host_ns()
         row = (launch, 0, warps, compiled.registers, 0, shared, grid, first, blocks, submit, stream)
         self.note(compiled.name, row)
+        self._compiled[launch] = compiled
         if self.device.is_capturing(stream):
             Session._captured[launch] = (compiled.name, row)
         return launch
@@ -83,6 +87,15 @@ class Session:
         for launch in np.unique(seen):
             if launch < self.first_id and (known := Session._captured.get(int(launch))):
                 self.note(*known)
+
+    def work(self, launches: NDArray[np.uint32]) -> Records:
+        """What is known of these launches' machine code and work."""
+        rows = []
+        for launch in launches.tolist():
+            if made := self._compiled.get(launch):
+                plain = made.source.build(PassConfig()).registers  # kept on disk where the kernel ran plain before
+                rows.append((launch, made.code.spill_bytes, plain, 0, *self.counted.get(launch, (0, 0, 0))))
+        return np.array(rows, WORK)
 
     def launches(self) -> tuple[Records, tuple[str, ...]]:
         rows = np.array(sorted(self._rows, key=lambda r: r[0]), LAUNCH)
@@ -159,6 +172,7 @@ class trace:
         unseen = self._watch.names - set(kernels)
         facts = self._facts()
         self.result.fill(blocks, launches, kernels, facts, dropped, decoded.unfinished, sorted(unseen))
+        self.result.work = session.work(launches["launch"])
         self.result.ranges = ranges_of(device.range_events(launches["launch"]), self.result.blocks)
 
 

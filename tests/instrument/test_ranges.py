@@ -242,3 +242,21 @@ def test_a_gpu_notes_ranges_within_its_blocks(per_warp):
         mine = r[r["block"] == block["block"]]
         assert (mine["start_ns"] >= block["start_ns"]).all()
         assert (mine["end_ns"] <= block["end_ns"]).all()
+
+
+def test_an_explanation_names_what_limits_a_kernel():
+    explained = traced().explain()
+    (kernel,) = explained.kernels
+    about = {c.about: c for c in kernel.claims}
+    assert about["small grid"].figures["blocks per launch"] == 8
+    assert about["widest range"].says.startswith("'")
+    assert "small grid" in str(explained)
+    assert {bar.name for bar in explained.plot().data} == set(about)
+
+
+def test_work_is_kept_with_a_trace(tmp_path):
+    t = traced()
+    assert t.work["bytes"][0] == 2 * 4 * N
+    assert t.work["plain_registers"][0] > 0
+    t.save(tmp_path / "t.pptrace")
+    np.testing.assert_array_equal(pp.Trace.load(tmp_path / "t.pptrace").work, t.work)

@@ -1,0 +1,179 @@
+"""`t.explain()`: what limits each kernel of a trace, in words, with the figures behind every claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paellapy.instrument.device.occupancy import Occupancy, occupancy
+from paellapy.instrument.device.parts import PARTS, WARP, Part, limits_for_capability
+from paellapy.instrument.records import Records
+from paellapy.instrument.traces.above import Above
+from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
+
+_WORTH_SAYING = 0.05  # of a kernel's time
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One thing that limits a kernel. `share` of its time is about what it costs; for a roof, what is reached of it."""
+
+    about: str
+    says: str
+    share: float
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelExplanation:
+    kernel: str
+    span_ns: int
+    claims: tuple[Claim, ...]  # the weightiest first
+
+    def __str__(self) -> str:
+        head = f"{self.kernel} ({readable_time(self.span_ns)} from first block to last)"
+        if not self.claims:
+            return f"{head}\n  Nothing in this trace stands out."
+        return "\n".join([head, *(f"  {c.share:4.0%}  {c.about}: {c.says}" for c in self.claims)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All kernels of a trace. `print` it, or `plot()` it."""
+
+    kernels: tuple[KernelExplanation, ...]
+    plot = Above()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.kernels)) or "The trace has no blocks."
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def explain(trace: Any) -> Explanation:
+    """What limits the kernels of a trace."""
+    found = []
+    for summary in trace.summary().kernels:
+        numbers = [i for i, name in enumerate(trace.kernels) if name == summary.kernel]
+        blocks = trace.blocks[np.isin(trace.blocks["kernel"], numbers)]
+        launches = trace.launches[np.isin(trace.launches["launch"], blocks["launch"])]
+        claims = [c for c in _claims(trace, summary, blocks, launches) if c.share >= _WORTH_SAYING]
+        ordered = sorted(claims, key=lambda c: -c.share)
+        found.append(KernelExplanation(summary.kernel, summary.span_ns, tuple(ordered)))
+    return Explanation(tuple(found))
+
+
+def _claims(trace: Any, k: KernelSummary, blocks: Records, launches: Records) -> Iterator[Claim]:
+    yield from _waves(trace, k, launches)
+    yield from _occupancy(trace, launches)
+    yield from _imbalance(trace, blocks)
+    yield from _work(trace, blocks, launches)
+    yield from _widest_range(trace, k)
+
+
+def _waves(trace: Any, k: KernelSummary, launches: Records) -> Iterator[Claim]:
+    per_launch = int(launches["blocks"].mean())
+    figures = {"blocks per launch": per_launch, "waves": round(k.waves, 2), "tail": round(k.tail_share, 3)}
+    if k.waves < 1:
+        says = f"{per_launch:,} blocks a launch fill {k.waves:.0%} of what the SMs hold. Smaller tiles make more."
+        yield Claim("small grid", says, 1 - k.waves, figures)
+    elif k.tail_share >= _WORTH_SAYING:
+        last = k.waves % 1 or 1.0
+        says = f"after the first SM has run dry, {k.tail_share:.0%} of the time is left: {k.waves:.2f} waves, the last"
+        yield Claim("tail", f"{says} {last:.0%} full.", k.tail_share, figures)
+
+
+def _occupancy(trace: Traced, launches: Records) -> Iterator[Claim]:
+    launch = launches[0]
+    allowed = allowed_by(trace, launch)
+    if allowed is None:
+        return
+    needs = {
+        "registers": f"{launch['registers']} registers a thread",
+        "shared memory": f"{launch['shared_bytes']:,} bytes of shared memory a block",
+        "threads": "its threads",
+        "blocks": f"blocks of {int(launch['warps']) * WARP} threads",
+    }
+    figures = {"blocks per SM": allowed.blocks_per_sm, "occupancy": round(allowed.fraction, 3)}
+    if allowed.fraction < 1:
+        says = f"an SM holds {allowed.blocks_per_sm} blocks, {allowed.warps_per_sm} of {allowed.max_warps} warps"
+        yield Claim("occupancy", f"{says}, limited by {needs[allowed.limiter]}.", (1 - allowed.fraction) / 2, figures)
+    plain = _plain_occupancy(trace, launch)
+    if plain is not None and plain.blocks_per_sm > allowed.blocks_per_sm:
+        lost = 1 - allowed.blocks_per_sm / plain.blocks_per_sm
+        says = f"the plain kernel has {plain.blocks_per_sm} blocks per SM, this one {allowed.blocks_per_sm}: times here"
+        yield Claim("reporting", f"{says} are longer than without a trace.", lost, {"plain": plain.blocks_per_sm})
+
+
+def _plain_occupancy(trace: Any, launch: Any) -> Occupancy | None:
+    work = trace.work[trace.work["launch"] == launch["launch"]]
+    if not len(work) or not work["plain_registers"][0]:
+        return None
+    limits = limits_for_capability(trace.device.compute_capability)
+    return occupancy(limits, int(launch["warps"]) * WARP, int(work["plain_registers"][0]), int(launch["shared_bytes"]))
+
+
+def _imbalance(trace: Any, blocks: Records) -> Iterator[Claim]:
+    busy = residency_of(blocks, trace.device.n_sm).busy_ns
+    used = busy[busy > 0]
+    if len(used) > 1 and len(blocks) > len(used):
+        lost = 1 - float(used.mean()) / float(used.max())
+        says = f"the busiest SM works {readable_time(used.max())}, the mean one {readable_time(used.mean())}"
+        yield Claim("imbalance between SMs", f"{says}.", lost, {"SMs used": len(used)})
+    lasted = (blocks["end_ns"] - blocks["start_ns"]).astype(float)
+    if len(lasted) >= 8 and lasted.max() > 2 * np.median(lasted):
+        share = 1 - float(np.median(lasted) / lasted.max())
+        says = f"the longest block takes {readable_time(lasted.max())}, the median {readable_time(np.median(lasted))}"
+        yield Claim("unequal blocks", f"{says}.", share / 2, {"longest": int(np.argmax(lasted))})
+
+
+def _work(trace: Any, blocks: Records, launches: Records) -> Iterator[Claim]:
+    work = trace.work[np.isin(trace.work["launch"], launches["launch"])]
+    if not len(work):
+        return
+    if spilled := int(work["spill_bytes"].max()):
+        says = f"{spilled:,} bytes of registers a thread go to memory and back; smaller tiles or more warps avoid that"
+        yield Claim("spills", f"{says}.", min(0.5, spilled / 512), {"bytes": spilled})
+    part = _part(trace.device.name)
+    span = float(_union_ns(blocks))
+    if part is None or not work["bytes"].any() or not span:
+        return
+    roofs = {
+        "memory": (float(work["bytes"].sum()), part.bandwidth_gbps, "bytes", f"{part.bandwidth_gbps:,.0f} GB/s"),
+        "arithmetic": (float(work["flops"].sum()), part.fp32_tflops * 1e3, "operations",
+                       f"{part.fp32_tflops:,.0f} Tflop/s"),
+        "tensor cores": (float(work["tensor_flops"].sum()), part.fp16_tensor_tflops * 1e3, "operations",
+                         f"{part.fp16_tensor_tflops:,.0f} Tflop/s"),
+    }  # fmt: skip
+    name, (amount, rate, unit, peak) = max(roofs.items(), key=lambda item: item[1][0] / item[1][1])
+    reached = amount / rate / span
+    says = f"{amount:,.0f} {unit} at {peak} take {readable_time(amount / rate)}: {reached:.0%} of the roof is reached"
+    yield Claim(f"roof: {name}", f"{says}.", min(reached, 1.0), {unit: amount, "of the roof": round(reached, 3)})
+
+
+def _widest_range(trace: Any, k: KernelSummary) -> Iterator[Claim]:
+    ranges = [r for r in trace.summary().ranges if r.kernel == k.kernel]
+    if ranges:
+        widest = max(ranges, key=lambda r: r.share)
+        says = f"{widest.name!r} takes {widest.share:.0%} of its blocks' time, {readable_time(widest.mean_ns)} each"
+        yield Claim("widest range", f"{says}.", min(widest.share, 1.0), {"times": widest.count})
+
+
+def _union_ns(blocks: Records) -> int:
+    """Time during which any of these blocks ran."""
+    order = np.argsort(blocks["start_ns"], kind="stable")
+    start, end = blocks["start_ns"][order], np.maximum.accumulate(blocks["end_ns"][order])
+    gaps: NDArray[np.int64] = np.maximum(start[1:] - end[:-1], 0)
+    return int(end[-1] - start[0] - gaps.sum()) if len(order) else 0
+
+
+def _part(name: str) -> Part | None:
+    alike = [p for p in PARTS.values() if p.title in name or name in p.title]
+    return alike[0] if alike else None
