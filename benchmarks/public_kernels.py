@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import time
 import types
 import warnings
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--only", default="", help="names, or parts of names, with commas between them")
     parser.add_argument("--no-passes", action="store_true", help="do not assemble the variants, which takes longest")
+    parser.add_argument("--resume", action="store_true", help="keep what the stored result has, run the rest")
     parser.add_argument("--out", type=Path, default=None, help=f"folder of the result, else {RESULTS}")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -236,6 +238,10 @@ def main() -> None:
     if given.gpu:
         return on_gpu(chosen, given.out)
     kernels, rows = Kernels(), {}
+    stored = (given.out or RESULTS) / "public_kernels.json"
+    if given.resume and stored.exists():
+        rows = json.loads(stored.read_text())["results"]["cases"]
+        chosen = {n: c for n, c in chosen.items() if n not in rows}
     with pp.Device("virtual:H200") as device:
         for name, case in chosen.items():
             rows[name] = on_virtual(case, kernels)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.errors import TraceError
 from paellapy.instrument.records import Records
-from paellapy.instrument.traces.summary import allowed_by, readable_time, times_launched
 from paellapy.instrument.traces.means import time_means
+from paellapy.instrument.traces.summary import allowed_by, readable_time, times_launched
 from paellapy.instrument.traces.trace import Occupancy2D, Trace
 from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz.palette import OKABE_ITO
