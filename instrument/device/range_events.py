@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,14 @@ class Events:
     overwritten: int = 0
 
     def at(self, chosen: NDArray[np.bool_]) -> Events:
-        low = None if self.start_lo is None else self.start_lo[chosen]
-        columns = (column[chosen] for column in (self.block, self.warp, self.tag, self.part))
-        return Events(self.launch, self.names, *columns, low, self.overwritten)
+        return replace(
+            self,
+            block=self.block[chosen],
+            warp=self.warp[chosen],
+            tag=self.tag[chosen],
+            part=self.part[chosen],
+            start_lo=None if self.start_lo is None else self.start_lo[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,12 @@ def events_of(
     if not columns:
         nothing = np.zeros(0, np.uint32)
         return Events(launch, ranges.names, nothing, nothing.astype(np.uint16), nothing, np.zeros(0))
-    block, tag, part = (np.concatenate(column) for column in zip(*columns, strict=True))
+    block, tags, part = (np.concatenate(column) for column in zip(*columns, strict=True))
     by = np.argsort(block, kind="stable")
     last = np.searchsorted(block[by], block[by], side="right") - 1  # of each event's block
     kept = by[last - np.arange(len(by)) < EVENTS]
     warp = np.full(len(kept), WHOLE_BLOCK, np.uint16)
     lost = len(by) - len(kept)
     return Events(
-        launch, ranges.names, block[kept].astype(np.uint32), warp, tag[kept], np.clip(part[kept], 0, 1), None, lost
+        launch, ranges.names, block[kept].astype(np.uint32), warp, tags[kept], np.clip(part[kept], 0, 1), None, lost
     )

@@ -37,13 +37,13 @@ def marking(on: bool) -> Iterator[None]:
         _marking.on = before
 
 
-@core.builtin
+@core.builtin  # type: ignore[untyped-decorator]
 def range_begin(name: Any, per_warp: Any = False, _semantic: Any = None) -> None:
     """In a Triton kernel: a range of this name begins. `per_warp`: every warp notes it, not only the first."""
     _mark(True, name, per_warp, _semantic)
 
 
-@core.builtin
+@core.builtin  # type: ignore[untyped-decorator]
 def range_end(name: Any, per_warp: Any = False, _semantic: Any = None) -> None:
     """In a Triton kernel: the range of this name ends."""
     _mark(False, name, per_warp, _semantic)

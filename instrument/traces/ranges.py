@@ -122,4 +122,5 @@ def block_rows(records: Records, blocks: Records) -> NDArray[np.int64]:
 
 
 def _place(records: Records) -> NDArray[np.int64]:
-    return records["launch"].astype(np.int64) << 32 | records["block"]
+    place: NDArray[np.int64] = records["launch"].astype(np.int64) << 32 | records["block"]
+    return place
