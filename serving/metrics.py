@@ -143,7 +143,7 @@ class ServiceCollector(Collector):
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        yield from _jobs(stats.get("jobs", {}))
+        yield from job_metrics(stats.get("jobs", {}))
         pending = GaugeMetricFamily("nv_inference_pending_request_count", "As Triton: items not done", labels=_LABELS)
         loaded = GaugeMetricFamily("paellapy_model_ready", "1: the model is loaded", labels=_LABELS)
         for name, entry in service.registry.entries.items():
@@ -162,7 +162,7 @@ class ServiceCollector(Collector):
         yield sizes
 
 
-def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     """What runs beside requests: background jobs, turns, other processes."""
     labels = ("job", "kind")
     running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: it is paused, held or over", labels=labels)

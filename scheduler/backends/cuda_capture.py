@@ -244,6 +244,7 @@ class TorchRecorder(Recorder):
             self.owner.capture_end()
         except RuntimeError:  # it cannot end well: what went wrong is on its way to the caller
             self._let_go()
+        self.owner = None  # it holds the pool, and the error that is on its way holds this
 
     def _let_go(self) -> None:
         """PyTorch leaves its allocator recording for a capture that failed, and aborts the process later for it."""

@@ -13,6 +13,8 @@ from engine_models import scale_model
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import EngineClosedError, ModelError
+from paellapy.scheduler.engine.monitor import Monitor
+from paellapy.serving.metrics import job_metrics
 
 X = np.arange(64, dtype=np.float32)
 
@@ -118,3 +120,16 @@ def test_closing_the_engine_ends_turns():
         assert turn.over
     with pytest.raises(EngineClosedError), turn:
         pass
+
+
+def test_turns_are_among_what_the_dashboard_and_the_metrics_show():
+    with pp.Engine("virtual:h200") as engine, engine.turn("script"):
+        (shown,) = Monitor(engine).snapshot()["jobs"]
+        assert (shown["name"], shown["kind"], shown["state"]) == ("script", "turns", "running")
+        text = "\n".join(
+            str((sample.name, sample.labels, sample.value))
+            for family in job_metrics(engine.stats()["jobs"])
+            for sample in family.samples
+        )
+        assert "('paellapy_job_running', {'job': 'script', 'kind': 'turns'}, 1.0)" in text
+        assert "paellapy_job_steps_total" in text
