@@ -200,7 +200,9 @@ def regions(skipped: str) -> list[Region]:
                 found.append(Region(start, end, True))
         return 0
 
-    libc: Any = ctypes.CDLL(None)
+    # The interpreter's lock is kept: somebody who loads a library holds it and waits for the loader's lock, which is
+    # held while `note` is called.
+    libc: Any = ctypes.PyDLL(None)
     call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Object), ctypes.c_size_t, ctypes.c_size_t)
     libc.dl_iterate_phdr(call(note), None)
     return found
