@@ -1,7 +1,7 @@
 """`simulate_cluster`: many simulated GPUs behind routers. Every GPU has the scheduler's own core; timing only.
 
-Time goes in windows of `stale_ms`. At a window's beginning every GPU reports what its core predicts; routers send the
-window's requests by these reports and by what they have sent since; then all GPUs advance, on all cores at once.
+Time goes in periods of `stale_ms`. At a period's beginning every GPU reports what its core predicts; routers send the
+period's requests by these reports and by what they have sent since; then all GPUs advance, on all cores at once.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Cluster:
     # -- time
 
     def run(self) -> ClusterResults:
-        o, window_ns = self._o, self._o.stale_ms * 1e6
+        o, period_ns = self._o, self._o.stale_ms * 1e6
         function = address_of(advance, fluid.Fluid.numba_type, st.State.numba_type, numba.types.float64)
         threads = o.threads or os.cpu_count() or 1
         events = sorted(self._events(), key=lambda each: each[0])
@@ -193,7 +193,7 @@ class _Cluster:
             while now_ns < end_ns and not (first == len(self._asked) and not len(late) and self._idle()):
                 while events and events[0][0] <= now_ns:
                     late = np.concatenate([late, events.pop(0)[1]()])
-                until = now_ns + window_ns
+                until = now_ns + period_ns
                 due = late["time_ns"] < until
                 if due.any():
                     self._mix_in(late[due], first)
@@ -279,6 +279,6 @@ class _Cluster:
         return np.zeros(0, ASKED)
 
     def _mix_in(self, late: Table, first: int) -> None:
-        """Requests to be sent again, among those of this window."""
+        """Requests to be sent again, among those of this period."""
         rest = np.concatenate([late, self._asked[first:]])
         self._asked = np.concatenate([self._asked[:first], rest[np.argsort(rest["time_ns"], kind="stable")]])

@@ -1,4 +1,4 @@
-"""Routers of a simulated cluster: each request of a window to a GPU, by reports that are as old as the window.
+"""Routers of a simulated cluster: each request of a period to a GPU, by reports that are as old as the period.
 
 `predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs). A router
 knows what it has sent since the last report, and takes it that the other routers have sent as much.
@@ -95,7 +95,7 @@ def send(f: Fleet, asked: Table, i: int, router: int, gpu: int) -> None:
 
 @compiled
 def route(f: Fleet, asked: Table, first: int, last: int) -> None:
-    """The requests of a window, in order of time. All reports are new."""
+    """The requests of a period, in order of time. All reports are new."""
     gpus, models = f.row.shape
     f.added_ns[:] = 0.0
     f.sent[:] = 0

@@ -14,7 +14,7 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, GAIN
 
 PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
-INBOX = 512  # requests that a GPU may be sent in one window
+INBOX = 512  # requests that a GPU may be sent in one period
 
 FLEET = np.dtype(  # [1]
     [
