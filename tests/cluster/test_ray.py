@@ -53,8 +53,8 @@ def nodes():
     """Three Ray nodes; the first start may fail while an agent comes up."""
     from ray.cluster_utils import Cluster
 
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), before])  # for engines' factories
     node = {"num_cpus": 1, "resources": {"virtual_gpu": 2}, "object_store_memory": 80 << 20}
     for attempt in range(3):
         cluster = Cluster()
@@ -71,6 +71,7 @@ def nodes():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+    os.environ["PYTHONPATH"] = before
 
 
 @contextlib.contextmanager
