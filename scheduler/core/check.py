@@ -128,6 +128,9 @@ def _check_queues(s: State) -> None:
     _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     live = s.core["live"][0]
     _require(len(used) == live == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
+    _require((s.flow["live"].sum(axis=1) == s.model["live"]).all(), "a model miscounts its clients' requests")
+    own = s.client["tenant"] > 0
+    _require((s.flow["live"].sum(axis=0)[own] == s.client["live"][own]).all(), "a tenant miscounts its requests")
     _require((r["state"] == QUEUED).sum() == s.core["queued"][0], "queued requests are miscounted")
     busy = np.flatnonzero(s.model["queued"])
     jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
@@ -141,7 +144,7 @@ def _check_queues(s: State) -> None:
     for row in waiting:  # only what is entirely on the GPU may be past its deadline
         lane = s.lane[r["lane"][row]]
         _require(lane["state"] == RUNNING and lane["issued"] == lane["segments"], "a deadline is forgotten", row)
-    shares = s.model["share"][s.model["live"] > 0].sum()
+    shares = s.flow["share"][s.flow["live"] > 0].sum()
     _require(np.isclose(shares, s.core["shares"][0]), "fair shares do not add up", shares, s.core["shares"][0])
 
 

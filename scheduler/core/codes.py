@@ -6,6 +6,7 @@ NEVER = 1 << 62  # a time that does not come: no deadline, no target
 NONE = -1  # no row
 OWN_ROWS = 64  # of the engine's own process, where front ends are processes beside it
 RECENT = 4096  # latencies kept per model
+TENANT_NAME = 64  # bytes of a tenant's name
 TAP_SIZE = 1 << 14  # completions kept for those who watch the requests of other processes
 
 ABSENT, OPEN, CLOSING = range(3)  # model.state; a CLOSING model finishes what it accepted and refuses the rest

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paellapy.instrument.device.heaps import heap_pop, heap_push
 from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.ahead import began_ns, leaves_room, note_room
 from paellapy.scheduler.core.atomics import call_asking, call_launch, call_telling, load_at, store_at
@@ -26,7 +27,8 @@ from paellapy.scheduler.core.crowd import (
 )
 from paellapy.scheduler.core.job import READS_TOP
 from paellapy.scheduler.core.lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
-from paellapy.scheduler.core.requests import charge, fill_lane_job, fill_segment, rank_lane
+from paellapy.scheduler.core.requests import fill_lane_job, fill_segment, rank_lane
+from paellapy.scheduler.core.shares import charge, enter_gpu, leave_gpu, over_limit, part_of_time
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.windows import choose_handle, leave_window
 
@@ -113,12 +115,23 @@ def leave_stream(s: State, lane: int) -> None:
 
 
 @part
+def wanted_sms(s: State, lane: int, now: int) -> float:
+    """The part of the SMs that the policy wants the lane's next launch to have; 0: it does not say."""
+    if s.call[0].place == _ZERO:
+        return 0.0
+    fill_lane_job(s, lane, now)
+    sms = call_asking(s.call[0].place, s.job.ctypes.data, s.call[0].place_2, s.call[0].place_3)
+    return float(sms) if sms > 0.0 else 1.0
+
+
+@part
 def launch(s: State, lane: int, now: int) -> bool:
     """Launch the lane's next segment, or all of it; False when the backend refuses."""
     core = s.core[0]
     a = s.lane[lane]
     k = a.issued
     if a.issued == a.done:
+        enter_gpu(s, lane, now)
         s.flight[core.flight] = lane
         a.flight_at = core.flight
         core.flight += 1
@@ -136,7 +149,7 @@ def launch(s: State, lane: int, now: int) -> bool:
     core.launches += 1
     core.whole_launches += a.whole
     what = s.whole[lane, a.size] if a.whole else s.launch[lane, a.size, k]
-    handle = choose_handle(s, lane, k, what.handle)
+    handle = choose_handle(s, lane, k, what.handle, wanted_sms(s, lane, now))
     if a.stream_at < 0:
         take_stream(s, lane)
     if core.backend == VIRTUAL:
@@ -258,9 +271,11 @@ def look_at_top(s: State) -> None:
 
 @part
 def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy lets the lane launch now. Unless the policy may leave the GPU idle, an idle GPU takes it
-    anyway: such policies order work, and lose none.
+    """Whether the policy, and the limit of whoever asks, let the lane launch now. Unless the policy may leave the GPU
+    idle, an idle GPU takes it whatever the policy says: such policies order work, and lose none.
     """
+    if over_limit(s, lane, now):
+        return False
     others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
     if s.call[0].admit == _ZERO or (s.core[0].may_idle == 0 and s.core[0].flight == 0 and others == 0):
         return True
@@ -275,7 +290,7 @@ def admitted(s: State, lane: int, now: int) -> bool:
         return False
     if answer == 1.0 or answer <= now:
         return True
-    s.core[0].room_at_ns = min(s.core[0].room_at_ns, np.ceil(answer))
+    s.core[0].ask_at_ns = min(s.core[0].ask_at_ns, np.ceil(answer))
     return False
 
 
@@ -286,19 +301,27 @@ def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int
     """
     if admitted(s, lane, now):
         return lane
-    s.core[0].refusals += 1
-    for _ in range(s.core[0].ready - 1):
-        s.lane[lane].refused = s.core[0].refusals
-        lane = NONE
-        for k in range(s.core[0].ready):
-            other = s.ready[k]
-            if s.lane[other].refused != s.core[0].refusals and (lane < 0 or s.lane[other].rank < s.lane[lane].rank):
-                lane = int(other)
+    # Places behind a refused one in the heap of waiting lanes come next: so as many are looked at as are asked.
+    n = push_behind(s, 0, 0)
+    while n > 0:
+        at = s.next_at[0]
+        lane = int(s.ready[at])
         if full and s.lane[lane].rank >= most:
             return NONE
         if (full or s.core[0].active == 0 or has_room(s, lane)) and admitted(s, lane, now):
             return lane
+        heap_pop(s.next_rank, s.next_at, 0, n)
+        n = push_behind(s, at, n - 1)
     return NONE
+
+
+@part
+def push_behind(s: State, at: int, n: int) -> int:
+    """Add the places behind one in the heap of waiting lanes to the scratch heap of n places; how many it has then."""
+    for k in range(2 * at + 1, min(2 * at + 3, s.core[0].ready)):
+        heap_push(s.next_rank, s.next_at, 0, n, s.lane[s.ready[k]].rank, k)
+        n += 1
+    return n
 
 
 @part
@@ -337,9 +360,10 @@ def next_turn(s: State, n: int, swaps: int, now: int) -> int:
 
 @part
 def goes_on(s: State, lane: int, now: int) -> bool:
-    """Whether an active lane stays: a policy with `admit` may stop it between segments."""
+    """Whether an active lane stays: a policy with `admit`, or a limit, may stop it between segments."""
     a = s.lane[lane]
-    if s.call[0].admit == _ZERO or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+    asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
+    if not asked or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
         return True
     deactivate(s, lane)
     make_ready(s, lane, a.rank)
@@ -353,6 +377,7 @@ def choose(s: State, now: int) -> bool:
     n = core.refresh
     swaps = core.preemptions + core.max_active
     k = NONE
+    core.ask_at_ns = np.inf
     while k < core.active:
         if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
             lane = next_turn(s, n, swaps, now)
@@ -375,6 +400,7 @@ def choose(s: State, now: int) -> bool:
         if not feed(s, lane, now):
             return False
     core.changed = 0
+    core.room_at_ns = min(core.room_at_ns, core.ask_at_ns)
     return True
 
 
@@ -422,7 +448,8 @@ def segment_done(s: State, lane: int, now: int) -> None:
     m = a.model
     s.segment_ns[lane, a.done, 1] = now
     account(s, lane, a.done, -1.0, 0.0)
-    charge(s, lane, s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns)
+    alone_ns = s.size[m, a.size].total_ns if a.whole else s.segment[m, a.size, a.done].time_ns
+    charge(s, lane, alone_ns, part_of_time(s, lane, now), began_ns(s, lane, a.done))
     a.done += 1
     core.segments_done += 1
     if s.call[0].done != _ZERO:
@@ -432,6 +459,7 @@ def segment_done(s: State, lane: int, now: int) -> None:
         account(s, lane, a.done, 1.0, -1.0)
         return
     leave_stream(s, lane)
+    leave_gpu(s, lane)
     core.flight -= 1
     last = s.flight[core.flight]
     s.flight[a.flight_at] = last
@@ -443,7 +471,7 @@ def segment_done(s: State, lane: int, now: int) -> None:
 def poll(s: State, now: int) -> None:
     """Read the completion words of what is in flight: each lane's oldest launch."""
     core = s.core[0]
-    core.room_at_ns = np.inf
+    core.room_at_ns = core.ask_at_ns if core.ready > 0 else np.inf
     k = 0
     while k < core.flight:
         lane = s.flight[k]

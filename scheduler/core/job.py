@@ -122,5 +122,5 @@ GPU = _columns(Gpu)  # row 0 of State.gpu; policies see it as `gpu`
 # What a policy was given by a model: the name's hash, and the value.
 PARAM = np.dtype([("key", "u8"), ("value", "f8")], align=True)
 
-# core.facts: what is worked out only for policies that read it
-READS_SEGMENT, READS_TOP, READS_PARAMS = 1, 2, 4
+# core.facts: what is worked out only for policies that read it; shares of compute and memory, when a model is loaded
+READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES = 1, 2, 4, 8

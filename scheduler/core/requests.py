@@ -1,4 +1,4 @@
-"""Requests in the core: their one completion, the clocks of fair sharing, and what a policy sees of a job."""
+"""Requests in the core: their one completion, and what a policy sees of a job."""
 
 from __future__ import annotations
 
@@ -12,65 +12,8 @@ from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
 from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT
 from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.shares import flow_of, leave
 from paellapy.scheduler.core.state import State
-
-# --- fair sharing: start-time fair queueing over GPU time, once for models and once for clients ---------------------
-
-
-@part
-def enter(s: State, m: int, c: int) -> None:
-    """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
-    core = s.core[0]
-    model = s.model[m]
-    client = s.client[c]
-    if model.live == 0:
-        core.shares += model.share
-        model.virtual_ns = max(model.virtual_ns, core.virtual_ns)
-    model.live += 1
-    if client.live == 0:
-        core.client_shares += client.share
-        client.virtual_ns = max(client.virtual_ns, core.client_virtual_ns)
-    client.live += 1
-    core.live += 1
-
-
-@part
-def leave(s: State, m: int, c: int) -> None:
-    core = s.core[0]
-    model = s.model[m]
-    client = s.client[c]
-    core.live -= 1
-    model.live -= 1
-    if model.live == 0:
-        core.shares -= model.share
-    client.live -= 1
-    if client.live == 0:
-        core.client_shares -= client.share
-    if core.live == 0:  # what additions and subtractions in another order have left over
-        core.shares = 0.0
-        core.client_shares = 0.0
-
-
-@part
-def charge(s: State, lane: int, time_ns: float) -> None:
-    """A segment is done: its model, and the clients of its slots alike, have had its time alone."""
-    core = s.core[0]
-    a = s.lane[lane]
-    m = a.model
-    core.served_ns += time_ns
-    s.model[m].used_ns += time_ns
-    s.model[m].virtual_ns += time_ns / s.model[m].share
-    if core.shares > 0.0:
-        core.virtual_ns += time_ns / core.shares
-    taken = a.taken
-    each = time_ns / taken
-    for k in range(taken):
-        c = s.slot_client[lane, k]
-        s.client[c].used_ns += each
-        s.client[c].virtual_ns += each / s.client[c].share
-    if core.client_shares > 0.0:
-        core.client_virtual_ns += time_ns / core.client_shares
-
 
 # --- completions ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +83,7 @@ def complete(s: State, row: int, status: int, now: int) -> None:
     m = r.model
     leave(s, m, r.client)
     s.model[m].completed += 1
+    s.client[r.client].completed += 1
     post_done(s, row, m, status, now)
 
 
@@ -154,8 +98,11 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     model = s.model[m]
     job.now_ns = now
     job.target_ns = model.target_ns
-    job.share = model.share
-    job.deficit_ns = (core.virtual_ns - model.virtual_ns) * model.share
+    flow = s.flow[m, flow_of(s, client)]
+    # A flow without requests would begin at the common clock.
+    waits = flow.live > 0
+    job.share = model.share * s.client[client].share
+    job.deficit_ns = (core.virtual_ns - flow.virtual_ns) * job.share if waits else 0.0
     job.client = client
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.occupancy = s.gpu[0].occupancy

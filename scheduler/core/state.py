@@ -49,6 +49,7 @@ from paellapy.scheduler.core.codes import (
     RECENT,
     STATUS,
     TAP_SIZE,
+    TENANT_NAME,
     WINDOWS,
 )
 from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, PARAM, PARAMS, PER_MODEL
@@ -58,6 +59,7 @@ from paellapy.scheduler.core.tables import (
     COMPLETION,
     COPY,
     CORE,
+    FLOW,
     GATE,
     LANE,
     LAUNCH,
@@ -168,7 +170,11 @@ class State(TableSet):
     word: Words = table(WORD, "lanes", "launches")
     request: Table = table(REQUEST, "requests")
     client: Table = table(CLIENT, "clients")
+    flow: Table = table(FLOW, "models", "clients")
+    tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", TENANT_NAME)  # UTF-8, then zeros
     ready: Ints = table(INT, "lanes")  # heap of lanes that wait for their turn, least rank first
+    next_rank: Floats = table(np.float64, "lanes")  # scratch heap: which places of `ready` come next by rank
+    next_at: Ints = table(INT, "lanes")
     active: Ints = table(INT, "lanes")  # lanes whose turn it is
     flight: Ints = table(INT, "lanes")  # lanes with launched, uncompleted segments
     held: Ints = table(INT, "lanes")  # lanes that wait for a front end: HELD and READY_WAIT

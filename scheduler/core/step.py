@@ -91,7 +91,7 @@ def step(s: State, now: int) -> int:
     look_at_held(s)
     expire(s, now)
     tick(s, now)
-    if core.changed or (core.ready > 0 and s.call[0].admit != _ZERO):
+    if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
         while not choose(s, now):
             fail_all(s, now)
         measure(s)

@@ -38,16 +38,9 @@ from paellapy.scheduler.core.codes import (
 from paellapy.scheduler.core.heaps import heap_add, queue_add
 from paellapy.scheduler.core.job import PER_MODEL, READS_SEGMENT
 from paellapy.scheduler.core.lanes import ask, close_lane, free_lane, touch
-from paellapy.scheduler.core.requests import (
-    checked_rank,
-    complete,
-    enter,
-    fill_job,
-    fill_segment,
-    fill_terms,
-    post_done,
-)
+from paellapy.scheduler.core.requests import checked_rank, complete, fill_job, fill_segment, fill_terms, post_done
 from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.shares import enter
 from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
 
@@ -152,7 +145,9 @@ def opened(s: State, m: int) -> None:
     model.state = OPEN
     model.root = model.first = model.last = model.filling = NONE
     model.queued = model.live = model.completed = 0
-    model.used_ns = model.virtual_ns = 0.0
+    model.used_ns = model.gpu_ns = 0.0
+    for c in range(s.flow.shape[1]):
+        s.flow[m, c].virtual_ns = 0.0
     model.free_n = model.n_lanes
     model.warm = 0
     for k in range(s.core[0].own_names):

@@ -46,6 +46,7 @@ CORE = np.dtype(
         ("may_idle", "i8"),  # 1: `admit` decides on an idle GPU too
         ("tick_ns", "f8"),  # between two calls of `tick`
         ("facts", "i8"),  # READS_SEGMENT …
+        ("limited", "i8"),  # clients that have a limit
         ("own_at", "i8"),  # index in `own` of the first number that is kept per model,
         ("own_names", "i8"),  # and how many there are
         ("windows", "i8"),  # of SMs
@@ -80,8 +81,8 @@ CORE = np.dtype(
         ("short_often", "f8"),  # part of the time that some lanes were to stand back for a short one
         ("room_at_ns", "f8"),  # when there is something to do although nothing happens
         ("tick_at_ns", "f8"),  # the next call of `tick`; 0: there is no work
-        ("refusals", "i8"),  # rounds in which waiting lanes were asked for beyond the first
-        # fair queueing, over models and over clients
+        ("ask_at_ns", "f8"),  # when a lane may go that was refused, as far as that is a matter of time
+        # fair queueing, over flows and over clients
         ("virtual_ns", "f8"),
         ("shares", "f8"),
         ("client_virtual_ns", "f8"),
@@ -91,6 +92,11 @@ CORE = np.dtype(
         ("busy_ns", "f8"),
         ("served_ns", "f8"),
         ("gain", "f8"),
+        # the GPU's time: see shares.py
+        ("gpu_ns", "f8"),  # in which something of ours was on it
+        ("gpu_at_ns", "i8"),  # until when that is counted
+        ("gpu_clock_ns", "f8"),
+        ("gpu_demand", "f8"),  # of lanes in flight
         # counters
         ("steps", "i8"),
         ("decisions", "i8"),
@@ -120,6 +126,9 @@ CALLS = np.dtype(
         ("admit", "u8"),
         ("admit_2", "u8"),
         ("admit_3", "u8"),
+        ("place", "u8"),
+        ("place_2", "u8"),
+        ("place_3", "u8"),
         ("tick", "u8"),
         ("tick_1", "u8"),
         ("tick_2", "u8"),
@@ -156,8 +165,8 @@ MODEL = np.dtype(
         ("last", "i8"),
         ("queued", "i8"),
         ("live", "i8"),  # accepted and not completed
-        ("virtual_ns", "f8"),  # fair-queueing time: GPU time received ÷ share
         ("used_ns", "f8"),  # GPU time received, as time alone
+        ("gpu_ns", "f8"),  # and as its part of the time that the GPU was busy
         ("completed", "i8"),
         ("asking", "i8"),  # 1: listed in State.asking
     ],
@@ -204,6 +213,8 @@ LANE = np.dtype(
         ("whole", "i8"),
         ("rank", "f8"),
         ("demand", "f8"),  # as counted in core.demand while it is active
+        ("gpu_demand", "f8"),  # and in core.gpu_demand while it is in flight
+        ("gpu_from_ns", "f8"),  # core.gpu_clock_ns until which it was charged
         ("back", "i8"),  # 1: stands back for a short one, if it is active
         ("ready_at", "i8"),  # index in State.ready, or NONE
         ("active_at", "i8"),  # in State.active
@@ -217,7 +228,6 @@ LANE = np.dtype(
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
         ("touched", "i8"),  # 1: listed in State.touched
-        ("refused", "i8"),  # the round (core.refusals) in which the policy last did not admit it
         ("pool", "i8"),  # of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
         ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
@@ -262,9 +272,22 @@ REQUEST = np.dtype(
 )
 
 CLIENT = np.dtype(
-    [("share", "f8"), ("virtual_ns", "f8"), ("used_ns", "f8"), ("tag_ns", "f8"), ("live", "i8")],  # tag: the next start
+    [
+        ("share", "f8"),
+        ("limit", "f8"),  # part of the GPU's time that it may have; 0: all
+        ("may_ns", "f8"),  # from when on it may go, by its limit
+        ("virtual_ns", "f8"),
+        ("used_ns", "f8"),  # time alone
+        ("gpu_ns", "f8"),  # part of the GPU's time
+        ("tag_ns", "f8"),  # the next start
+        ("live", "i8"),
+        ("completed", "i8"),
+        ("tenant", "i8"),  # 1: it was given a name, and its number is nobody else's
+    ],
     align=True,
 )
+
+FLOW = np.dtype([("virtual_ns", "f8"), ("share", "f8"), ("live", "i8")], align=True)  # [model, client]
 
 SUBMISSION = np.dtype(  # every field is a word: see `rings.Message`
     [

@@ -101,6 +101,7 @@ class Tuning:
     segment_gap_ns: float = _number("time between two segments of a job")
     apart_share: float = _number("how much less jobs in windows slow each other, for each job beyond roomy_jobs")
     deep_kernels: float = _number("kernels of a graph behind which others of its hardware queue wait")
+    priority_share: float = _number("of the way to where only priorities of streams count, 0 to 1")
 
     def __post_init__(self) -> None:
         for each in _fields():

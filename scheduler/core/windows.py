@@ -43,16 +43,18 @@ def can_be_confined(s: State, lane: int) -> bool:
 
 
 @part
-def choose_handle(s: State, lane: int, segment: int, wide: Any) -> Any:
+def choose_handle(s: State, lane: int, segment: int, wide: Any, sms: float) -> Any:
     """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
 
-    Where the hardware decides, everything has all SMs.
+    Where the hardware decides, everything has all SMs. `sms`: the part of them that the policy wants it to have; 0: it
+    does not say.
     """
     core = s.core[0]
     leave_window(s, lane)
     a = s.lane[lane]
     at = s.confined.shape[2] - 1 if a.whole else segment
-    if core.whole_always or core.flight <= s.tuning[0].roomy_jobs or s.lane_window[lane, 0] < 0:
+    roomy = core.flight <= s.tuning[0].roomy_jobs if sms == 0.0 else sms >= 1.0
+    if core.whole_always or roomy or s.lane_window[lane, 0] < 0:
         return wide
     best = 0
     least = np.inf

@@ -18,6 +18,11 @@ def attach_policy(state: State, policy: Policy) -> None:
             f"policy {policy.name} keeps numbers for up to {PER_MODEL} models, not for "
             f"{len(state.model)}"
         )
+    if policy.place is not None and not state.core["windows"][0]:
+        raise PolicyError(
+            f"policy {policy.name} has a `place`, and there are no windows of SMs to place jobs in: make some, as with "
+            "Engine(sm_windows=8)"
+        )
     attach_functions(state, policy)
     own = np.frombuffer(policy.layout.new_own().tobytes())
     state.own[...] = 0.0

@@ -11,13 +11,20 @@ from typing import Any
 import numba
 from numba.core.errors import NumbaError
 
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_TOP
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
 from paellapy.scheduler.policies.code import forbidden, text_in
 from paellapy.scheduler.policies.roles import ROLES, Layout, PolicyError, arguments, place
 from paellapy.scheduler.policies.source import problem_in
 from paellapy.scheduler.policies.words import reason
 
-_FACTS = {"segment": READS_SEGMENT, "top": READS_TOP, "lower_ns": READS_TOP, "params": READS_PARAMS}
+_FACTS = {
+    "segment": READS_SEGMENT,
+    "top": READS_TOP,
+    "lower_ns": READS_TOP,
+    "params": READS_PARAMS,
+    "compute": READS_SHARES,
+    "memory": READS_SHARES,
+}
 
 
 def compile_function(role: str, function: Any, layout: Layout, cache: bool = False, looked_at: bool = False) -> Any:

@@ -4,12 +4,13 @@
     def shortest_first(job):
         return job.remaining_ns
 
-The job of least rank goes first. Four more functions may be given:
+The job of least rank goes first. Five more functions may be given:
 
 * `admit(job, gpu, own)` says whether a job may launch now: True, False, or a time in ns from which it may. It is asked
   of the waiting jobs in order of rank, and again before each further segment of a job;
 * `order(job, gpu, own)` arranges the waiting requests of one model among themselves: asked once, when a request
   arrives; by default it is `rank`;
+* `place(job, gpu, own)` says on which part of the SMs the next segment goes: pp.Where(sms=0.25);
 * `tick(gpu, own)` is called every `tick_us` while there is work;
 * `done(job, segment, own)` is called after each segment.
 
@@ -47,6 +48,7 @@ class Policy:
     rank: Rank
     admit: Admit | None
     order: Rank | None
+    place: Rank | None
     tick: Tell | None
     done: Tell | None
     active: int | None  # None: the engine decides
@@ -108,6 +110,7 @@ class PolicyOptions(TypedDict, total=False):
     name: str | None
     admit: Admit | None
     order: Rank | None
+    place: Rank | None
     tick: Tell | None
     done: Tell | None
     state: Mapping[str, float]
@@ -127,6 +130,7 @@ class _Options:
     name: str | None = None
     admit: Admit | None = None
     order: Rank | None = None
+    place: Rank | None = None
     tick: Tell | None = None
     done: Tell | None = None
     state: Mapping[str, float] = field(default_factory=dict)
@@ -178,7 +182,10 @@ def _make(rank: Rank, given: _Options) -> Policy:
         raise PolicyError(f"policy {title}: tick and tick_us go together, as in tick=function, tick_us=1000")
     if given.tick_us is not None and not (isinstance(given.tick_us, int | float) and 1 <= given.tick_us < math.inf):
         raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; give microseconds, 1 or more")
-    wanted = {"rank": rank, "admit": given.admit, "order": given.order, "tick": given.tick, "done": given.done}
+    wanted = {
+        "rank": rank, "admit": given.admit, "order": given.order, "place": given.place, "tick": given.tick,
+        "done": given.done,
+    }  # fmt: skip
     room, _, module = (getattr(rank, "__module__", None) or "").rpartition(".")
     ours = room == BUILT_IN and module not in _TOOLS
     functions = {}
@@ -192,8 +199,8 @@ def _make(rank: Rank, given: _Options) -> Policy:
         for role, compiled in functions.items():
             check(role, wanted[role], compiled, layout)
     made = Policy(
-        title, rank, given.admit, given.order, given.tick, given.done, given.active, given.look_ahead, given.whole,
-        given.may_idle, given.tick_us or 0.0, layout, functions,
+        title, rank, given.admit, given.order, given.place, given.tick, given.done, given.active, given.look_ahead,
+        given.whole, given.may_idle, given.tick_us or 0.0, layout, functions,
     )  # fmt: skip
     if not ours and made.may_idle and made.tick is None:
         from paellapy.scheduler.policies.checks import check_idle

@@ -43,6 +43,7 @@ ROLES = {
     "rank": Role(("job", "gpu", "own"), ("job",), "a number", writes=False),
     "order": Role(("job", "gpu", "own"), ("job",), "a number", writes=False),
     "admit": Role(("job", "gpu", "own"), ("job",), "True, False, or a time in ns", writes=True),
+    "place": Role(("job", "gpu", "own"), ("job",), "pp.Where(sms=…)", writes=False),
     "tick": Role(("gpu", "own"), (), "nothing", writes=True),
     "done": Role(("job", "segment", "own"), (), "nothing", writes=True),
 }
@@ -135,6 +136,19 @@ class Compiled:
     @property
     def address(self) -> int:
         return int(self.code.address)
+
+
+def _where(sms: float = 1.0) -> float:
+    """Where a segment goes, for a policy's `place`: to a window of SMs if `sms`, the part of the GPU that it is to
+    have, is below 1; else to all SMs. All windows of an engine are of one size (`Engine(sm_windows=8)`).
+
+    >>> Where(sms=0.25)
+    0.25
+    """
+    return float(sms)
+
+
+Where: Callable[..., float] = numba.njit(_where)
 
 
 def place(function: Any) -> str:

@@ -25,6 +25,10 @@ from paellapy.scheduler.policies.roles import ROLES, Fields, Layout
 _Function = ast.FunctionDef | ast.Lambda
 _MODULES = {"math", "numpy", "numba", "random", "cmath"}
 _CLOCKS = {"time", "datetime"}
+_NOWHERE = {
+    "blocks": "a segment is a graph that was captured with its grids, so all of its blocks are launched",
+    "preempt": "a graph's kernels were captured without the flag that stops them, so a segment runs to its end",
+}
 _TO_PYTHON = {"Try": "try", "With": "with", "ClassDef": "class", "Await": "await", "Yield": "yield", "Match": "match"}
 
 
@@ -91,6 +95,19 @@ class _Look:
     def _body(self) -> list[ast.AST]:
         return [self.tree.body] if isinstance(self.tree, ast.Lambda) else list(self.tree.body)
 
+    def _only_where(self, module: str) -> bool:
+        """Whether all that is used of a module is `Where`, as in pp.Where."""
+        used = [each for each in self.walk if isinstance(each, ast.Name) and each.id == module]
+        return all(isinstance(above := self.above.get(each), ast.Attribute) and above.attr == "Where" for each in used)
+
+    def _where(self, call: ast.Call) -> Iterator[str]:
+        """`pp.Where(blocks=…)`, and why there is none."""
+        if ast.unparse(call.func).rpartition(".")[2] != "Where":
+            return
+        for given in call.keywords:
+            if given.arg in _NOWHERE:
+                yield f"gives Where {given.arg}= in line {call.lineno}: {_NOWHERE[given.arg]}; give sms= only"
+
     def problems(self) -> Iterator[str]:
         for each in self.walk:
             if isinstance(each, ast.Global | ast.Nonlocal):
@@ -106,6 +123,8 @@ class _Look:
                 yield f"has `{word}` in line {each.lineno}: a policy is compiled; use if, for, numbers and `math`"
             if isinstance(each, ast.FunctionDef | ast.Lambda):
                 yield f"makes a function in line {each.lineno}: write it outside, with @numba.njit before it"
+            if isinstance(each, ast.Call):
+                yield from self._where(each)
             if isinstance(each, ast.Attribute | ast.Subscript):
                 yield from self._field(each)
             if isinstance(each, ast.Name):
@@ -258,7 +277,7 @@ class _Look:
             root = value.__name__.partition(".")[0]
             if root in _CLOCKS:
                 yield f"asks `{name}` for the time in line {line}: the time is job.now_ns, or gpu.now_ns in tick"
-            elif root not in _MODULES:
+            elif root not in _MODULES and not self._only_where(name):
                 yield f"uses the module `{name}` in line {line}: of modules there is `math` only"
         elif inspect.isfunction(value):
             yield f"calls `{name}` in line {line}, a plain function: write @numba.njit before its `def`"

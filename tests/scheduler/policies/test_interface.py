@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from core_bench import Bench, profile
 
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_TOP
+import paellapy as pp
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP
 from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import ProfileError
 from paellapy.scheduler.policies.attach import attach_functions, attach_policy
@@ -146,7 +147,7 @@ def test_faulty_parameters_are_refused(params: Any) -> None:
 
 def test_facts_are_worked_out_only_for_policies_that_read_them() -> None:
     assert find_policy("srpt").facts == 0
-    assert find_policy("orion").facts == READS_SEGMENT | READS_TOP
+    assert find_policy("orion").facts == READS_SEGMENT | READS_TOP | READS_SHARES
     assert find_policy("token").facts == READS_PARAMS
     bench = two_models(find_policy("srpt"))
     assert not any(bench.state.call[role][0] for role in ("admit", "tick", "done"))
@@ -193,3 +194,51 @@ def test_a_policy_is_found_by_its_module(tmp_path: Any, monkeypatch: pytest.Monk
     for wrong in ("policies_of_mine:earliest", "no_such_module:rank"):
         with pytest.raises(PolicyError, match="cannot be imported"):
             named_policy(wrong)
+
+
+# -- placing
+
+
+def small(job: Any) -> float:
+    return float(pp.Where(sms=0.25 if job.priority == 0 else 1.0))
+
+
+def with_windows(made: Policy) -> Bench:
+    bench = Bench([profile("low", lanes=2), profile("high", lanes=2, priority=1)])
+    bench.state.core["windows"][0] = 4
+    bench.state.lane_window[:, 0] = np.arange(len(bench.state.lane)) % 4
+    bench.state.overlap[:4, :4] = np.eye(4)
+    bench.state.confined[...] = 77
+    attach_policy(bench.state, made)
+    return bench
+
+
+def test_place_sends_jobs_to_windows_of_sms() -> None:
+    bench = with_windows(policy(place=small)(fifo))
+    low, high = bench.submit(0), bench.submit(1, priority=1)
+    bench.step()
+    windows = {int(bench.state.lane["model"][lane]): int(bench.state.lane["window"][lane]) for lane in bench.running}
+    assert windows[0] >= 0
+    assert windows[1] == -1
+    assert bench.state.core["confined_launches"][0] >= 1
+    bench.run_dry()
+    assert {low, high} <= set(bench.done)
+
+
+def test_a_policy_that_places_needs_windows() -> None:
+    with pytest.raises(PolicyError, match=r"has a `place`.*sm_windows=8"):
+        attach_policy(Bench([profile("a")]).state, policy(place=small)(fifo))
+
+
+def blocks(job: Any) -> float:
+    return float(pp.Where(blocks=64))
+
+
+def stopped(job: Any) -> float:
+    return float(pp.Where(sms=0.5, preempt=True))
+
+
+@pytest.mark.parametrize(("function", "words"), [(blocks, "captured with its grids"), (stopped, "runs to its end")])
+def test_what_cannot_be_placed_is_said(function: Any, words: str) -> None:
+    with pytest.raises(PolicyError, match=rf"in line \d+: .*{words}.*give sms= only"):
+        policy(place=function)(fifo)
