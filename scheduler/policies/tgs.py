@@ -1,6 +1,6 @@
-"""TGS (NSDI'23): best effort's rate grows while top priority is as fast as ever. TGS counts arrivals, this stretch."""
+"""TGS (NSDI'23): best effort grows while top priority keeps the speed it has in ticks without. TGS counts arrivals."""
 
-from paellapy.scheduler.core.job import DoneSegment, Job, Own
+from paellapy.scheduler.core.job import DoneSegment, Gpu, Job, Own
 from paellapy.scheduler.policies.policy import policy
 
 
@@ -15,16 +15,16 @@ def done(job: Job, segment: DoneSegment, own: Own) -> None:
         own.next_ns = max(own.next_ns, job.now_ns - segment.took_ns) + segment.ns / own.rate
 
 
-def tick(own: Own) -> None:
-    speed = own.alone_ns / own.took_ns if own.took_ns > 0.0 else own.best
-    own.best, own.alone_ns, own.took_ns = max(own.best, speed), 0.0, 0.0
-    slower = 1.0 - speed / own.best
-    own.trouble = 1.0 if slower > 0.03 else own.trouble  # from then on the rate grows by little
-    grown = own.rate + 0.002 if own.trouble > 0.0 else own.rate * 1.5
-    own.rate = min(max(own.rate / 10.0 if slower >= 0.09 else own.rate / 1.5 if slower > 0.03 else grown, 1e-3), 4.0)
+def tick(gpu: Gpu, own: Own) -> None:
+    speed, own.alone_ns, own.took_ns = own.alone_ns / max(own.took_ns, 1.0), 0.0, 0.0
+    rested, own.ticks = own.ticks == 0.0, (own.ticks + 1.0) % 10.0  # best effort rests in every tenth tick
+    own.best += 0.3 * (speed - own.best) * (rested and speed > 0.0)
+    own.speed += 0.3 * ((speed if speed > 0.0 else own.best) - own.speed) * (not rested)
+    own.rate = min(max(own.rate * (1.0 if rested else 1.1 if own.speed > 0.985 * own.best else 0.6), 1e-3), 4.0)
+    own.next_ns = gpu.now_ns + 5e6 if own.ticks == 0.0 and speed > 0.0 else min(own.next_ns, gpu.now_ns + 5e6)
 
 
-@policy(name="tgs", admit=admit, done=done, tick=tick, tick_us=5000, may_idle=True, state={"rate": 0.05,
-        "top": -1e9, "next_ns": 1.0, "best": 1e-3, "alone_ns": 0.0, "took_ns": 0.0, "trouble": 0.0})  # fmt: skip
+@policy(name="tgs", admit=admit, done=done, tick=tick, tick_us=5000, may_idle=True, look_ahead=1, state={"rate": 0.05,
+        "top": -1e9, "next_ns": 1.0, "best": 1.0, "alone_ns": 0.0, "took_ns": 0.0, "ticks": 0.0, "speed": 1.0})
 def rank(job: Job) -> float:
     return job.arrival_ns - 2.0**56 * job.priority

@@ -86,12 +86,15 @@ def test_requests_are_guaranteed_where_all_want_more() -> None:
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_production_keeps_its_speed_under_tgs(clients: int) -> None:
-    production, best_effort = model("production", priority=1), model("best_effort")
+@pytest.mark.parametrize("size", [0.3, 0.7])
+def test_production_keeps_its_speed_under_tgs(clients: int, size: float) -> None:
+    production, best_effort = model("production", part=0.5, priority=1), model("best_effort", part=size)
     load = ClosedLoop("production", clients=clients, duration=0.6)
     alone = gpu_share(simulate([production], load, "tgs"), "production")
     both = simulate([production, best_effort], load + loop("best_effort"), "tgs")
     assert gpu_share(both, "production") >= 0.95 * alone
+    if clients == 1:  # two fill the GPU
+        assert gpu_share(both, "best_effort") > (0.2 if size < 0.5 else 0.04)
     free = simulate([production, best_effort], loop("best_effort"), "tgs")
     assert gpu_share(free, "best_effort") > 0.5  # with nobody to disturb, its rate grows
 
