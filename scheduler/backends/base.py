@@ -102,6 +102,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
+        """Parts that each segment takes of what the GPU can compute and of what it can move, 0 to 1; 0: not known.
+
+        `alone_ns` has the segments' times. Nothing else runs meanwhile.
+        """
+
+    @abstractmethod
     def release(self, launches: Launches) -> None: ...
 
     @abstractmethod
@@ -169,6 +176,7 @@ class Backend(ABC):
         Before any model is loaded.
         """
 
+    shares_are_free = False  # whether `segment_shares` is known without a measurement
     windows = 0  # of SMs; 0: none
     window_share = 0.0  # of the SMs that each has
     foreign_kernels = False  # whether kernels other than ours can be captured

@@ -28,12 +28,14 @@ from paellapy.scheduler.backends.cuda_graphs import (
     SegmentGraph,
     instantiate,
     launch_once,
+    launch_times_ns,
     node_times_ns,
     segment_graph,
     segment_graphs,
     settled_times_ns,
     word_graph,
 )
+from paellapy.scheduler.backends.cuda_hogs import Hogs, segment_shares
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
@@ -141,6 +143,7 @@ class CudaBackend(Backend):
         self._trace: CudaTrace | None = None
         self._trial: TorchPool | None = None  # while a model is rehearsed
         self._windows: CudaWindows | None = None
+        self._hogs: Hogs | None = None  # once the parts that segments take are measured
         self._closed = False
 
     def default_memory_bytes(self) -> int:
@@ -320,6 +323,17 @@ class CudaBackend(Backend):
         with word_graph(word) as graph:
             return instantiate(graph)
 
+    def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
+        self.device.activate()
+        if self._hogs is None:
+            self._hogs = Hogs(self.device)
+        stream = self._capture_stream(launches.program.model.priority).handle
+
+        def one(segment: int) -> float:
+            return launch_times_ns([[launches.handles[segment]]], stream, self._gate)[0][0]
+
+        return segment_shares(self._hogs, one, alone_ns)
+
     def release(self, launches: Launches) -> None:
         self.device.activate()
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
@@ -432,6 +446,9 @@ class CudaBackend(Backend):
         # Now, and not whenever the collector comes by: that may be within another engine's capture.
         self._pools.clear()
         self._captures.clear()
+        if self._hogs is not None:
+            self._hogs.close()
+            self._hogs = None
         self._closed = True
         self._close_windows()
 

@@ -48,11 +48,13 @@ from paellapy.scheduler.models.tensors import Arrays
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4
 _SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
+_LEVELS = 5  # priorities of streams above the usual; there are none below
 _HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
 
 
 class VirtualBackend(Backend):
     device: VirtualDevice
+    shares_are_free = True
 
     def __init__(self, device: VirtualDevice) -> None:
         self.device = device
@@ -62,6 +64,7 @@ class VirtualBackend(Backend):
         self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
         self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
         self._windows: list[int] = []  # their numbers in the SM model
+        self._pools: dict[int, int] = {}  # rows of streams, by priority
         self._pieces: dict[int, Piece] = {}
         self._grants: dict[int, ctypes.c_uint64] = {}
         self._next = 1
@@ -261,6 +264,24 @@ class VirtualBackend(Backend):
             self._grants[handle] = ctypes.c_uint64.from_address(word)
         return handle
 
+    def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
+        part, timing = self.device.part, self.sm.timing
+        rates = np.array([
+            part.fp32_tflops * 1e3 * timing.flops_efficiency,
+            part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency,
+            part.bandwidth_gbps * timing.bandwidth_efficiency,
+        ])  # fmt: skip
+        costs, nodes, found = self._block_costs(launches.program), launches.program.nodes, []
+        for (first, end), ns in zip(launches.bounds, alone_ns, strict=True):
+            work = np.zeros(3)
+            for node, cost in zip(nodes[first:end], costs[first:end], strict=True):
+                if cost is not None:
+                    each = (cost.flops, cost.tensor_flops, cost.bytes)
+                    work += [float(np.broadcast_to(x, node.blocks).sum()) for x in each]
+            plain, tensor, memory = np.minimum(work / (rates * ns), 1.0).round(4).tolist()
+            found.append((max(plain, tensor), memory))
+        return found
+
     def release(self, launches: Launches) -> None:
         with self._sm_model():
             for handles, whole in ((launches.handles, launches.whole), *launches.confined):
@@ -269,11 +290,15 @@ class VirtualBackend(Backend):
                     self._grants.pop(handle, None)
 
     def pool(self, state: State, priority: int) -> int:
-        if not state.stream.any():
+        # As many levels as an H200's driver offers: CUDA takes what lies beyond for the nearest.
+        level = max(0, min(priority, _LEVELS))
+        if level not in self._pools:
+            row = len(self._pools)
             with self._sm_model():
                 n = codes.OF_WINDOWS + codes.QUEUES * int(state.core["windows"][0])
-                state.stream[0, :n] = [self.sm.stream() for _ in range(n)]
-        return 0
+                state.stream[row, :n] = [self.sm.stream(level) for _ in range(n)]
+            self._pools[level] = row
+        return self._pools[level]
 
     # -- the loop
 

@@ -27,6 +27,8 @@ _ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is f
 class Loader:
     """Loads models onto one backend."""
 
+    measure_shares = False  # of compute and memory that segments take, also where it takes time
+
     def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float) -> None:
         self.backend, self.memory, self.limits = backend, memory, limits
         self.tuning, self.quantum_ns = tuning, quantum_ns
@@ -139,7 +141,22 @@ class _Program:
                 demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
             known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
             profiles.store(where, known)
+        wanted = backend.shares_are_free or (alone and self._loader.measure_shares)
+        if wanted and not known.shares:
+            with self._times.phase("measure"):
+                known = self._with_shares(known)
+            if alone:
+                profiles.store(where, known)
         loaded.profiles.append(known)
+
+    def _with_shares(self, known: ProgramProfile) -> ProgramProfile:
+        alone_ns = [each.time_ns for each in known.segments]
+        found = self._backend.segment_shares(self._loaded.launches[0][-1], alone_ns)
+        segments = tuple(
+            replace(each, compute=compute, memory=memory)
+            for each, (compute, memory) in zip(known.segments, found, strict=True)
+        )
+        return replace(known, segments=segments, shares=True)
 
     def _capture(self, lane: Lane, cuts: Cuts, marks: Marks | None = None) -> Program:
         with self._times.phase("capture"):

@@ -31,6 +31,7 @@ class ProgramProfile:
     demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
     together: int = 0  # with so many at once
     window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
+    shares: bool = False  # whether the segments' `compute` and `memory` were measured
 
     @property
     def stretch_in_window(self) -> float:
@@ -105,6 +106,7 @@ def load(where: str) -> ProgramProfile | None:
             demand=found["demand"],
             together=found["together"],
             window_ns=found["window_ns"],
+            shares=found.get("shares", False),
         )
     except (ValueError, KeyError, TypeError):
         return None

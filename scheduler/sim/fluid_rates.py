@@ -1,7 +1,8 @@
 """How segments that run at once share the simulated GPU: the rate of each, up to 1, its time alone.
 
-* *slots* (blocks, warps, registers and shared memory: the fullest) and *memory bandwidth* in proportion to demand, as
-  block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once above 1;
+* *slots* (blocks, warps, registers, shared memory: the fullest), *memory bandwidth* and *arithmetic* in proportion to
+  demand, as block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once
+  above 1;
 * *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
 
 Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
@@ -31,7 +32,9 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import WHOLE
 from paellapy.scheduler.core.demand import MOST_BUSY
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, SLOTS, Fluid
+from paellapy.scheduler.sim.fluid_state import COMPUTE, ISSUE, MEMORY, SLOTS, Fluid
+
+NO_PRIORITY = -(1 << 40)
 
 
 @part
@@ -89,31 +92,75 @@ def runs(f: Fluid, lane: int) -> bool:
 
 
 @part
+def used(f: Fluid, s: State, lane: int, what: int) -> float:
+    """Part of a resource that what runs of a lane takes at rate 1."""
+    segment = f.work.shape[2] - 1 if f.segment[lane] == WHOLE else f.segment[lane]
+    return float(f.use[s.lane[lane].model, s.lane[lane].size, segment, what])
+
+
+@part
 def share(f: Fluid, s: State) -> None:
     """Everybody's rate, from what all want."""
     sim = f.sim[0]
     line_up(f, s)
-    slots = 0.0
-    memory = 0.0
-    issue = 0.0
-    last = f.work.shape[2] - 1
+    slots = memory = issue = compute = 0.0
     for k in range(sim.running):
         lane = f.run[k]
         if runs(f, lane):
-            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-            slots += f.use[s.lane[lane].model, s.lane[lane].size, seg, SLOTS]
-            memory += f.use[s.lane[lane].model, s.lane[lane].size, seg, MEMORY]
-            issue += f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE]
-    common = 1.0 / max(1.0, slots, memory)
+            slots += used(f, s, lane, SLOTS)
+            memory += used(f, s, lane, MEMORY)
+            issue += used(f, s, lane, ISSUE)
+            compute += used(f, s, lane, COMPUTE)
+    common = 1.0 / max(1.0, slots, memory, compute)
     level = 1.0 if issue * common <= 1.0 else issue_level(f, s, common)
     for k in range(sim.running):
         lane = f.run[k]
-        f.rate[lane] = 0.0
-        if runs(f, lane):
-            seg = last if f.segment[lane] == WHOLE else f.segment[lane]
-            want = f.use[s.lane[lane].model, s.lane[lane].size, seg, ISSUE] * common
-            f.rate[lane] = common if want <= level else common * level / want
+        want = used(f, s, lane, ISSUE) * common
+        f.rate[lane] = 0.0 if not runs(f, lane) else common if want <= level else common * level / want
     share_measured(f, s)
+    prefer(f, s)
+
+
+@part
+def prefer(f: Fluid, s: State) -> None:
+    """Streams of higher priority: their blocks are placed first, but blocks that run are not sent away. So each lane
+    gets some of what it would have if priorities were all that counts, and else what it has without them.
+    """
+    sim = f.sim[0]
+    top, least = NO_PRIORITY, -NO_PRIORITY
+    for k in range(sim.running):
+        if runs(f, f.run[k]):
+            priority = s.model[s.lane[f.run[k]].model].priority
+            top, least = max(top, priority), min(least, priority)
+    if top <= least:
+        return
+    left, idle = 1.0, 1.0
+    while top > NO_PRIORITY:  # from the highest downwards
+        slots, wants, before, below = 0.0, 0.0, idle, NO_PRIORITY
+        for k in range(sim.running):
+            lane = f.run[k]
+            priority = s.model[s.lane[lane].model].priority
+            if runs(f, lane) and priority == top:
+                busy = f.busy[s.lane[lane].model, s.lane[lane].size]
+                slots += used(f, s, lane, SLOTS)
+                idle *= 1.0 - busy
+                wants -= np.log1p(-busy)
+            elif runs(f, lane) and priority < top:
+                below = max(below, priority)
+        for k in range(sim.running):
+            lane = f.run[k]
+            if runs(f, lane) and s.model[s.lane[lane].model].priority == top:
+                busy = f.busy[s.lane[lane].model, s.lane[lane].size]
+                f.strict[lane] = min(1.0, left / max(slots, 1e-9))
+                if busy > 0.0:
+                    f.strict[lane] = min(1.0, -np.log1p(-busy) / wants * (before - idle) / busy)
+        left = max(0.0, left - slots)
+        top = below
+    part = s.tuning[0].priority_share
+    for k in range(sim.running):
+        lane = f.run[k]
+        if runs(f, lane):
+            f.rate[lane] += part * (f.strict[lane] - f.rate[lane])
 
 
 @part
@@ -165,8 +212,19 @@ def share_measured(f: Fluid, s: State) -> None:
                 busy = min(max(use[SLOTS], use[MEMORY], use[ISSUE]), MOST_BUSY)
             idle *= 1.0 - busy
             wants -= np.log1p(-busy)
+    memory = compute = 0.0
     for k in range(sim.running):
         lane = f.run[k]
         busy = f.busy[s.lane[lane].model, s.lane[lane].size] / apart
         if runs(f, lane) and busy > 0.0:
             f.rate[lane] = min(1.0, -np.log1p(-busy) / wants * (1.0 - idle) / busy)
+        memory += used(f, s, lane, MEMORY) * f.rate[lane]
+        compute += used(f, s, lane, COMPUTE) * f.rate[lane]
+    if max(memory, compute) <= 1.0:
+        return
+    for k in range(sim.running):  # who takes much of what all want more of than there is
+        lane = f.run[k]
+        if runs(f, lane) and f.busy[s.lane[lane].model, s.lane[lane].size] > 0.0:
+            slower = 1.0 + min(1.0, 2.0 * used(f, s, lane, MEMORY)) * (max(1.0, memory) - 1.0)
+            slower = max(slower, 1.0 + min(1.0, 2.0 * used(f, s, lane, COMPUTE)) * (max(1.0, compute) - 1.0))
+            f.rate[lane] /= slower

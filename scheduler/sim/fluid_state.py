@@ -13,7 +13,7 @@ from paellapy.scheduler.core.codes import NONE, SUBMIT
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table
 
-SLOTS, MEMORY, ISSUE = range(3)
+SLOTS, MEMORY, ISSUE, COMPUTE = range(4)
 BATCH = 256
 # The end of Fluid.report: what the GPU gives when several jobs share it, what answers took against what was predicted,
 # requests that wait or run.
@@ -90,7 +90,7 @@ class Fluid(TableSet):
 
     sim: Table = table(SIM, 1)
     # share of each resource at rate 1; the last row is the whole program's
-    use: Floats = table(np.float64, "models", "sizes", "launches", 3)
+    use: Floats = table(np.float64, "models", "sizes", "launches", 4)
     work: Floats = table(np.float64, "models", "sizes", "launches")  # time alone
     # part of its time that a program wants the GPU, where that was measured; else 0
     busy: Floats = table(np.float64, "models", "sizes")
@@ -102,6 +102,7 @@ class Fluid(TableSet):
     left: Floats = table(np.float64, "lanes")  # work
     delay: Floats = table(np.float64, "lanes")  # until the launch reaches the GPU
     rate: Floats = table(np.float64, "lanes")
+    strict: Floats = table(np.float64, "lanes")  # the same if priorities were all that counts
     order: Ints = table(np.int64, "lanes")  # its launch was the so-manieth
     waits: Ints = table(np.int64, "lanes")  # 1: it waits for others in its hardware queue
     idle: Ints = table(np.int64, "lanes")  # 1: the lane has been started and has run dry
@@ -143,6 +144,7 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         left=np.zeros(lanes),
         delay=np.zeros(lanes),
         rate=np.zeros(lanes),
+        strict=np.zeros(lanes),
         order=np.zeros(lanes, ints),
         waits=np.zeros(lanes, ints),
         idle=np.ones(lanes, ints),

@@ -13,13 +13,13 @@ from paellapy.scheduler.core.capacity import Capacity
 from paellapy.scheduler.core.demand import TOGETHER, busy_alone
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.sim.fluid_state import Programs
+from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, Programs
 
 
 def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
     """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
     n, sizes, segments = state.segment.shape
-    use = np.zeros((n, sizes, segments + 1, 3))
+    use = np.zeros((n, sizes, segments + 1, 4))
     work = np.zeros((n, sizes, segments + 1))
     busy, kernels = np.zeros((n, sizes)), np.zeros((n, sizes))
     capacity = Capacity.of(gpu.sms, gpu.sm, timing)
@@ -28,13 +28,17 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
         for k, (batch, program) in enumerate(model.sizes.items()):
             for i, each in enumerate(program):
                 memory = each.memory or each.bytes / each.time_ns / bandwidth
-                use[m, k, i] = np.minimum((capacity.slots(each), memory, capacity.issuing(each)), 1.0)
+                found = (capacity.slots(each), memory, capacity.issuing(each), each.compute)
+                use[m, k, i] = np.minimum(found, 1.0)
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])
             if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
-                guess = (use[m, k, : len(program)].max(axis=1) * work[m, k, : len(program)]).sum() / total
+                guess = (use[m, k, : len(program), :ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
                 busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
-                use[m, k, : len(program)] *= busy[m, k] / max(guess, 1e-9)
+                use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
+                # Bandwidth and arithmetic were measured apart from that, where they are known.
+                for i, each in enumerate(program):
+                    use[m, k, i, MEMORY] = each.memory or use[m, k, i, MEMORY]
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total
             work[m, k, -1], kernels[m, k] = total, sum(each.kernels for each in program)
     copy = np.zeros(n)
