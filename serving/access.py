@@ -31,6 +31,7 @@ class Key:
 
     secret: str
     roles: tuple[Role, ...] = ROLES
+    tenant: str | None = None  # whose its requests are; None: the key's own name
 
 
 def open_to_all(handler: Handler) -> Handler:
@@ -56,27 +57,27 @@ class Keys:
 
     def __init__(self, keys: Mapping[str, str | Key]) -> None:
         given = {name: key if isinstance(key, Key) else Key(key) for name, key in keys.items()}
-        self._known = [(name, hashlib.sha256(k.secret.encode()).digest(), k.roles) for name, k in given.items()]
+        self._known = [(name, hashlib.sha256(k.secret.encode()).digest(), k) for name, k in given.items()]
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def name_of(self, request: web.Request, role: Role | None) -> str:
-        """Whose key the request carries; RequestError 401 without one, 403 where it does not open this."""
+    def client_of(self, request: web.Request, role: Role | None) -> str:
+        """Whose the request is, by its key; RequestError 401 without one, 403 where it does not open this."""
         given = request.headers.get("X-API-Key", "")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if not given and scheme.lower() == "bearer":
             given = token.strip()
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        found: tuple[str, tuple[Role, ...]] | None = None
-        for name, known, roles in self._known:
+        found: tuple[str, Key] | None = None
+        for name, known, key in self._known:
             if hmac.compare_digest(digest, known):
-                found = name, roles
+                found = name, key
         if found is None:
             raise RequestError("a key is needed: send it as X-API-Key or as Authorization: Bearer …", status=401)
-        if role is not None and role not in found[1]:
+        if role is not None and role not in found[1].roles:
             raise RequestError(f"the key of {found[0]!r} has not the role {role!r}, which this needs", status=403)
-        return found[0]
+        return found[1].tenant or found[0]
 
 
 class Access:
@@ -98,7 +99,7 @@ class Access:
             self._check_origin(request)
         if not self._keys or role is None:
             return request.headers.get(client_header, "")
-        return self._keys.name_of(request, role or None)
+        return self._keys.client_of(request, role or None)
 
     def _check_origin(self, request: web.Request) -> None:
         if not self._control:

@@ -17,8 +17,8 @@ from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
-from paellapy.serving.access import ROLES, Key
-from paellapy.serving.config import Config, ModelConfig, Path_, Source
+from paellapy.serving.access import Key
+from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source
 from paellapy.serving.errors import ConfigError
 from paellapy.serving.registry import Entry
 
@@ -49,6 +49,12 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
         )
     except PaellaError as e:
         raise source.error(("sm_windows" if "sm_windows" in str(e) else "device",), str(e)) from e
+    for name, each in config.tenants.items():
+        try:
+            engine.tenant(name, each.share, each.limit)
+        except PaellaError as e:
+            engine.close()
+            raise source.error(("tenants", name), str(e)) from e
     return engine
 
 
@@ -110,13 +116,14 @@ def build_keys(config: Config, source: Source) -> dict[str, Key]:
     """API keys by name; `env:NAME` is read from the environment."""
     keys = {}
     for name, given in config.keys.items():
-        value, roles = (given, ROLES) if isinstance(given, str) else (given.key, tuple(given.roles))
+        made = KeyConfig(key=given) if isinstance(given, str) else given
+        value = made.key
         if value.startswith("env:"):
             found = os.environ.get(value[4:])
             if not found:
                 raise source.error(("keys", name), f"the environment has no {value[4:]}")
             value = found
-        keys[name] = Key(value, roles)
+        keys[name] = Key(value, tuple(made.roles), made.tenant)
     return keys
 
 

@@ -9,6 +9,9 @@ port = 8000
 [keys]
 alice = "env:ALICE_KEY"
 
+[tenants.alice]                      # requests of that key, or of the header X-Client-Id: alice
+share = 3
+
 [[models]]
 factory = "paellapy.demo:load"       # a function that returns a Model, or a Model
 arguments = { name = "mlp" }
@@ -82,7 +85,15 @@ class KeyConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """An API key with some of the roles."""
 
     key: Text
-    roles: Annotated[list[Role], Meta(min_length=1)]
+    roles: Annotated[list[Role], Meta(min_length=1)] = msgspec.field(default_factory=lambda: list(ROLES))
+    tenant: Text | None = None  # whose the requests are; by default the key's own name
+
+
+class TenantConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Requests of a key, or of a client header, with this name."""
+
+    share: Positive = 1.0  # against other tenants, under policies that are fair
+    limit: Annotated[float, Meta(gt=0, le=1)] | None = None  # part of the GPU's time that it may have
 
 
 class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -102,6 +113,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     tls: TlsConfig | None = None
     keys: dict[str, Text | KeyConfig] = {}
+    tenants: dict[str, TenantConfig] = {}
     models: list[ModelConfig] = []
 
 

@@ -152,6 +152,7 @@ class ServiceCollector(Collector):
                 pending.add_metric((name, VERSION), stats["models"][name]["live"])
         yield loaded
         yield pending
+        yield from _gpu_times(stats)
         if not isinstance(service.engine, Engine):
             return  # every worker has allowances of its own, and any of them may be asked
         sizes = GaugeMetricFamily(
@@ -175,6 +176,25 @@ def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         if "waited_ms" in facts:
             waited.add_metric(which, facts["waited_ms"] * 1e-3)
     yield from (running, done, waited)
+
+
+def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """The GPU's time by whose it was, as the core accounts for it."""
+    busy = "Time in which launched work was on the GPU"
+    yield CounterMetricFamily("paellapy_gpu_busy_seconds", busy, value=stats["gpu_ms"] / 1e3)
+    by_model = CounterMetricFamily("paellapy_model_gpu_seconds", "A model's part of the busy time", labels=_LABELS)
+    for name, each in stats["models"].items():
+        by_model.add_metric((name, VERSION), each["gpu_ms"] / 1e3)
+    yield by_model
+    label = ("tenant",)
+    had = CounterMetricFamily("paellapy_tenant_gpu_seconds", "A tenant's part of the busy time", labels=label)
+    done = CounterMetricFamily("paellapy_tenant_items", "Items of a tenant that are done", labels=label)
+    live = GaugeMetricFamily("paellapy_tenant_items_live", "Items of a tenant waiting or running", labels=label)
+    for name, each in stats["tenants"].items():
+        had.add_metric((name,), each["gpu_ms"] / 1e3)
+        done.add_metric((name,), each["completed"])
+        live.add_metric((name,), each["live"])
+    yield from (had, done, live)
 
 
 class _Page:

@@ -16,7 +16,9 @@ from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.viz.needs import need
 
 # Each after those it imports.
-_MODULES = ("format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "slow.js", "jobs.js", "view.js")
+_MODULES = (
+    "format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "tenants.js", "slow.js", "jobs.js", "view.js"
+)  # fmt: skip
 _FRAME = ".pp-widget { background: light-dark(#f4f6f8, #0e1116); padding: 0 14px 14px; border-radius: 10px; }\n"
 
 

@@ -35,10 +35,12 @@ from paellapy.scheduler.core.errors import (
     UnknownModelError,
 )
 from paellapy.scheduler.core.install import remove
+from paellapy.scheduler.core.job import READS_SHARES
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
+from paellapy.scheduler.core.tenants import checked_tenants, give_tenant, tenants_stats
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
 from paellapy.scheduler.engine.feed import Feed
@@ -80,6 +82,7 @@ class Engine(Requester):
         max_active: int | None = None,
         *,
         sm_windows: int = 0,
+        segment_shares: bool | None = None,
         limits: Limits | None = None,
         tuning: Tuning | Mapping[str, float] | None = None,
     ) -> None:
@@ -93,6 +96,9 @@ class Engine(Requester):
         `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
         unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
         loaded by paellapy itself run on all SMs of a real GPU.
+
+        `segment_shares`: measure, as a model is loaded, what its segments take of the GPU's bandwidth and tensor units;
+        None: where the policy reads it. On a virtual GPU it is known anyway.
 
         `tuning`: numbers of the scheduler for experiments, by name (`paellapy doctor --verbose` lists them); the others
         are those of the GPU.
@@ -122,6 +128,7 @@ class Engine(Requester):
         budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
         self.memory = MemoryPlan(budget)
         self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
+        self._segment_shares = segment_shares
         self._models: dict[str, LoadedModel] = {}
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
@@ -164,6 +171,8 @@ class Engine(Requester):
                     f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
                     f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
                 )
+            reads = bool(self._policy.facts & READS_SHARES)
+            self._loader.measure_shares = reads if self._segment_shares is None else self._segment_shares
             alone = self._front.waiting == 0 and not self.state.core["live"][0]  # the latter are of other processes too
             times = LoadTimes(model.name)
             with shown(times):
@@ -316,18 +325,47 @@ class Engine(Requester):
     def set_policy(self, policy: str | Policy) -> None:
         """Changes the policy; what is on the GPU runs on, what waits is ranked anew."""
         self._check_open()
-        done = threading.Event()
+        found = find_policy(policy)
 
         def change() -> None:
+            self._policy = self._attach(found)
+
+        self._between_steps(change)
+
+    def tenant(self, name: str, share: float = 1.0, limit: float | None = None) -> None:
+        """Gives the client of this name a share of the GPU against other tenants, under policies that are fair; and a
+        limit, the part of the GPU's time that it may have at most. Called again it changes both.
+        """
+        self._check_open()
+        (tenant,) = checked_tenants({name: {"share": share, "limit": limit}}).values()
+        number = self._front.client_number(name)
+        if not self._front.is_client(number, name):
+            raise ModelError(f"no room for tenant {name!r}: {len(self.state.client) - 1} clients have numbers already")
+        self._between_steps(lambda: give_tenant(self.state, number, name, tenant))
+
+    @property
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """Tenants by name: share, limit, and what each has had of the GPU."""
+        return tenants_stats(self.state)
+
+    def _between_steps(self, change: Callable[[], None]) -> None:
+        """Has the loop do it, and waits until it is done."""
+        done = threading.Event()
+        failed: list[BaseException] = []
+
+        def run() -> None:
             try:
-                self._policy = self._attach(found)
+                change()
+            except BaseException as e:  # the loop goes on; whoever asked for it is told
+                failed.append(e)
             finally:
                 done.set()
 
-        found = find_policy(policy)
-        self._backend.call(change)
+        self._backend.call(run)
         while not done.wait(0.1):
             self._check_open()  # a loop that has ended changes nothing any more
+        if failed:
+            raise failed[0]
 
     def _attach(self, policy: str | Policy) -> Policy:
         found = find_policy(policy)
@@ -353,6 +391,7 @@ class Engine(Requester):
                 if not each.model.stateful and each.model.name not in self._turns
             },
             "jobs": self.job_stats(),
+            "tenants": self.tenants,
         }
 
     def job_stats(self) -> dict[str, dict[str, Any]]:

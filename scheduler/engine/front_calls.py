@@ -122,7 +122,11 @@ def find_client(keys: Words, clients: Any, key: int) -> int:
         known = load_at(where)
         if known == np.uint64(key) or (known == _ZERO and exchange_at(where, _ZERO, np.uint64(key))):
             return int(i)
-    if clients[1 + home].live == 0:
+    for _ in range(n):  # a tenant's number stays its own
+        if clients[1 + home].tenant == 0:
+            break
+        home = (home + 1) % n
+    if clients[1 + home].live == 0 and clients[1 + home].tenant == 0:
         store_at(keys[1 + home :].ctypes.data, np.uint64(key))
     return int(1 + home)
 

@@ -128,13 +128,16 @@ class FrontEnd:
             raise InputError(f"client={client!r}: name a client by a text, a number or a tuple of them") from None
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
-        text = client if isinstance(client, str) else repr(client)
-        key = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
+        key = _client_key(client)
         number = calls.find_client(self.state.client_key, self.state.client, key)
         if len(self._clients) >= _REMEMBERED_CLIENTS:
             self._clients.clear()
         self._clients[client] = (number, key)
         return number
+
+    def is_client(self, number: int, client: Hashable) -> bool:
+        """Whether the number is this client's own."""
+        return int(self.state.client_key[number]) == _client_key(client)
 
     def take_row(self, pending: Pending) -> None:
         try:
@@ -356,6 +359,11 @@ class Waiter:
         self.done = False
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
+
+
+def _client_key(client: Hashable) -> int:
+    text = client if isinstance(client, str) else repr(client)
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1 | 1
 
 
 _local = threading.local()

@@ -22,7 +22,9 @@ import numpy as np
 from paellapy.instrument.traces.live import counts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
+from paellapy.scheduler.core.tenants import tenant_numbers, tenant_stats
 from paellapy.scheduler.engine.gpu_use import RESOURCES
+from paellapy.scheduler.engine.monitor_gpu import GpuTimes
 from paellapy.scheduler.engine.monitor_slow import SlowRequests
 from paellapy.scheduler.engine.monitor_sms import SmSampler
 from paellapy.scheduler.policies.policy import BUILT_IN, Policy, PolicyError, policy_names
@@ -64,6 +66,7 @@ class Monitor:
         self._seen = self._first = 0  # completions so far, and the first of them within the window
         self._since_ns = 0
         self._slow = SlowRequests(engine.state)
+        self._gpu_times = GpuTimes(engine.state)
         self._own: dict[str, Policy] = {}  # policies that are no part of the package, by name
         self._about = _descriptions()
         self._lock = threading.Lock()
@@ -131,6 +134,7 @@ class Monitor:
         now_ns = time.monotonic_ns()
         loaded = engine.loaded_rows()
         self._expect()
+        self._gpu_times.look(now_ns)
         recent, window_s = self._recent(now_ns)
         failure = engine.failure
         held = engine.occupancy()
@@ -166,6 +170,11 @@ class Monitor:
             "edges_ms": EDGES_MS,
             "models": models,
             "jobs": [{"name": name, **facts} for name, facts in engine.job_stats().items()],
+            "gpu_busy": round(self._gpu_times.busy, 5),
+            "tenants": [
+                {"name": name, **tenant_stats(engine.state, k), "gpu_share": round(self._gpu_times.of_tenant(k), 5)}
+                for name, k in tenant_numbers(engine.state).items()
+            ],
             "slow": [each.describe(now_ns, *of_row[int(each.entry["model"])]) for each in slow],
         }
 
@@ -210,6 +219,7 @@ class Monitor:
             "alone_ms": round(loaded.profiles[0].whole_ns * 1e-6, 5),
             "per_s": round(int(np.count_nonzero(recent.finish_ns[done] >= now_ns - int(rate_s * 1e9))) / rate_s, 2),
             "completed": int(state.model["completed"][row]),
+            "gpu_share": round(self._gpu_times.of_model(row), 5),
             "waiting": live - running,
             "running": running,
             "recent": answered,

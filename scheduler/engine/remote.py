@@ -20,6 +20,7 @@ from paellapy.scheduler.core.job import GPU, JOB
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, State, new_state, over
+from paellapy.scheduler.core.tenants import tenants_stats
 from paellapy.scheduler.engine.front_end import FrontEnd, Stage
 from paellapy.scheduler.engine.requests import Requester, Slot
 from paellapy.scheduler.engine.stats import core_stats, live_stats, model_stats
@@ -199,6 +200,7 @@ class RemoteEngine(Requester):
                 }
                 for name, each in self._models.items()
             },
+            "tenants": tenants_stats(self.state),
         }
 
     # -- as a Requester

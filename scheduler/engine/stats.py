@@ -37,6 +37,7 @@ def core_stats(state: State) -> dict[str, Any]:
         "live": int(core["live"]),
         "queued": int(core["queued"]),
         "active": int(core["active"]),
+        "gpu_ms": float(core["gpu_ns"]) * 1e-6,  # in which something was on the GPU
         "launches": int(core["launches"]),
         "launch_ms": float(core["launch_ns"]) * 1e-6,  # the loop's time in the driver,
         "longest_launch_ms": float(core["longest_launch_ns"]) * 1e-6,  # and the most of it for one launch
@@ -51,7 +52,11 @@ def core_stats(state: State) -> dict[str, Any]:
 
 
 def live_stats(state: State, row: int) -> dict[str, Any]:
-    return {"gpu_ms": float(state.model["used_ns"][row]) * 1e-6, "live": int(state.model["live"][row])}
+    """`gpu_ms`: its part of the time that the GPU was busy; `alone_ms`: how long its work would take alone."""
+    model = state.model[row]
+    return {
+        "gpu_ms": float(model["gpu_ns"]) * 1e-6, "alone_ms": float(model["used_ns"]) * 1e-6, "live": int(model["live"])
+    }  # fmt: skip
 
 
 def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:

@@ -68,7 +68,7 @@ function makeCard(name) {
   const facts = {};
   const list = el("dl", { class: "pp-facts" });
   for (const [key, text] of [["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["within", "in target"],
-    ["rate", "req/s"], ["queue", "wait / run"]]) {
+    ["rate", "req/s"], ["queue", "wait / run"], ["gpu", "GPU time"]]) {
     facts[key] = el("dd", {}, "–");
     list.append(el("div", {}, el("dt", {}, text), facts[key]));
   }
@@ -93,6 +93,7 @@ function makeCard(name) {
     say(facts.within, percent(model.within_target));
     mark(facts.within, "pp-late", model.within_target !== null && model.within_target < 0.99);
     say(facts.rate, rate(model.per_s));
+    say(facts.gpu, percent(model.gpu_share));
     say(facts.queue, `${count(model.waiting)} / ${count(model.running)}`);
     say(mean, model.mean_batch === null ? "–" : model.mean_batch.toFixed(1));
     drawBatches(columns, model);

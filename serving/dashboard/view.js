@@ -5,6 +5,7 @@ import { makeModelsPanel } from "./models.js";
 import { makeJobsPanel } from "./jobs.js";
 import { makeSlowPanel } from "./slow.js";
 import { makeSmPanel } from "./sm_grid.js";
+import { makeTenantsPanel } from "./tenants.js";
 import { makeTiles } from "./tiles.js";
 
 // `switchPolicy(name)` gives a promise; `extras` are controls of the host's own.
@@ -21,11 +22,12 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
   const tiles = makeTiles();
   const sms = makeSmPanel();
   const models = makeModelsPanel();
+  const tenants = makeTenantsPanel();
   const slow = makeSlowPanel();
   const jobs = makeJobsPanel();
   const uptime = el("span");
   const body = el("div", { class: "pp-body", hidden: true }, tiles.node,
-    el("div", { class: "pp-panels" }, sms.node, models.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
+    el("div", { class: "pp-panels" }, sms.node, models.node, tenants.node, jobs.node, slow.node), el("footer", { class: "pp-foot" }, uptime, ...foot));
   const waiting = el("p", { class: "pp-empty" }, "Waiting for the first numbers …");
   root.classList.add("pp-view");
   root.replaceChildren(head, banner, waiting, body);
@@ -54,6 +56,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
     tiles.update(snapshot);
     sms.update(snapshot);
     models.update(snapshot);
+    tenants.update(snapshot);
     slow.update(snapshot);
     jobs.update(snapshot);
     drawPolicy(snapshot.policy);

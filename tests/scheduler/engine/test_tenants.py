@@ -1,0 +1,75 @@
+"""Tenants of an engine: shares and limits are kept, changed while it runs, and shown."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import paellapy as pp
+from paellapy import demo
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.engine.monitor import Monitor
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with pp.Engine("virtual:h200", "fair") as found:
+        found.load(demo.load("mlp", batch=(1, 2, 4)))
+        yield found
+
+
+def ask(engine: pp.Engine, client: str | None, n: int = 1) -> None:
+    x = np.zeros(engine.models["mlp"].inputs["image"].shape, np.float32)
+    for _ in range(n):
+        engine.infer_sync("mlp", {"image": x}, client=client)
+
+
+def test_a_tenant_has_its_counts(engine) -> None:
+    engine.tenant("alice", share=3, limit=0.5)
+    ask(engine, "alice", 3)
+    ask(engine, "bob", 2)
+    alice = engine.stats()["tenants"]["alice"]
+    assert (alice["share"], alice["limit"], alice["completed"], alice["live"]) == (3.0, 0.5, 3, 0)
+    assert 0 < alice["gpu_ms"] <= engine.stats()["gpu_ms"]
+    assert "bob" not in engine.tenants
+
+
+def test_models_have_had_all_of_the_gpus_time(engine) -> None:
+    stats = engine.stats()
+    assert sum(each["gpu_ms"] for each in stats["models"].values()) == pytest.approx(stats["gpu_ms"], rel=0.03)
+    by_client = float(engine.state.client["gpu_ns"].sum()) * 1e-6
+    assert by_client == pytest.approx(stats["gpu_ms"], rel=0.03)
+
+
+def test_the_monitor_shows_tenants_and_gpu_time(engine) -> None:
+    with Monitor(engine) as monitor:
+        monitor.snapshot()
+        ask(engine, "alice", 3)
+        found = monitor.snapshot()
+    (alice,) = (each for each in found["tenants"] if each["name"] == "alice")
+    assert 0 < alice["gpu_share"] <= 1
+    assert 0 < found["models"][0]["gpu_share"] <= found["gpu_busy"] + 1e-4
+
+
+def test_shares_change_while_requests_wait(engine) -> None:
+    threads = [threading.Thread(target=ask, args=(engine, name, 10)) for name in ("alice", "carol", None)]
+    for each in threads:
+        each.start()
+    for share in (1, 5, 2):
+        engine.tenant("carol", share=share)
+    for each in threads:
+        each.join()
+    assert engine.tenants["carol"]["completed"] == 10
+    assert engine.state.core["shares"][0] == 0.0
+    assert not engine.state.flow["live"].any()
+
+
+def test_what_makes_no_sense_is_refused(engine) -> None:
+    with pytest.raises(ArgumentError, match="limit=0"):
+        engine.tenant("alice", limit=0)
+    with pytest.raises(ArgumentError, match="share='much'"):
+        engine.tenant("alice", share="much")
+    with pytest.raises(ArgumentError, match="a tenant is named ''"):
+        engine.tenant("")

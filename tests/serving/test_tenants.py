@@ -1,0 +1,106 @@
+"""Tenants of a server: from the configuration, by key and by header, in the metrics; and shares over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.client import HTTPConnection
+
+import numpy as np
+import pytest
+from engine_models import scale_model
+from prometheus_client.parser import text_string_to_metric_families
+from serving_server import ask, infer_body, running
+
+from paellapy.serving.access import Key
+from paellapy.serving.build import build_engine, build_keys
+from paellapy.serving.config import load_config
+from paellapy.serving.errors import ConfigError
+
+INFER = "/v2/models/scale/infer"
+BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running([scale_model(batch=(1,))], policy="fair") as found:
+        for name, share in (("a", 1), ("b", 3), ("c", 6)):
+            found.server.service.engine.tenant(name, share=share)
+        yield found
+
+
+def test_the_header_names_the_tenant(server) -> None:
+    engine = server.server.service.engine
+    before = engine.tenants["a"]["completed"]
+    assert ask(server, "POST", INFER, BODY, {"X-Client-Id": "a"})[0] == 200
+    assert ask(server, "POST", INFER, BODY, {"X-Client-Id": "stranger"})[0] == 200
+    assert engine.tenants["a"]["completed"] == before + 1
+
+
+def test_metrics_say_whose_the_gpus_time_was(server) -> None:
+    ask(server, "POST", INFER, BODY, {"X-Client-Id": "b"})
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    samples = {(s.name, s.labels.get("tenant") or s.labels.get("model")): s.value
+               for family in text_string_to_metric_families(text) for s in family.samples}  # fmt: skip
+    busy = samples["paellapy_gpu_busy_seconds_total", None]
+    assert 0 < samples["paellapy_tenant_gpu_seconds_total", "b"] <= busy
+    assert samples["paellapy_model_gpu_seconds_total", "scale"] == pytest.approx(busy, rel=0.03)
+    assert samples["paellapy_tenant_items_total", "b"] >= 1
+
+
+def test_shares_of_tenants_count_over_http(server) -> None:
+    """Clients of each tenant ask as fast as they are answered, until there were 600 answers in all."""
+    engine, stop = server.server.service.engine, threading.Event()
+
+    def go_on(name: str) -> None:
+        with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+            while not stop.is_set():
+                connection.request("POST", INFER, BODY, {"X-Client-Id": name, "Content-Type": "application/json"})
+                connection.getresponse().read()
+
+    lanes = len(next(iter(engine.loaded_rows().values())).lanes)
+    threads = [threading.Thread(target=go_on, args=(name,)) for name in "abc" for _ in range(lanes + 2)]
+    before = {name: each["alone_ms"] for name, each in engine.tenants.items()}
+    for each in threads:
+        each.start()
+    while sum(each["completed"] for each in engine.tenants.values()) < 600:
+        stop.wait(0.05)
+    had = {name: each["alone_ms"] - before[name] for name, each in engine.tenants.items()}
+    stop.set()
+    for each in threads:
+        each.join()
+    assert had["a"] < had["b"] < had["c"]  # how far they are from 1 : 3 : 6 is the benchmark's to say
+
+
+def test_keys_belong_to_tenants() -> None:
+    keys = {"alice": "secret-a", "robot": Key("secret-r", tenant="alice")}
+    with running([scale_model(batch=(1,))], keys=keys) as server:
+        engine = server.server.service.engine
+        engine.tenant("alice", share=2)
+        for key in ("secret-a", "secret-r"):
+            assert ask(server, "POST", INFER, BODY, {"X-API-Key": key, "X-Client-Id": "eve"})[0] == 200
+        assert engine.tenants["alice"]["completed"] == 2
+
+
+def test_tenants_come_from_the_configuration(tmp_path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'device = "virtual:h200"\n[keys]\nrobot = { key = "k", tenant = "alice" }\n'
+        "[tenants.alice]\nshare = 3\nlimit = 0.5\n[tenants.bob]\n"
+    )
+    config, source = load_config(file)
+    assert build_keys(config, source)["robot"].tenant == "alice"
+    with build_engine(config, source) as engine:
+        found = engine.tenants
+    assert (found["alice"]["share"], found["alice"]["limit"], found["bob"]["share"]) == (3.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("text", ["share = 0", "limit = 1.5", "weight = 2"])
+def test_a_wrong_tenant_is_pointed_at(tmp_path, text: str) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(f"[tenants.alice]\n{text}\n")
+    with pytest.raises(ConfigError, match=rf"server.toml:\d: tenants\.{text.partition(' ')[0]}"):
+        load_config(file)
