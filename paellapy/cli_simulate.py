@@ -53,6 +53,8 @@ def simulate(
         results.append(run(profiles, workload, each, device, fidelity=fidelity, seed=seed, admission=admission))
     for result in results:
         console.print(result)
+    if len(results) > 1:
+        console.print(results[0].compare(*results[1:]))
     if about is not None:
         console.print(about, highlight=False, soft_wrap=True)
     if admission and not results[0].has_limits:

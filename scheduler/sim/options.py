@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from paellapy.instrument.device.parts import Part, part
 from paellapy.instrument.errors import ArgumentError, NoDeviceError
 from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.tenants import Tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.policies.policy import Policy, Rank, find_policy
 
@@ -34,7 +35,8 @@ class SimulationOptions:
     model's target, are refused when they come ("queue full"); for open loads, and segments. `sm_windows`: jobs keep to
     windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep of eight windows on an H200;
     for segments of models whose demand was measured (without windows). `tuning`: numbers of the scheduler, by name, for
-    experiments; the others are the part's own.
+    experiments; the others are the part's own. `tenants`: shares and limits of clients that the workload names, as in
+    {"alice": Tenant(share=3, limit=0.5)}.
     """
 
     fidelity: Fidelity = "segments"
@@ -47,6 +49,7 @@ class SimulationOptions:
     sm_windows: int = 0
     host_launch_ns: float | None = None
     tuning: Tuning | Mapping[str, float] | None = None
+    tenants: Mapping[str, Tenant | Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.fidelity not in FIDELITIES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,9 @@ class Results:
     counters: dict[str, int] = field(default_factory=dict)
     admission: bool = False  # whether what would be late was to be refused
     trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
+    clients: tuple[str, ...] = ()  # names, by the numbers in `jobs`
+    # whose the GPU's time was: "busy" of "", "models" and "clients" by name
+    gpu_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
     plot = Above()
 
@@ -65,9 +68,34 @@ class Results:
         names = [each.name for each in self.models]
         if name is not None and name not in names:
             raise ArgumentError(f"no model {name!r} in this run: there are {', '.join(names)}")
+        if name is None:
+            return self._figures("all", self.jobs)
+        return self._figures(name, self.jobs[self.jobs["model"] == names.index(name)])
+
+    def tenant(self, name: str) -> ModelResult:
+        """Figures of one client's requests, for whichever models."""
+        if name not in self.clients:
+            raise ArgumentError(f"no client {name!r} in this run: there are {', '.join(self.clients)}")
+        return self._figures(name, self.jobs[self.jobs["client"] == self.clients.index(name)])
+
+    @property
+    def per_tenant(self) -> list[ModelResult]:
+        return [self.tenant(name) for name in self.clients]
+
+    def gpu_share(self, name: str) -> float:
+        """Part of the time that the GPU was busy for a client, or for a model of this name."""
+        for had in (self.gpu_ms.get("clients", {}), self.gpu_ms.get("models", {})):
+            if name in had:
+                return had[name] / max(self.gpu_ms["busy"][""], 1e-9)
+        raise ArgumentError(f"no client and no model {name!r} in this run")
+
+    def compare(self, *others: Results) -> Comparison:
+        """This run and others of the same models or clients, side by side: the ratios are to this one."""
+        return Comparison((self, *others))
+
+    def _figures(self, name: str, jobs: Table) -> ModelResult:
         alone = np.array([each.alone_ns() for each in self.models])
         target = np.array([np.nan if each.target_ms is None else each.target_ms for each in self.models])
-        jobs = self.jobs if name is None else self.jobs[self.jobs["model"] == names.index(name)]
         done = jobs[jobs["status"] == OK]
         ms = (done["finish_ns"] - done["arrival_ns"]) / 1e6
         slow = ms * 1e6 / alone[done["model"]]
@@ -80,7 +108,7 @@ class Results:
             return float(np.percentile(values, q)) if len(values) else float("nan")
 
         return ModelResult(
-            name=name or "all",
+            name=name,
             submitted=len(jobs),
             completed=len(done),
             refused=int((jobs["status"] == QUEUE_FULL).sum()),
@@ -135,15 +163,71 @@ class Results:
         return number_table(title, columns, rows, total=True)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=110, force_terminal=False, no_color=True)
-        with console.capture() as captured:
-            console.print(self.table())
-        return captured.get()
+        return _text(self.table())
 
     def __rich__(self) -> Any:
         return self.table()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs side by side. `str()` of it is a table."""
+
+    runs: tuple[Results, ...]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each run and each client, or each model where there is one client; ratios to the first run's."""
+        found: list[dict[str, Any]] = []
+        for run in self.runs:
+            for each in run.per_tenant if len(run.clients) > 1 else run.per_model:
+                first = next((row for row in found if row["name"] == each.name), None)
+                found.append(
+                    {
+                        "policy": run.policy,
+                        "name": each.name,
+                        "throughput": each.throughput,
+                        "p50_ms": each.p50_ms,
+                        "p99_ms": each.p99_ms,
+                        "gpu_share": run.gpu_share(each.name) if run.gpu_ms else float("nan"),
+                        "throughput_ratio": _ratio(each.throughput, first["throughput"] if first else None),
+                        "p99_ratio": _ratio(each.p99_ms, first["p99_ms"] if first else None),
+                    }
+                )
+        return found
+
+    def table(self) -> Any:
+        from paellapy.scheduler.sim.number_table import number_table
+
+        columns = ["policy", "who", "/s", "÷ first", "p50\nms", "p99\nms", "÷ first", "of the\nGPU"]
+        rows = [
+            [
+                row["policy"], row["name"], f"{row['throughput']:.0f}", _cell(row["throughput_ratio"], ".2f"),
+                _cell(row["p50_ms"], ".2f"), _cell(row["p99_ms"], ".2f"), _cell(row["p99_ratio"], ".2f"),
+                _cell(row["gpu_share"], ".1%"),
+            ]
+            for row in self.rows
+        ]  # fmt: skip
+        return number_table("Runs side by side", columns, rows)
+
+    def __str__(self) -> str:
+        return _text(self.table())
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+
+def _ratio(value: float, to: float | None) -> float:
+    return value / to if to else float("nan")
+
+
+def _text(table: Any) -> str:
+    from rich.console import Console
+
+    console = Console(width=110, force_terminal=False, no_color=True)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
 
 
 def _cell(value: float, form: str) -> str:

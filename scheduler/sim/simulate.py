@@ -24,6 +24,7 @@ from paellapy.scheduler.core.install import install, open_model
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
 from paellapy.scheduler.core.step import attach_step
 from paellapy.scheduler.core.tables import Table
+from paellapy.scheduler.core.tenants import checked_tenants, give_tenant
 from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank
 from paellapy.scheduler.sim import fluid_state as fluid
@@ -51,8 +52,8 @@ def simulate(
     """Run the workload to its end in simulated time.
 
     `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `look_ahead`, `demand`, `queues`,
-    `admission`, `sm_windows`, `host_launch_ns`. With fidelity "blocks" and the models' own `kernels` the result has a
-    `trace`.
+    `admission`, `sm_windows`, `host_launch_ns`, `tenants`. With fidelity "blocks" and the models' own `kernels` the
+    result has a `trace`.
 
     >>> from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
     >>> from paellapy.scheduler.sim.workload import Poisson
@@ -66,10 +67,11 @@ def simulate(
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
         raise ProfileError(f"simulate needs models with names of their own, not {names}")
-    arrivals, clients = _load(workload, models, asked.seed)
+    arrivals, clients, tenants = _load(workload, models, asked.seed)
     _check(asked, models, clients)
-    state = new_core(models, len(arrivals) + len(clients))
+    state = new_core(models, len(arrivals) + len(clients), len(tenants))
     prepare(state, models, chosen, gpu, asked)
+    _give_tenants(state, tenants, asked)
     f = fluid_of(state, models, gpu, workload.seconds, arrivals, clients, asked)
     trace = None
     if asked.fidelity == "segments":
@@ -98,18 +100,46 @@ def simulate(
         counters=counters,
         admission=asked.admission,
         trace=trace,
+        clients=tuple(tenants),
+        gpu_ms=_gpu_times(state, models, tenants),
     )
 
 
-def _load(workload: Workload, models: Sequence[ModelProfile], seed: int) -> tuple[Table, Table]:
-    """Arrivals and closed-loop clients; who has no priority of its own has its model's."""
+def _load(workload: Workload, models: Sequence[ModelProfile], seed: int) -> tuple[Table, Table, list[str]]:
+    """Arrivals, closed-loop clients, and the names of all clients by their numbers. Requests without a priority of
+    their own have their model's.
+    """
     names = [each.name for each in models]
     arrivals, clients = workload.arrivals(names, seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
     for asked in (arrivals, clients):
         own = asked["priority"] == fluid.MODELS_PRIORITY
         asked["priority"][own] = priorities[asked["model"][own]]
-    return arrivals, clients
+    known = workload.clients_named()
+    place = {number: k for k, number in enumerate(known)}
+    for asked in (arrivals, clients):
+        asked["client"] = [place[k] for k in asked["client"].tolist()]
+    return arrivals, clients, [name or f"client {k + 1}" for k, name in enumerate(known.values())]
+
+
+def _give_tenants(state: st.State, clients: Sequence[str], asked: SimulationOptions) -> None:
+    unknown = set(asked.tenants) - set(clients)
+    if unknown:
+        raise ArgumentError(
+            f"no client of the workload is named {min(unknown)!r}: there are {', '.join(clients)}; name one as in "
+            "ClosedLoop(…, client='alice')"
+        )
+    for name, tenant in checked_tenants(asked.tenants).items():
+        give_tenant(state, clients.index(name), name, tenant)
+
+
+def _gpu_times(state: st.State, models: Sequence[ModelProfile], clients: Sequence[str]) -> dict[str, dict[str, float]]:
+    """In which something ran, and whose it was."""
+    return {
+        "busy": {"": float(state.core["gpu_ns"][0]) / 1e6},
+        "models": {each.name: float(state.model["gpu_ns"][m]) / 1e6 for m, each in enumerate(models)},
+        "clients": {name: float(state.client["gpu_ns"][k]) / 1e6 for k, name in enumerate(clients)},
+    }
 
 
 def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Table) -> None:
@@ -135,7 +165,7 @@ def _check_all_done(state: st.State, policy: Policy) -> None:
         )
 
 
-def new_core(models: Sequence[ModelProfile], requests: int) -> st.State:
+def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) -> st.State:
     """The core's tables, large enough for these models."""
     programs = [program for each in models for program in each.sizes.values()]
     return st.new_state(
@@ -148,6 +178,7 @@ def new_core(models: Sequence[ModelProfile], requests: int) -> st.State:
             segments=max(len(program) for program in programs),
             # The ring is sized by rows, and takes the opening of every model before the core first looks.
             requests=min(requests + len(models), MAX_ROWS),
+            clients=max(clients, 1),
             inputs=1,
         )
     )

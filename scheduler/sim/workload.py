@@ -1,7 +1,7 @@
 """Workloads: when which model is asked for. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
 
 Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: alike
-Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16)
+Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16, client="alice")
 TraceWorkload.from_csv("trace.csv")                             # columns t, model[, deadline, priority, client]
 """
 
@@ -23,7 +23,7 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIORITY
 
 Mix = str | Mapping[str, float] | Sequence[str]
-Row = tuple[float, str, float | None, int | None, int]
+Row = tuple[float, str, float | None, int | None, int | str]
 # Beyond, nearly all gaps are next to nothing, and the rate is not the one asked for: at 7, 4000 requests are 500,000.
 MOST_SIGMA = 5.0
 
@@ -42,6 +42,10 @@ class Workload(ABC):
     def loop_clients(self, models: Sequence[str]) -> Table:
         """Clients that ask again when they are answered (LOOP_CLIENT)."""
         return np.zeros(0, LOOP_CLIENT)
+
+    def clients_named(self) -> dict[int, str | None]:
+        """Whose the requests are: the numbers in the column `client`, and their names; None: it has none."""
+        return {0: None}
 
     @property
     @abstractmethod
@@ -91,7 +95,8 @@ class _OpenLoop(Workload):
     duration: float = 1.0
     deadline_ms: float | None = None
     priority: int | None = None  # None: the model's
-    clients: int = 1
+    clients: int = 1  # requests are of one or the other of so many
+    client: str | None = None  # whose they are
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and self.duration > 0 and math.isfinite(self.rate * self.duration)):
@@ -106,6 +111,11 @@ class _OpenLoop(Workload):
     @property
     def seconds(self) -> float:
         return self.duration
+
+    def clients_named(self) -> dict[int, str | None]:
+        if self.clients == 1:
+            return {0: self.client}
+        return {k: f"{self.client} {k + 1}" if self.client else None for k in range(self.clients)}
 
     def arrivals(self, models: Sequence[str], seed: int) -> Table:
         random = np.random.default_rng(seed)
@@ -153,13 +163,14 @@ class Lognormal(_OpenLoop):
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop(Workload):
-    """Clients that ask, wait for the answer, think, and ask again, for `duration` seconds."""
+    """Several that ask, wait for the answer, think, and ask again, for `duration` seconds, all for one client."""
 
     model: str
     clients: int = 1
     think_ms: float = 0.0
     duration: float = 1.0
     priority: int | None = None
+    client: str | None = None  # whose requests they are; another loop's are another's
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
@@ -177,8 +188,10 @@ class ClosedLoop(Workload):
         clients["think_ns"] = int(self.think_ms * 1e6)
         clients["model"] = _index(models, self.model)
         clients["priority"] = _priority(self.priority)
-        clients["client"] = np.arange(self.clients)
         return clients
+
+    def clients_named(self) -> dict[int, str | None]:
+        return {0: self.client}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +229,8 @@ def _row(row: Mapping[str, str | None], where: str) -> Row:
         at, deadline = float(row["t"] or ""), float(row["deadline"] or "") if row.get("deadline") else None
         _check_times(at, deadline)
         priority = int(row["priority"] or "") if row.get("priority") else None
-        return at, row["model"] or "", deadline, priority, int(row.get("client") or 0)
+        client = row.get("client") or "0"
+        return at, row["model"] or "", deadline, priority, int(client) if client.isdecimal() else client
     except ValueError as e:
         raise WorkloadError(f"{where}: {e}") from e
 
@@ -234,8 +248,10 @@ def _checked(row: Row, where: str) -> Row:
         _check_times(at, deadline)
         if not isinstance(model, str):
             raise ValueError(f"the model is {model!r}, not a name")
-        if not isinstance(client, int | np.integer) or not (priority is None or isinstance(priority, int | np.integer)):
-            raise ValueError("priority (or None) and client are whole numbers")
+        if not isinstance(client, int | np.integer | str):
+            raise ValueError("the client is a whole number or a name")
+        if not (priority is None or isinstance(priority, int | np.integer)):
+            raise ValueError("the priority is a whole number, or None")
     except (TypeError, ValueError) as e:
         form = "(seconds, model, deadline in ms or None, priority or None, client)"
         raise WorkloadError(f"{where} is {row!r}, and rows are {form}: {e}") from e
@@ -276,12 +292,23 @@ class TraceWorkload(Workload):
         return max((each[0] for each in self.rows), default=0.0)
 
     def arrivals(self, models: Sequence[str], seed: int) -> Table:
-        found = np.zeros(len(self.rows), ARRIVAL)
+        found, numbers = np.zeros(len(self.rows), ARRIVAL), self._numbers()
         for k, (t, model, deadline, priority, client) in enumerate(self.rows):
             at = int(t * 1e9)
             due = NEVER if deadline is None else at + int(deadline * 1e6)
-            found[k] = (at, due, _index(models, model), _priority(priority), client, 0.0)
+            found[k] = (at, due, _index(models, model), _priority(priority), numbers[client], 0.0)
         return found
+
+    def _numbers(self) -> dict[int | str, int]:
+        """Clients that are numbers keep them; names have the numbers after those."""
+        given = {each[4] for each in self.rows}
+        whole = sorted(each for each in given if not isinstance(each, str))
+        numbers: dict[int | str, int] = {each: int(each) for each in whole}
+        names = sorted(each for each in given if isinstance(each, str))
+        return {**numbers, **{name: k for k, name in enumerate(names, max(numbers.values(), default=0) + 1)}}
+
+    def clients_named(self) -> dict[int, str | None]:
+        return {k: str(each) if isinstance(each, str) or k else None for each, k in self._numbers().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +323,33 @@ class Mixed(Workload):
 
     def arrivals(self, models: Sequence[str], seed: int) -> Table:
         found = [each.arrivals(models, seed + k) for k, each in enumerate(self.parts)]
-        together = np.concatenate(found)
+        together = np.concatenate(self._renumbered(found))
         return together[np.argsort(together["time_ns"], kind="stable")]
 
     def loop_clients(self, models: Sequence[str]) -> Table:
-        return np.concatenate([each.loop_clients(models) for each in self.parts])
+        return np.concatenate(self._renumbered([each.loop_clients(models) for each in self.parts]))
+
+    def _places(self) -> list[dict[int, int]]:
+        """For each part, which of all clients each of its own is: those of one name are one, the others all differ."""
+        known: dict[str, int] = {}
+        places, n = [], 0
+        for each in self.parts:
+            place = {}
+            for number, name in each.clients_named().items():
+                if name is None or name not in known:
+                    place[number], n = n, n + 1
+                    if name is not None:
+                        known[name] = place[number]
+                else:
+                    place[number] = known[name]
+            places.append(place)
+        return places
+
+    def clients_named(self) -> dict[int, str | None]:
+        pairs = zip(self.parts, self._places(), strict=True)
+        return {place[k]: name for each, place in pairs for k, name in each.clients_named().items()}
+
+    def _renumbered(self, tables: Sequence[Table]) -> list[Table]:
+        for table, place in zip(tables, self._places(), strict=True):
+            table["client"] = [place[k] for k in table["client"].tolist()]
+        return list(tables)

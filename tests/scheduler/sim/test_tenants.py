@@ -1,0 +1,123 @@
+"""Tenants in simulated time: shares, limits, names, and whose the GPU's time was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.core.tenants import Tenant
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import ClosedLoop, Poisson, TraceWorkload
+
+SHARES = {"alice": 1.0, "bob": 3.0, "carol": 6.0}
+
+
+def net(name: str = "net", us: float = 100.0, segments: int = 4, **more: Any) -> ModelProfile:
+    return ModelProfile(name, {1: [SegmentProfile(us * 1e3, blocks=400, warps=3000)] * segments}, lanes=6, **more)
+
+
+def loops(*names: str, model: str | None = None, seconds: float = 0.4) -> Any:
+    first, *others = [ClosedLoop(model or name, clients=2, duration=seconds, client=name) for name in names]
+    for each in others:
+        first = first + each
+    return first
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_shares_of_tenants_count_within_one_model_and_among_several(same: bool) -> None:
+    models = [net()] if same else [net(name) for name in SHARES]
+    load = loops(*SHARES, model="net" if same else None)
+    run = simulate(models, load, "fair", tenants={name: Tenant(share=share) for name, share in SHARES.items()})
+    for name, share in SHARES.items():
+        assert run.gpu_share(name) == pytest.approx(share / 10, abs=0.03)
+
+
+def test_shares_of_models_do_not_depend_on_how_many_clients_ask() -> None:
+    load = ClosedLoop("a", clients=4, duration=0.4) + Poisson(3000, "b", duration=0.4, clients=50)
+    run = simulate([net("a"), net("b", queue_limit=100)], load, "fair")
+    assert run.gpu_ms["models"]["a"] / run.gpu_ms["busy"][""] > 0.4
+
+
+@pytest.mark.parametrize("policy", ["fair", "srpt", "token", "streams"])
+@pytest.mark.parametrize("limit", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("contended", [True, False])
+def test_limits_of_tenants_hold_under_every_policy(policy: str, limit: float, contended: bool) -> None:
+    load = loops("held", "free") if contended else loops("held")
+    run = simulate([net("held"), net("free")], load, policy, active=1, tenants={"held": {"limit": limit}})
+    done = run.jobs[(run.jobs["client"] == 0) & (run.jobs["finish_ns"] <= 0.4e9)]
+    had = len(done) * 400e3 / 0.4e9
+    assert had <= limit + 0.02
+    if not contended or (policy == "fair" and limit < 0.5):  # else the policy may give it less
+        assert had >= limit - 0.02
+
+
+def test_results_know_tenants_by_name() -> None:
+    trace = TraceWorkload(tuple((0.001 * k, "net", None, None, who) for k, who in enumerate(("dora", 7, 0))))
+    run = simulate([net()], loops("alice", model="net", seconds=0.01) + ClosedLoop("net", duration=0.01) + trace)
+    assert set(run.clients) == {"alice", "client 2", "client 3", "7", "dora"}
+    assert run.tenant("dora").completed == 1
+    assert run.tenant("alice").completed + run.tenant("client 2").completed == run.all.completed - 3
+    with pytest.raises(ArgumentError, match=r"no client 'eve'.*alice"):
+        run.tenant("eve")
+
+
+def test_two_closed_loops_are_two_tenants() -> None:
+    run = simulate([net()], ClosedLoop("net", duration=0.01) + ClosedLoop("net", duration=0.01))
+    assert len(run.per_tenant) == 2
+
+
+def test_a_tenant_that_nobody_is_called_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no client of the workload is named 'eve'"):
+        simulate([net()], loops("alice", model="net"), tenants={"eve": Tenant(share=2)})
+    with pytest.raises(ArgumentError, match="share=0"):
+        Tenant(share=0)
+    with pytest.raises(ArgumentError, match="limit=2"):
+        Tenant(limit=2)
+
+
+def test_runs_are_compared_side_by_side() -> None:
+    first, second = (simulate([net("a"), net("b")], loops("a", "b", seconds=0.05), name) for name in ("fair", "fifo"))
+    rows = first.compare(second).rows
+    assert [row["policy"] for row in rows] == ["fair", "fair", "fifo", "fifo"]
+    assert [row["name"] for row in rows] == ["a", "b", "a", "b"]
+    assert rows[2]["throughput_ratio"] == pytest.approx(rows[2]["throughput"] / rows[0]["throughput"])
+    assert "÷ first" in str(first.compare(second))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    us=st.lists(st.floats(20, 400), min_size=1, max_size=3),
+    policy=st.sampled_from(["fair", "srpt", "paella", "streams", "tgs", "token"]),
+    seed=st.integers(0, 5),
+)
+def test_the_gpus_time_is_all_accounted_for(us: list[float], policy: str, seed: int) -> None:
+    """What models and clients had adds up to the time in which something ran, by the simulated GPU's own account."""
+    models = [net(f"m{k}", us=each) for k, each in enumerate(us)]
+    first, *others = [Poisson(200, each.name, duration=0.05, client=f"c{k}") for k, each in enumerate(models)]
+    load: Any = first
+    for each in others:
+        load = load + each
+    run = simulate(models, load, policy, seed=seed, host_launch_ns=0.0)
+    busy = run.gpu_ms["busy"][""]
+    assert sum(run.gpu_ms["models"].values()) == pytest.approx(busy, rel=1e-6)
+    assert sum(run.gpu_ms["clients"].values()) == pytest.approx(busy, rel=1e-6)
+    running = intervals_ms(run)
+    assert busy <= running * 1.03 + 0.01
+    if policy == "streams":  # in one piece: nobody waits between segments
+        assert busy == pytest.approx(running, rel=0.03)
+
+
+def intervals_ms(run: Any) -> float:
+    """How long some request had been started and was not done."""
+    began, ended = np.sort(run.jobs["started_ns"]), np.sort(run.jobs["finish_ns"])
+    total, open_, last = 0, 0, 0
+    for at, step in sorted([*((int(t), 1) for t in began), *((int(t), -1) for t in ended)]):
+        total += (at - last) * (open_ > 0)
+        open_, last = open_ + step, at
+    return total / 1e6
