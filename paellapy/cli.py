@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paellapy import cli_bench, cli_cluster, cli_run, cli_simulate
+from paellapy import cli_bench, cli_cluster, cli_run, cli_simulate, cli_tune
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.versions import versions
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
+app.command()(cli_tune.tune)
 app.command()(cli_bench.bench)
 app.command(context_settings=_SCRIPT)(cli_run.run)
 app.command()(cli_cluster.plan)

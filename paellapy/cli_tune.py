@@ -1,0 +1,48 @@
+"""`paellapy tune`: batch sizes and placement of models, chosen together by simulated runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paellapy.instrument.errors import ArgumentError
+
+
+def tune(
+    models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
+    rate: Annotated[float, typer.Option(help="requests a second, of all models together")] = 8000.0,
+    gpus: Annotated[int, typer.Option(help="that the models are spread over")] = 1,
+    batch: Annotated[str, typer.Option(help="batch sizes to choose from; a file has its own")] = "1,2,4,8,16",
+    policy: Annotated[str, typer.Option("--policy", "-p", help='"hrrn", "package.module:function", …')] = "hrrn",
+    seconds: Annotated[float, typer.Option(help="simulated, for each choice")] = 0.5,
+    seed: Annotated[int, typer.Option(help="of the arrivals, zero or more")] = 0,
+    out: Annotated[Path | None, typer.Option(help="write what was found here, as JSON")] = None,
+) -> None:
+    """Choose batch sizes and GPUs for models, before there is a GPU: at most 50 choices are simulated."""
+    from paellapy.scheduler.policies.imported import named_policy
+    from paellapy.scheduler.sim.tune import tune as search
+    from paellapy.simulation import named_models
+
+    console = Console()
+    try:
+        sizes = [int(size) for size in batch.split(",")]
+    except ValueError:
+        raise ArgumentError(f"batch sizes are numbers, as in 1,2,4,8, not {batch!r}") from None
+    chosen = named_policy(policy)
+    with console.status("profiles"):
+        profiles, shares = named_models(models, None if Path(models).is_file() else sizes, "virtual:h200")
+    total = sum(shares.values())
+    rates = {name: rate * share / total for name, share in shares.items()}
+    with console.status("simulating"):
+        found = search(profiles, rates, gpus, policy=chosen, seconds=seconds, seed=seed)
+    console.print(found)
+    if out is not None:
+        facts = {name: asdict(each) for name, each in found.choices.items()}
+        written = {"choices": facts, "cost": found.cost, "first_cost": found.first_cost}
+        out.write_text(json.dumps(written, indent=1) + "\n")
+        console.print(f"written: {out}", highlight=False, soft_wrap=True)

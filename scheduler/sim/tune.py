@@ -1,0 +1,185 @@
+"""`tune`: which models go to which GPU, and the batches each may form, chosen together by simulated runs.
+
+After IADeep (SC'23): batch sizes and neighbours are one question, since a larger batch takes more of the GPU that it
+shares. IADeep predicts interference with a learnt model; here the simulator says what a choice comes to. Choices are
+changed one at a time, as long as they get better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.errors import ArgumentError
+from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.policies.policy import Policy, Rank
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import Lognormal
+
+ITERATIONS, PATIENCE = 50, 10  # IADeep's
+_WORST = 1e4  # slowdown of requests that were not answered
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One model: the largest batch that it may form, and its GPU, from 0."""
+
+    batch: int
+    gpu: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was found. `cost` is the mean over requests of their model's p99 slowdown; `first_cost` that of the start:
+    the smallest batches, the load spread evenly. `history` has the best cost after each iteration.
+    """
+
+    choices: Mapping[str, Choice]
+    cost: float
+    first_cost: float
+    history: Sequence[float] = field(repr=False)
+    p99_slowdown: Mapping[str, float] = field(repr=False)
+    throughput: float = 0.0
+
+    def table(self) -> Any:
+        from paellapy.scheduler.sim.number_table import number_table
+
+        title = f"mean p99 slowdown {self.cost:.2f}, {self.first_cost:.2f} before; {len(self.history)} iterations"
+        rows = [
+            [name, str(each.gpu), str(each.batch), f"{self.p99_slowdown[name]:.2f}"]
+            for name, each in sorted(self.choices.items(), key=lambda pair: (pair[1].gpu, pair[0]))
+        ]
+        return number_table(title, ["model", "GPU", "largest\nbatch", "p99 ÷\nalone"], rows)
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+
+class _Search:
+    """Runs of single GPUs, each simulated once however often it is asked for."""
+
+    def __init__(self, models: Mapping[str, ModelProfile], rates: Mapping[str, float], run: Mapping[str, Any]) -> None:
+        self.models, self.rates, self.run = models, rates, run
+        self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[float, float]]] = {}
+
+    def _gpu(self, members: tuple[tuple[str, int], ...]) -> dict[str, tuple[float, float]]:
+        """Slowdown (p99) and answers a second of each model on one GPU."""
+        if members not in self._known:
+            profiles = [_up_to(self.models[name], batch) for name, batch in members]
+            mix = {name: self.rates[name] for name, _ in members}
+            load = Lognormal(sum(mix.values()), mix, duration=self.run["seconds"], sigma=self.run["sigma"])
+            done = simulate(profiles, load, self.run["policy"], self.run["device"], seed=self.run["seed"])
+            found = {}
+            for name, _ in members:
+                each = done.model(name)
+                slow = each.slowdown_p99 if each.completed == each.submitted else _WORST
+                found[name] = (1.0 if math.isnan(slow) else slow, each.throughput)
+            self._known[members] = found
+        return self._known[members]
+
+    def outcome(self, choices: Mapping[str, Choice]) -> dict[str, tuple[float, float]]:
+        found: dict[str, tuple[float, float]] = {}
+        for gpu in {each.gpu for each in choices.values()}:
+            members = tuple(sorted((name, each.batch) for name, each in choices.items() if each.gpu == gpu))
+            found |= self._gpu(members)
+        return found
+
+    def cost(self, choices: Mapping[str, Choice]) -> float:
+        found = self.outcome(choices)
+        total = sum(self.rates.values())
+        return sum(self.rates[name] / total * slow for name, (slow, _) in found.items())
+
+
+def _up_to(model: ModelProfile, batch: int) -> ModelProfile:
+    return replace(model, sizes={size: program for size, program in model.sizes.items() if size <= batch})
+
+
+def _key(choices: Mapping[str, Choice]) -> tuple[tuple[str, int, int], ...]:
+    return tuple(sorted((name, each.batch, each.gpu) for name, each in choices.items()))
+
+
+def _spread(models: Mapping[str, ModelProfile], rates: Mapping[str, float], gpus: int) -> dict[str, Choice]:
+    """The smallest batches; the heaviest models first, each to the GPU with the least load so far."""
+    load = [0.0] * gpus
+    found = {}
+    for name in sorted(models, key=lambda name: -rates[name] * models[name].alone_ns(min(models[name].batch))):
+        gpu = int(np.argmin(load))
+        smallest = min(models[name].batch)
+        load[gpu] += rates[name] * models[name].alone_ns(smallest) / smallest
+        found[name] = Choice(smallest, gpu)
+    return found
+
+
+def _changes(
+    choices: Mapping[str, Choice], models: Mapping[str, ModelProfile], gpus: int, slow: Mapping[str, float]
+) -> Iterator[dict[str, Choice]]:
+    """Every choice that differs in one thing, for the slowest models first."""
+    for name in sorted(choices, key=lambda name: -slow[name]):
+        now, sizes = choices[name], models[name].batch
+        at = sizes.index(now.batch)
+        for k in (len(sizes) - 1, at + 1, at - 1):
+            if 0 <= k < len(sizes) and k != at:
+                yield {**choices, name: replace(now, batch=sizes[k])}
+        for gpu in range(gpus):
+            if gpu != now.gpu:
+                yield {**choices, name: replace(now, gpu=gpu)}
+        for other in choices:  # change places
+            if choices[other].gpu != now.gpu:
+                there = choices[other].gpu
+                swapped = {name: replace(now, gpu=there), other: replace(choices[other], gpu=now.gpu)}
+                yield {**choices, **swapped}
+
+
+def tune(
+    models: Sequence[ModelProfile],
+    rates: Mapping[str, float],
+    gpus: int = 1,
+    *,
+    policy: str | Policy | Rank = "hrrn",
+    device: str = "virtual:h200",
+    iterations: int = ITERATIONS,
+    patience: int = PATIENCE,
+    **run: Any,
+) -> Tuned:
+    """Batch sizes and placement for models that are asked for `rates` times a second, under lognormal gaps.
+
+    `run`: `seconds` (0.5) and `sigma` (1.5) of the load, and its `seed` (0). The search ends after `iterations`, or
+    when `patience` of them in a row have found nothing better. Memory is not looked at.
+
+    >>> from paellapy.scheduler.sim.mix import mix_profiles
+    >>> some = [each for each in mix_profiles((1, 4)) if each.name in ("resnet18", "resnet50")]
+    >>> tune(some, {"resnet18": 4000, "resnet50": 1000}, seconds=0.05, iterations=3).cost < 100
+    True
+    """
+    known = {each.name: each for each in models}
+    if not known or set(rates) != set(known) or not all(0 < rate < math.inf for rate in rates.values()):
+        raise ArgumentError(f"tune needs a rate above zero for each of {', '.join(known)}; given: {dict(rates)}")
+    if gpus < 1 or iterations < 1 or patience < 1:
+        raise ArgumentError(f"gpus={gpus}, iterations={iterations}, patience={patience}: give whole numbers from 1 up")
+    if unknown := set(run) - {"seconds", "sigma", "seed"}:
+        raise ArgumentError(f"tune has no option {min(unknown)!r}: there are seconds, sigma and seed")
+    search = _Search(known, rates, {"policy": policy, "device": device, "seconds": 0.5, "sigma": 1.5, "seed": 0, **run})
+    best = _spread(known, rates, gpus)
+    cost = first = search.cost(best)
+    history: list[float] = []
+    tried = {_key(best)}
+    since = 0
+    while len(history) < iterations and since < patience:
+        slow = {name: slowdown for name, (slowdown, _) in search.outcome(best).items()}
+        fresh = (each for each in _changes(best, known, gpus, slow) if _key(each) not in tried)
+        candidate = next(fresh, None)
+        if candidate is None:
+            break
+        tried.add(_key(candidate))
+        found = search.cost(candidate)
+        since = 0 if found < cost else since + 1
+        if found < cost:
+            best, cost = candidate, found
+        history.append(cost)
+    outcome = search.outcome(best)
+    slow = {name: each[0] for name, each in outcome.items()}
+    return Tuned(best, cost, first, history, slow, sum(each[1] for each in outcome.values()))
