@@ -74,6 +74,7 @@ from .scheduler.core.profiles import (
 from .scheduler.core.profiles import (
     save_profiles as save_profiles,
 )
+from .scheduler.core.tenants import Tenant as Tenant
 from .scheduler.core.tuning import Tuning as Tuning
 from .scheduler.engine.engine import Engine as Engine
 from .scheduler.models.model import Model as Model
@@ -81,9 +82,12 @@ from .scheduler.models.model import TensorSpec as TensorSpec
 from .scheduler.policies.policy import Policy as Policy
 from .scheduler.policies.policy import policy as policy
 from .scheduler.policies.policy import policy_names as policy_names
+from .scheduler.policies.roles import Where as Where
 from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster
+from .scheduler.sim.tune import Tuned as Tuned
+from .scheduler.sim.tune import tune as tune
 from .scheduler.sim.workload import (
     Background as Background,
 )
