@@ -37,9 +37,9 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 @compiled
 def drive(
     s: Any, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
-    source: Any, priority: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int, think_ns: int,
-    owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any, word: Any,
-    bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
+    source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int,
+    think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any,
+    word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
@@ -100,7 +100,8 @@ def drive(
                 lane, slot = at // rings.SLOTS, at % rings.SLOTS
             c = message[0]
             c.request, c.serial, c.model, c.lane, c.slot = row, i + 1, rows[m], lane, slot
-            c.priority, c.arrival_ns, c.deadline_ns, c.source = priority[m], arrival[i], due, source[m, which[i]]
+            c.client, c.priority, c.arrival_ns, c.deadline_ns = client[m], priority[m], arrival[i], due
+            c.source = source[m, which[i]]
             while not rings.publish(s, 0, message.ctypes.data):
                 ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
@@ -243,12 +244,13 @@ class Generator:
         until_ns: int = 0,
         loop_room: int = 0,
         priority: Sequence[int] | None = None,
+        client: Sequence[int] | None = None,
         deadline_ns: Sequence[int] | None = None,
         may_fail: bool = False,
         admission: bool = False,
         think_ns: int = 0,
     ) -> Run:
-        """Sends what is due and waits for everything. `priority` and `deadline_ns` (0: none) are by model.
+        """Sends what is due and waits for everything. `priority`, `client` and `deadline_ns` (0: none) are by model.
 
         `think_ns`: after an answer nothing is sent for so long.
         `admission`: as the server does it, what would miss its deadline is refused when it comes.
@@ -275,7 +277,8 @@ class Generator:
         sent = drive(
             state, reader(state), allowance, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
-            np.array(priority or none, np.int64), np.array(deadline_ns or none, np.int64), self._out_address,
+            np.array(priority or none, np.int64), np.array(client or none, np.int64),
+            np.array(deadline_ns or none, np.int64), self._out_address,
             self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),
             np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
             self._scratch, np.zeros(1, ASKED), message,

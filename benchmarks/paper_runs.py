@@ -28,7 +28,7 @@ class Setup:
 
     batch: tuple[int, ...]
     lanes: int
-    active: int = 8
+    active: int | None = 8
     quantum_us: float = 100.0
     segments: int = 256
     queues: int = 32  # hardware queues of the process (CUDA_DEVICE_MAX_CONNECTIONS)
@@ -104,11 +104,13 @@ class Loaded:
         setup: Setup,
         priorities: Sequence[int] | None = None,
         references: dict[str, tuple[NDArray[Any], float]] | None = None,
+        shares: bool = False,
     ) -> None:
         self.kinds, self.setup = kinds, setup
         limits = Limits(segments=setup.segments)
         self.engine = Engine(
-            device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits, sm_windows=setup.windows
+            device, max_active=setup.active, quantum_us=setup.quantum_us, limits=limits, sm_windows=setup.windows,
+            segment_shares=shares,
         )
         self.priorities = list(priorities or [0] * len(kinds))
         where = "cuda" if device.startswith("cuda") else "cpu"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from common import save
@@ -77,15 +78,44 @@ def fair() -> dict[str, float]:
     return {name: round(gpu_share(run, name) / total, 3) for name in "abc"}
 
 
-def tgs() -> dict[str, float]:
-    production, best_effort = model("production", priority=1), model("best_effort")
-    both = loop("production") + loop("best_effort")
-    found = {}
-    for name in ("tgs", "streams"):
-        alone = gpu_share(simulate([production], loop("production"), name), "production")
-        run = simulate([production, best_effort], both, name)
-        found[f"{name}: production, of alone"] = round(gpu_share(run, "production") / alone, 3)
-        found[f"{name}: best effort"] = round(gpu_share(run, "best_effort"), 3)
+def by_tenant() -> dict[str, float]:
+    """The same shares as those of tenants that ask for one model."""
+    shares = {"a": 1.0, "b": 3.0, "c": 6.0}
+    load = ClosedLoop("net", clients=2, duration=SECONDS, client="a")
+    both = load + ClosedLoop("net", clients=2, duration=SECONDS, client="b")
+    all_of_them = both + ClosedLoop("net", clients=2, duration=SECONDS, client="c")
+    net = replace(model("net"), lanes=6)
+    run = simulate([net], all_of_them, "fair", tenants={name: {"share": share} for name, share in shares.items()})
+    return {name: round(run.gpu_share(name), 3) for name in shares}
+
+
+def tenant_limits() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for limit in (0.1, 0.25, 0.5):
+        models, tenants = [model("held"), model("free")], {"held": {"limit": limit}}
+        held = ClosedLoop("held", clients=2, duration=SECONDS, client="held")
+        both = simulate(models, held + loop("free"), "fair", tenants=tenants)
+        alone = simulate(models, held, "fair", tenants=tenants)
+        found[str(limit)] = {
+            "alone": round(gpu_share(alone, "held"), 3), "contended": round(gpu_share(both, "held"), 3)
+        }  # fmt: skip
+    return found
+
+
+def tgs() -> dict[str, Any]:
+    """Production that takes half of the SMs' places, one request at a time, beside small and large best effort."""
+    found: dict[str, Any] = {}
+    production = model("production", part=0.5, priority=1)
+    load = ClosedLoop("production", clients=1, duration=SECONDS)
+    for size in (0.3, 0.7):
+        best_effort = model("best_effort", part=size)
+        for name in ("tgs", "priority", "streams"):
+            alone = gpu_share(simulate([production], load, name), "production")
+            run = simulate([production, best_effort], load + loop("best_effort"), name)
+            found[f"{name}, best effort of {size}"] = {
+                "production, of alone": round(gpu_share(run, "production") / alone, 3),
+                "best effort": round(gpu_share(run, "best_effort"), 3),
+            }
     return found
 
 
@@ -160,7 +190,8 @@ def main() -> None:
         "token": limits("token", "limit"),
         "quota": limits("quota", "share"),
         "antman": limits("antman", "performance"),
-        "fair": fair(),
+        "fair": {"models": fair(), "tenants": by_tenant()},
+        "tenant limits": tenant_limits(),
         "tgs": tgs(),
         "orion": pairs("orion"),
         "reef": padding(),

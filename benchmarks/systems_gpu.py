@@ -1,0 +1,368 @@
+"""The published systems as policies, on a GPU: limits, shares, best effort beside high priority, DISB.
+
+    python benchmarks/systems_gpu.py [--device cuda|virtual:h200] [--tiny] [--only limits,pairs] [--seeds 5] [--out DIR]
+
+Every point is written as soon as it is measured; a second run goes on where the first ended. Every output is compared
+with the module's own in eager mode. `--tiny` takes models that a CPU can compute: with a virtual GPU it shows that
+everything runs. `simulate` (a second command) predicts the pairs from the profiles that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, commit, save, seeds
+from engine_load import Run, poisson
+from numpy.typing import NDArray
+from paper_models import DISB, TINY, VARIANTS, Kind
+from paper_runs import Loaded, Setup
+
+import paellapy as pp
+from paellapy.instrument.device import Device
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.params import give_params
+from paellapy.scheduler.core.profiles import load_profiles, save_profiles
+from paellapy.scheduler.core.tenants import Tenant, give_tenant
+from paellapy.scheduler.sim.simulate import simulate as simulate_profiles
+from paellapy.scheduler.sim.workload import ClosedLoop
+
+NAME = "systems_gpu"
+NONE = np.zeros(0, np.int64)
+ROOM = 400_000  # requests of closed loops
+
+
+class Chain(torch.nn.Module):
+    """Steps that are bound by one thing: products of large matrices, or sums over vectors that no cache holds."""
+
+    def __init__(self, compute: bool, width: int, steps: int) -> None:
+        super().__init__()
+        self.steps, self.compute = steps, compute
+        given = torch.Generator().manual_seed(width)
+        if compute:
+            matrix = torch.randn(width, width, generator=given) / width**0.5
+            self.register_buffer("first", torch.randn(width, width, generator=given))
+            self.register_buffer("matrix", matrix)
+        else:
+            self.register_buffer("first", torch.randn(width, generator=given))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = x.reshape(-1)[:1]
+        y = self.first + shift
+        for _ in range(self.steps):
+            y = y @ self.matrix if self.compute else y * 0.9375
+        return y.reshape(1, -1)[:, :16].expand(x.shape[0], 16).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Bound(Kind):
+    """A chain as a model. Its batch size is 1."""
+
+    tiny: bool = False
+
+    def build(self, device: str) -> torch.nn.Module:
+        compute = self.name.startswith("compute")
+        width, steps = (64, 4) if self.tiny else (3072, 12) if compute else (1 << 26, 12)
+        return Chain(compute, width, steps).to(device).eval()
+
+    @property
+    def image(self) -> tuple[int, ...]:
+        return (1,)
+
+    def model(self, batch: tuple[int, ...], lanes: int, priority: int, device: str) -> pp.Model:
+        half = torch.float16
+        return pp.Model.from_torch(
+            self.build(device), torch.zeros(1, 1), name=self.name, dtype=half, batch=batch, lanes=lanes,
+            priority=priority,
+        )  # fmt: skip
+
+    def expected(self, device: str) -> tuple[NDArray[Any], float]:
+        net = self.build(device).to(torch.float16)
+        rows = [net(torch.from_numpy(x[None]).to(device))[0].float().cpu().numpy() for x in self.inputs()]
+        return np.stack(rows), 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    seeds: Sequence[int]
+    seconds: float
+    tiny: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Models that are loaded together, and the points that are measured on them."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    priorities: tuple[int, ...]
+    points: Callable[[Loaded, Options], Iterator[tuple[str, Callable[[], Any]]]]
+    lanes: int = 3
+
+
+def between_steps(loaded: Loaded, change: Callable[[], None]) -> None:
+    loaded.engine._between_steps(change)
+
+
+def loops(loaded: Loaded, policy: Any, which: Sequence[int], seconds: float, **more: Any) -> dict[str, Any]:
+    """Closed loops; what each model had of the GPU: as time alone of what it completed, and by the core's account."""
+    state, rows = loaded.engine.state, [each.row for each in loaded.generator.loaded]
+
+    def look() -> NDArray[np.float64]:
+        model = state.model[rows]
+        return np.array([*model["used_ns"], *model["gpu_ns"], state.core["gpu_ns"][0]])
+
+    before = look()
+    run = loaded.offer(policy, NONE, NONE, NONE, loops=list(which), until_ns=int(seconds * 1e9), loop_room=ROOM, **more)
+    had, n = look() - before, len(rows)
+    names = [kind.label for kind in loaded.kinds]
+    return {
+        "alone_share": dict(zip(names, (had[:n] / run.took_ns).tolist(), strict=True)),
+        "gpu_share": dict(zip(names, (had[n : 2 * n] / run.took_ns).tolist(), strict=True)),
+        "accounted": float(had[n : 2 * n].sum() / max(had[-1], 1.0)),
+        "busy": float(had[-1] / run.took_ns),
+        "per_s": {name: float((run.model == m).sum() / run.took_ns * 1e9) for m, name in enumerate(names)},
+    }
+
+
+def beside(
+    loaded: Loaded, policy: Any, seed: int, rate: float, seconds: float, high: Sequence[int], low: Sequence[int],
+    arrivals: str = "poisson",
+) -> dict[str, Any]:  # fmt: skip
+    """Requests for each of `high` at this rate (0: a closed loop of the first), beside loops of `low`."""
+    rng = np.random.default_rng(seed)
+    at = model = NONE
+    loops_of, until = list(low), 0
+    if rate:
+        n = max(8, int(rate * seconds))
+        even = (np.arange(n) * (1e9 / rate)).astype(np.int64) + 1
+        times = [poisson(rng, rate, n) if arrivals == "poisson" else even + int(1e9 / rate / len(high) * k)
+                 for k in range(len(high))]  # fmt: skip
+        at, model = np.concatenate(times), np.repeat(np.array(high, np.int64), n)
+        order = np.argsort(at, kind="stable")
+        at, model = at[order], model[order]
+    else:
+        loops_of, until = [high[0], *low], int(seconds * 1e9)
+    which = rng.integers(0, VARIANTS, len(at))
+    run = loaded.offer(policy, at, model, which, loops=loops_of, until_ns=until, loop_room=ROOM)
+    return {**latencies(loaded, run, high), "low_per_s": float(np.isin(run.model, low).sum() / run.took_ns * 1e9)}
+
+
+def latencies(loaded: Loaded, run: Run, high: Sequence[int]) -> dict[str, Any]:
+    mine = np.isin(run.model, high) & (run.status == codes.OK)
+    us, slow = run.latency_ns[mine] / 1e3, (run.latency_ns / loaded.alone_ns[run.model])[mine]
+    return {
+        "n": int(mine.sum()),
+        "p50_us": float(np.quantile(us, 0.5)),
+        "p99_us": float(np.quantile(us, 0.99)),
+        "p99_slowdown": float(np.quantile(slow, 0.99)),
+        "high_per_s": float(mine.sum() / run.took_ns * 1e9),
+        "longest_launch_us": run.longest_launch_ns / 1e3,
+    }
+
+
+# -- what is measured
+
+
+def limits(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A model that is held to a part of the time, alone and beside another; shares of models and of tenants; TGS."""
+    rows = [each.row for each in loaded.generator.loaded]
+    state, seconds = loaded.engine.state, 0.4 * o.seconds
+
+    def held(policy: str, param: str, limit: float, both: bool) -> dict[str, Any]:
+        between_steps(loaded, lambda: give_params(state, rows[0], {param: limit}))
+        other = {"share": 0.45} if policy == "quota" else {}
+        between_steps(loaded, lambda: give_params(state, rows[1], other))
+        return loops(loaded, policy, [0, 0, 1, 1] if both else [0, 0], seconds)
+
+    def weighted(by_tenant: bool) -> dict[str, Any]:
+        weights = (1.0, 3.0, 6.0)
+
+        def give() -> None:
+            for k, (row, weight) in enumerate(zip(rows, weights, strict=True), 1):
+                state.model["share"][row] = 1.0 if by_tenant else weight
+                give_tenant(state, k, f"tenant {k}", Tenant(share=weight if by_tenant else 1.0))
+
+        between_steps(loaded, give)
+        return loops(loaded, "fair", [0, 0, 1, 1, 2, 2], 2 * seconds, client=[1, 2, 3])
+
+    def best_effort(policy: str, jobs: list[int]) -> dict[str, Any]:
+        return loops(loaded, policy, jobs, 2 * seconds)
+
+    for seed in o.seeds:
+        for policy, param in (("token", "limit"), ("antman", "performance"), ("quota", "share")):
+            for limit in (0.1, 0.25, 0.5):
+                for both in (False, True):
+                    where = "contended" if both else "alone"
+                    key = f"{policy}|{limit}|{where}|{seed}"
+                    yield key, lambda p=policy, a=param, x=limit, b=both: held(p, a, x, b)
+        for by_tenant in (False, True):
+            yield f"fair|{'tenants' if by_tenant else 'models'}|{seed}", lambda b=by_tenant: weighted(b)
+        for policy in ("tgs", "priority", "streams"):
+            for name, jobs in (("alone", [2]), ("beside", [2, 1]), ("best effort alone", [1])):
+                yield f"tgs|{policy}|{name}|{seed}", lambda p=policy, j=jobs: best_effort(p, j)
+
+
+def high_beside(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """High priority (250 a second) beside large batches that follow each other."""
+    rate, seconds = (20.0 if o.tiny else 250.0), 1.2 * o.seconds
+    for seed in o.seeds:
+        yield f"alone|{seed}", lambda s=seed: beside(loaded, "priority", s, rate, seconds, [0], [])
+        for low in (1, 2):
+            kind = loaded.kinds[low].label
+            for jobs in (1, 2):
+                alone = [low] * jobs
+                yield f"{kind}|alone {jobs}|{seed}", lambda a=alone: loops(loaded, "streams", a, 0.4 * o.seconds)
+            for policy in ("priority", "orion", "reef", "tally", "muxflow", "tgs", "streams"):
+                pair = [low, low] if policy != "streams" else [low]
+                yield (
+                    f"{kind}|{policy}|{seed}",
+                    lambda p=policy, s=seed, b=pair: beside(loaded, p, s, rate, seconds, [0], b),
+                )
+
+
+def pairs(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """High priority that is bound by memory or by compute, beside best effort that is bound by either."""
+    seconds = 0.5 * o.seconds
+    names = [kind.label for kind in loaded.kinds]
+    for seed in o.seeds:
+        for high, low in ((0, 3), (0, 2), (1, 2), (1, 3)):  # the first two of high priority, the others of none
+            rate = 0.5e9 / float(loaded.alone_ns[high])
+            pair = f"{names[high]}+{names[low]}"
+            yield f"{pair}|alone|{seed}", lambda s=seed, r=rate, h=high: beside(
+                loaded, "priority", s, r, seconds, [h], []
+            )
+            for policy in ("priority", "orion"):
+                yield f"{pair}|{policy}|{seed}", lambda p=policy, s=seed, r=rate, h=high, b=low: beside(
+                    loaded, p, s, r, seconds, [h], [b]
+                )
+            yield f"{pair}|both loops|{seed}", lambda h=high, b=low: loops(loaded, "streams", [h, b], seconds)
+        for m, name in enumerate(names):
+            yield f"{name}|loop alone|{seed}", lambda k=m: loops(loaded, "streams", [k], 0.5 * seconds)
+
+
+def disb(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """DISB A to E: real time alone, and beside best effort under REEF and under the plain gate."""
+    rt = len(loaded.priorities) - loaded.priorities.count(0)
+    every, low = list(range(rt)), list(range(rt, len(loaded.kinds)))
+    vgg, res = [every[0]], [low[0]]
+    loads = {
+        "A": (vgg, res, 100.0, "uniform"), "B": (vgg, res, 0.0, "loop"), "C": (vgg, low, 100.0, "uniform"),
+        "D": (every, low, 20.0, "uniform"), "E": (every, low, 20.0, "poisson"),
+    }  # fmt: skip
+    seconds = 1.0 * o.seconds
+    for seed in o.seeds:
+        for name, (high, beside_it, rate, kind) in loads.items():
+            given = (seed, rate, seconds, high)
+            yield f"{name}|alone|{seed}", lambda g=given, k=kind: beside(loaded, "priority", *g, [], k)
+            for policy in ("reef", "priority"):
+                yield f"{name}|{policy}|{seed}", lambda g=given, k=kind, p=policy, b=beside_it: beside(
+                    loaded, p, *g, b, k
+                )
+
+
+def groups(o: Options) -> dict[str, Group]:
+    if o.tiny:
+        small, large = TINY
+        bound = tuple(Bound(n, tiny=True) for n in ("memory_bound", "compute_bound", "memory_bound_2", "compute_2"))
+        return {
+            "limits": Group("limits", (small, large, Kind("tiny2")), (0, 0, 1), limits),
+            "pairs": Group("pairs", bound, (1, 1, 0, 0), pairs),
+            "high": Group("high", (small, Kind("tiny2", items=4), Kind("tiny4", items=4)), (1, 0, 0), high_beside),
+            "disb": Group("disb", (small, large, Kind("tiny2", items=2), Kind("tiny3", items=2)), (1, 1, 0, 0), disb),
+        }
+    bound = tuple(Bound(n) for n in ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2"))
+    real = {kind.name: kind for kind in DISB}
+    order = [real[n] for n in ("vgg19", "resnet152", "densenet201", "inception_v3", "distilbert")]
+    low = [Kind(n, items=8) for n in ("resnet152", "densenet201", "vgg19", "inception_v3")]
+    return {
+        "limits": Group("limits", (Kind("resnet50"), Kind("resnet18"), Kind("mobilenet_v2")), (0, 0, 1), limits),
+        "pairs": Group("pairs", bound, (1, 1, 0, 0), pairs, lanes=2),
+        "high": Group("high", (Kind("resnet50"), Kind("resnet50", items=64), Kind("vgg19", items=32)), (1, 0, 0),
+                      high_beside, lanes=4),
+        "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, lanes=2),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    folder = args.out or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.json"
+    found: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    points: dict[str, Any] = found.setdefault("points", {})
+    options = Options(list(args.seeds), args.seconds, args.tiny)
+    began = time.monotonic()
+    for name, group in groups(options).items():
+        if args.only and name not in args.only.split(","):
+            continue
+        since = time.monotonic()
+        loaded = Loaded(args.device, group.kinds, Setup((1,), group.lanes, active=None), group.priorities, shares=True)
+        print(f"{name}: loaded in {time.monotonic() - since:.1f} s", flush=True)
+        save_profiles(folder / f"{NAME}_profiles_{name}.json", loaded.profiles())
+        try:
+            for key, run in group.points(loaded, options):
+                if f"{name}|{key}" in points:
+                    continue
+                if time.monotonic() - began > args.most_s:
+                    print("out of time: run it again to go on", flush=True)
+                    return
+                points[f"{name}|{key}"] = run()
+                found["commit"] = commit()
+                checked = found.setdefault("checked", {})
+                checked[name] = {"outputs": loaded.checked, "wrong": loaded.wrong}
+                save(NAME, found, Device(args.device), folder)
+        finally:
+            loaded.close()
+        print(f"{name}: {time.monotonic() - since:.1f} s in all, {loaded.checked} outputs, {loaded.wrong} wrong")
+
+
+def predict(args: argparse.Namespace) -> None:
+    """How two chains slow each other, by the profiles that were measured: to be compared with `both loops`."""
+    folder = args.out or RESULTS
+    profiles = {each.name: each for each in load_profiles(folder / f"{NAME}_profiles_pairs.json")}
+    points = json.loads((folder / f"{NAME}.json").read_text())["results"]["points"]
+    found = {}
+    for key in sorted(points):
+        group, pair, what, *_ = key.split("|")
+        if group != "pairs" or what != "both loops" or pair in found:
+            continue
+        high, low = pair.split("+")
+        load = ClosedLoop(high, duration=0.5) + ClosedLoop(low, duration=0.5)
+        both = simulate_profiles([profiles[high], profiles[low]], load, "streams")
+        row = {}
+        for name in (high, low):
+            alone = simulate_profiles([profiles[name]], ClosedLoop(name, duration=0.5), "streams")
+            seen = [p["per_s"][name] for k, p in points.items() if k.startswith(f"pairs|{pair}|both loops")]
+            seen_alone = [p["per_s"][name] for k, p in points.items() if k.startswith(f"pairs|{name}|loop alone")]
+            row[name] = {
+                "predicted": alone.model(name).throughput / both.model(name).throughput,
+                "measured": float(np.median(seen_alone) / np.median(seen)),
+            }
+        found[pair] = row
+        print(pair, row)
+    save("systems_stretch", found, None, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=("measure", "predict"), default="measure")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models that a CPU can compute")
+    parser.add_argument("--only", help="some of limits, pairs, high, disb")
+    parser.add_argument("--seeds", type=seeds, default=range(5))
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a run; most take a part of it")
+    parser.add_argument("--most-s", type=float, default=1e9, help="begin no point after so many seconds")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    (predict if args.command == "predict" else measure)(args)
+
+
+if __name__ == "__main__":
+    main()
