@@ -125,10 +125,8 @@ class Engine(Requester):
         self.state.core["hold"][0] = 1
         wake_fd = self._open_wake_fd()
         self._policy = self._attach(policy)
-        budget = self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes
-        self.memory = MemoryPlan(budget)
+        self.memory = MemoryPlan(self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes)
         self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
-        self._segment_shares = segment_shares
         self._models: dict[str, LoadedModel] = {}
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
@@ -137,7 +135,7 @@ class Engine(Requester):
         self._tap = Tap(self.state) if self.limits.fronts > 1 else None
         self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._since = time.monotonic()
+        self._since, self._segment_shares = time.monotonic(), segment_shares
         step.attach_loop(self.state)
         self._backend.start(self.state, self.bell, self._fail)
         self._turns, self._guests = Turns(self), Guests(self)

@@ -86,9 +86,8 @@ def simulate(
     _check_all_done(state, chosen)
     jobs = f.records[: f.sim["records"][0]].copy()
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
-    counters = {"segment_events": int(f.sim["events"][0]), "launches": int(state.core["launches"][0])}
-    for name in ("steps", "decisions", "preemptions"):
-        counters[name] = int(state.core[name][0])
+    counters = {name: int(state.core[name][0]) for name in ("launches", "steps", "decisions", "preemptions")}
+    counters["segment_events"] = int(f.sim["events"][0])
     return Results(
         policy=chosen.name,
         device=device,
