@@ -238,6 +238,11 @@ def test_the_code_of_the_pytorch_page_runs(tmp_path: Path) -> None:
     assert "slack on virtual:h200" in run_line(tmp_path, line)
 
 
+def test_the_background_page_quotes_what_a_gate_costs() -> None:
+    (added,) = json.loads((ROOT / "benchmarks/results/gate_cost.json").read_text())["results"]["added_ns"]
+    assert f"adds {added:.0f} ns" in (ROOT / "docs/background.md").read_text()
+
+
 def test_the_code_of_the_background_page_runs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     training, turn, simulated = snippets("docs/background.md")
