@@ -6,7 +6,7 @@
 
 Every task runs in a process of its own with empty caches (Numba's, Triton's, paellapy's), then once more with the
 caches that the first run has filled. CPU-seconds of the process and its children count: on a machine that others use,
-the time on the clock says little. The trees take turns, so that a slow moment hits both.
+the time on the clock says little. The trees take turns, so that a slow moment hits both. Results are saved one by one.
 """
 
 from __future__ import annotations
@@ -86,11 +86,15 @@ TASKS = {
 }
 
 
+class TaskError(Exception):
+    """A task ended with an error, which it has printed itself."""
+
+
 def measure(tree: Path, code: str, caches: Path) -> tuple[float, float, str]:
     """CPU-seconds and seconds of a process that runs the code against a tree, and what it prints."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")])),
         "NUMBA_CACHE_DIR": str(caches / "numba"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "PAELLAPY_CACHE_DIR": str(caches / "paellapy"),
@@ -102,7 +106,7 @@ def measure(tree: Path, code: str, caches: Path) -> tuple[float, float, str]:
     said = process.stdout.read().decode()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"the task failed in {tree}")
+        raise TaskError(f"a task failed in {tree}")
     return usage.ru_utime + usage.ru_stime, time.perf_counter() - began, said.strip()
 
 
@@ -110,20 +114,27 @@ def runs(trees: dict[str, Path], tasks: dict[str, str], repeats: int) -> Iterato
     for repeat in range(repeats):
         for task, code in tasks.items():
             for name, tree in trees.items():
-                with tempfile.TemporaryDirectory() as folder:
-                    # Python's own byte code is compiled by the first import of a tree: not what is measured here.
-                    measure(tree, "import paellapy as pp; [getattr(pp, n) for n in pp.__all__]", Path(folder))
-                with tempfile.TemporaryDirectory() as folder:
-                    for caches in ("empty", "filled"):
-                        cpu_s, s, said = measure(tree, code, Path(folder))
-                        s = float(said) if code is _SERVE else s
-                        yield {"tree": name, "task": task, "caches": caches, "repeat": repeat, "cpu_s": cpu_s, "s": s}
-                    if code is _MIX:
-                        _, _, said = measure(tree, _MIX + _SECOND, Path(folder))
-                        yield {
-                            "tree": name, "task": "another policy in the same process", "caches": "empty",
-                            "repeat": repeat, "cpu_s": float(said), "s": float(said),
-                        }  # fmt: skip
+                try:
+                    for each in once(tree, task, code):
+                        yield {"tree": name, "repeat": repeat, **each}
+                except TaskError as e:  # the others are measured all the same
+                    print(f"{task}: {e}", file=sys.stderr)
+
+
+def once(tree: Path, task: str, code: str) -> Iterator[dict[str, Any]]:
+    """One task in one tree, with empty caches and with filled ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Python's own byte code is compiled by the first import of a tree: not what is measured here.
+        measure(tree, "import paellapy as pp; [getattr(pp, n) for n in pp.__all__]", Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        for caches in ("empty", "filled"):
+            cpu_s, s, said = measure(tree, code, Path(folder))
+            yield {"task": task, "caches": caches, "cpu_s": cpu_s, "s": float(said) if code is _SERVE else s}
+        if code is _MIX:
+            _, _, said = measure(tree, _MIX + _SECOND, Path(folder))
+            yield {
+                "task": "another policy in the same process", "caches": "empty", "cpu_s": float(said), "s": float(said)
+            }  # fmt: skip
 
 
 def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,7 +149,7 @@ def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"task": task, "caches": caches}
         row |= {f"{tree}_cpu_s": round(statistics.median(values), 3) for tree, values in by_tree.items()}
         row |= {f"{tree}_s": round(statistics.median(seconds[task, caches, tree]), 2) for tree in by_tree}
-        if "base_cpu_s" in row:
+        if "base_cpu_s" in row and "this_cpu_s" in row:
             row["ratio"] = round(row["this_cpu_s"] / row["base_cpu_s"], 3)
         table.append(row)
     return table
@@ -163,15 +174,22 @@ def main() -> None:
     console = Console()
     tasks = {name: code for name, code in TASKS.items() if arguments.tasks in name}
     total = arguments.repeats * len(trees) * (2 * len(tasks) + (_MIX in tasks.values()))
-    found = list(track(runs(trees, tasks, arguments.repeats), "cold and warm starts", total=total, console=console))
+    results: dict[str, Any] = {"commits": {name: commit_of(tree) for name, tree in trees.items()}}
+    found: list[dict[str, Any]] = []
+    measured = runs(trees, tasks, arguments.repeats)
+    for each in track(measured, "cold and warm starts", total=total, console=console):
+        found.append(each)
+        results |= {"medians": medians(found), "runs": found}
+        save("cold_start", results, folder=arguments.write)
     rows = medians(found)
     table = Table("task", "caches", *(f"{name}, CPU s (s)" for name in trees), "ratio")
     for row in rows:
-        cells = [f"{row[f'{name}_cpu_s']:.2f} ({row[f'{name}_s']:.1f})" for name in trees]
+        cells = [f"{row[f'{n}_cpu_s']:.2f} ({row[f'{n}_s']:.1f})" if f"{n}_s" in row else "failed" for n in trees]
         table.add_row(row["task"], row["caches"], *cells, f"{row['ratio']:.2f}" if "ratio" in row else "")
     console.print(table)
-    commits = {name: commit_of(tree) for name, tree in trees.items()}
-    console.print(save("cold_start", {"commits": commits, "medians": rows, "runs": found}, folder=arguments.write))
+    if not found:
+        raise SystemExit("every task failed")
+    console.print(save("cold_start", results, folder=arguments.write))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def load(device: str, names: list[str]) -> None:
 def begin(tree: Path, device: str, names: list[str], caches: Path, numba: Path) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")])),
         "NUMBA_CACHE_DIR": str(numba),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "PAELLAPY_CACHE_DIR": str(caches / "paellapy"),
