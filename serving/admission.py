@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paellapy.scheduler.core import admission, codes
+from paellapy.scheduler.core.manage import want_weights
 from paellapy.scheduler.core.predict import reader
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import struct_fields
@@ -136,6 +137,8 @@ class Admission:
             raise _overloaded(model, allowance, kind, limit_ms)
         if verdict == admission.TOO_LATE:
             predicted_ms, reach_ms = asked.predicted_ns * 1e-6, asked.reach_ns * 1e-6
+            if want_weights(state, row):  # else a model whose copy takes longer than its target would never come
+                self._engine._front.nudge()
             beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
             raise RefusedError(
                 f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms"

@@ -44,11 +44,13 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
             config.memory_bytes,
             config.quantum_us,
             config.max_active,
+            host_bytes=config.host_bytes,
             sm_windows=config.sm_windows,
             limits=limits,
         )
     except PaellaError as e:
-        raise source.error(("sm_windows" if "sm_windows" in str(e) else "device",), str(e)) from e
+        named = next((key for key in ("sm_windows", "host_bytes") if key in str(e)), "device")
+        raise source.error((named,), str(e)) from e
     for name, each in config.tenants.items():
         try:
             engine.tenant(name, each.share, each.limit)
@@ -109,6 +111,7 @@ def make_model(factory: Any, config: ModelConfig) -> Model:
         share=config.share,
         lanes=config.lanes,
         params=config.params,
+        resident=config.resident,
     )
 
 

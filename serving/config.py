@@ -56,6 +56,7 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     share: Positive | None = None
     lanes: Count | None = None
     params: dict[str, float] | None = None  # numbers for policies, as in params = {request = 0.3, limit = 0.6}
+    resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU, where not all fit
     load: bool = True  # at the start; otherwise it waits for POST /v2/repository/models/…/load
 
 
@@ -108,7 +109,8 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     quantum_us: Annotated[float, Meta(ge=1)] | None = None  # as the engine has it
     max_active: Count | None = None  # by what the models demand
     sm_windows: Annotated[int, Meta(ge=0)] = 0  # of SMs, that launches keep to where many batches share the GPU
-    memory_bytes: Count | None = None
+    memory_bytes: Count | None = None  # of the GPU; given, more models than fit can be loaded
+    host_bytes: Annotated[int, Meta(ge=0)] | None = None  # for weights off the GPU; None: half of it
     max_queue: Count = 8192  # items waiting or running; more are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     tls: TlsConfig | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paellapy.instrument.versions import versions
+from paellapy.scheduler.core.manage import weights_state
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
@@ -111,8 +112,12 @@ def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
 
 
 def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, str]]:
+    """Of loaded models also where their weights are: resident, loading 43 %, leaving, host or disk."""
+    state = registry.engine.state
+    where = {model.name: weights_state(state, row) for row, model in registry.by_row.items()}
     return [
         {"name": e.name, "version": VERSION, "state": e.state, "reason": e.reason}
+        | ({"weights": where[e.name]} if e.name in where else {})
         for e in registry.entries.values()
         if e.state == "READY" or not ready_only
     ]

@@ -17,6 +17,7 @@ from paellapy.scheduler.core.errors import (
     ModelError,
     QueueFullError,
     UnknownModelError,
+    WeightsError,
 )
 from paellapy.serving.logs import log
 
@@ -70,6 +71,7 @@ _STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
     (EngineClosedError, 503, "closing"),
     (EngineFailedError, 503, "device_failed"),
     (EngineAwayError, 503, "engine_away"),
+    (WeightsError, 503, "weights"),
     (MemoryPlanError, 400, None),
     (CaptureError, 400, None),
     (ModelError, 400, None),

@@ -23,7 +23,7 @@ from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.serving.counters import Histogram, ModelCounters
-from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics
+from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metrics, weight_metrics
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import Service
@@ -93,6 +93,7 @@ class ServiceCollector(Collector):
         if isinstance(engine, Engine):
             yield from sm_metrics(engine)
             yield from triton_metrics(engine)
+            yield from weight_metrics(engine)
             yield from self._cpu.collect()
 
     def _refusals(self, models: list[tuple[str, ModelCounters]]) -> Iterator[Metric]:

@@ -55,6 +55,30 @@ def triton_metrics(engine: Engine) -> Iterator[Metric]:
         yield gauge
 
 
+def weight_metrics(engine: Engine) -> Iterator[Metric]:
+    """Where weights come and go: what is where, how often they moved, and what that took."""
+    account = engine.memory()
+    if "hit_rate" not in account:
+        return
+    held = GaugeMetricFamily("paellapy_weights_bytes", "Weights by where they are", labels=("place",))
+    for place, key in (("gpu", "weights_bytes"), ("host", "host_bytes"), ("disk", "file_bytes")):
+        held.add_metric((place,), account[key])
+    yield held
+    yield GaugeMetricFamily("paellapy_weights_hit_rate", "Requests that found their weights on the GPU, 0 to 1",
+                            value=account["hit_rate"])  # fmt: skip
+    labels = ("model",)
+    families = {
+        "evicted": CounterMetricFamily("paellapy_evictions", "Times that weights left the GPU", labels=labels),
+        "brought": CounterMetricFamily("paellapy_reloads", "Times that weights came to the GPU", labels=labels),
+        "reload_s": CounterMetricFamily("paellapy_reload_seconds", "Time until they were there", labels=labels),
+        "misses": CounterMetricFamily("paellapy_cold_requests", "Requests that waited for weights", labels=labels),
+    }
+    for name, about in account["models"].items():
+        for key, family in families.items():
+            family.add_metric((name,), about.get(key, 0))
+    yield from families.values()
+
+
 class CpuMetrics:
     """Of the whole machine, as Triton has them; from /proc, and so only where there is one."""
 

@@ -22,6 +22,7 @@ from paellapy.scheduler.models.lane_memory import Lane, LanePlan, Memory
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 # One capture at a time on a device: other threads' launches go on, other loads wait.
 _locks: dict[int, threading.RLock] = {}
@@ -45,7 +46,12 @@ class Backend(ABC):
         """What measured times depend on beside the program: the part, its driver or its timing model."""
 
     @abstractmethod
-    def lane_memory(self, plan: LanePlan) -> Memory: ...
+    def lane_memory(self, plan: LanePlan, berth: Any = None) -> Memory:
+        """Memory for a lane: of its own on the device, or that of a berth."""
+
+    @abstractmethod
+    def berth(self, nbytes: int) -> Any:
+        """Memory of the device that lanes share, with `free()`."""
 
     @abstractmethod
     def upload(self, model: Model) -> Arrays:
@@ -141,6 +147,24 @@ class Backend(ABC):
     def close(self) -> None:
         """Gives back what is left, after the loop has ended and every model is gone."""
         return
+
+    # -- weights that come and go
+
+    @abstractmethod
+    def weight_range(self, layout: Layout, chunk_bytes: int) -> WeightRange:
+        """Addresses for a model's weights, with memory behind them."""
+
+    @abstractmethod
+    def host_block(self, nbytes: int) -> Any:
+        """Memory of the host that weights are copied from: an array `host`, and `free()`."""
+
+    @abstractmethod
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
+        """For each node: how many of the first bytes of the weights must be there, by what it is launched with."""
+
+    @abstractmethod
+    def run_segment(self, launches: Launches, k: int) -> None:
+        """Runs a segment to its end. The lane is not in service yet."""
 
     # -- common to all
 

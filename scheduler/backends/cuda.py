@@ -38,6 +38,7 @@ from paellapy.scheduler.backends.cuda_graphs import (
 from paellapy.scheduler.backends.cuda_hogs import Hogs, segment_shares
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
+from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
@@ -53,6 +54,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
+from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 # The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
 # to be woken takes longer than many a kernel. Left alone it sleeps after that.
@@ -64,6 +66,24 @@ _GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues h
 _PORTABLE_MAPPED = 3  # of cuMemHostAlloc and of cuMemHostRegister alike
 
 
+class CudaBerth:
+    """Device memory in which one lane runs at a time: our own block, and PyTorch's pool where it is used."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self._device = device
+        self.ptr = device.allocate(max(1, nbytes))
+        self.torch_pool: TorchPool | None = None
+
+    def free(self) -> None:
+        if self.ptr:
+            self._device.activate()
+            self._device.free(self.ptr)
+            self.ptr = 0
+            if self.torch_pool is not None:
+                self.torch_pool.free()
+                self.torch_pool = None
+
+
 class CudaMemory(Memory):
     """A lane's block on the GPU and its pinned block on the host.
 
@@ -71,17 +91,20 @@ class CudaMemory(Memory):
     shared memory is made first and then pinned.
     """
 
-    def __init__(self, device: CudaDevice, plan: LanePlan, shared: bool = False) -> None:
+    def __init__(
+        self, device: CudaDevice, plan: LanePlan, shared: bool = False, berth: CudaBerth | None = None
+    ) -> None:
         self._device = device
-        self._ptr = device.allocate(max(1, plan.device_bytes))
+        self._berth = CudaBerth(device, plan.device_bytes) if berth is None else berth
+        self._ptr, self._own = self._berth.ptr, berth is None
         try:
             self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
         except PaellaError:
-            device.free(self._ptr)
+            if self._own:
+                self._berth.free()
             raise
         self.host = np.ctypeslib.as_array((ctypes.c_uint8 * plan.host_bytes).from_address(self._pinned))
         self.host[:] = 0
-        self.torch_pool: TorchPool | None = None
 
     def _allocate(self, nbytes: int) -> int:
         return int(check(driver().cuMemHostAlloc(nbytes, _PORTABLE_MAPPED), "allocating pinned memory"))
@@ -108,15 +131,21 @@ class CudaMemory(Memory):
     def free(self) -> None:
         if self._pinned:
             self._device.activate()
-            self._device.free(self._ptr)
+            if self._own:
+                self._berth.free()
             if self.block is None:
                 driver().cuMemFreeHost(self._pinned)
             else:
                 driver().cuMemHostUnregister(self._pinned)
             self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
-            if self.torch_pool is not None:
-                self.torch_pool.free()
-                self.torch_pool = None
+
+    @property
+    def torch_pool(self) -> TorchPool | None:
+        return self._berth.torch_pool
+
+    @torch_pool.setter
+    def torch_pool(self, pool: TorchPool) -> None:
+        self._berth.torch_pool = pool
 
 
 class CudaBackend(Backend):
@@ -145,6 +174,8 @@ class CudaBackend(Backend):
         self._windows: CudaWindows | None = None
         self._hogs: Hogs | None = None  # once the parts that segments take are measured
         self._closed = False
+        self._pages: CudaPages | None = None  # of weights that come and go
+        self._weight_stream: CudaStream | None = None
 
     def default_memory_bytes(self) -> int:
         self.device.activate()
@@ -155,12 +186,33 @@ class CudaBackend(Backend):
         version = check(driver().cuDriverGetVersion(), "reading the driver's version")
         return f"{self.device.title} cuda {version} windows {self.windows} of {self.window_share}"
 
-    def lane_memory(self, plan: LanePlan) -> CudaMemory:
-        return CudaMemory(self.device, plan, self.shared_slots)
+    def lane_memory(self, plan: LanePlan, berth: Any = None) -> CudaMemory:
+        return CudaMemory(self.device, plan, self.shared_slots, berth)
+
+    def berth(self, nbytes: int) -> CudaBerth:
+        self.device.activate()
+        return CudaBerth(self.device, nbytes)
 
     def upload(self, model: Model) -> Arrays:
         self.device.activate()
         return model.place(self.device)
+
+    def weight_range(self, layout: Layout, chunk_bytes: int) -> CudaWeights:
+        if self._pages is None:
+            self._pages = CudaPages(self.device)
+            self._weight_stream = CudaStream(self.device, 0)
+        assert self._weight_stream is not None
+        return CudaWeights(self.device, layout, chunk_bytes, self._pages, self._weight_stream)
+
+    def host_block(self, nbytes: int) -> PinnedBlock:
+        return PinnedBlock(self.device, nbytes)
+
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
+        return node_ends(program.body.nodes, weights)
+
+    def run_segment(self, launches: Launches, k: int) -> None:
+        self.device.activate()
+        launch_once([launches.handles[k]], self._capture_stream(launches.program.model.priority).handle)
 
     # -- programs
 
@@ -449,6 +501,9 @@ class CudaBackend(Backend):
         if self._hogs is not None:
             self._hogs.close()
             self._hogs = None
+        self._weight_stream = None
+        if self._pages is not None:
+            self._pages.trim()
         self._closed = True
         self._close_windows()
 

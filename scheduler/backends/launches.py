@@ -13,6 +13,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program
 from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weight_range import WeightRange
 
 Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
@@ -44,6 +45,8 @@ class LoadedModel:
     generation: int = 0  # of the row
     lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
     load_s: dict[str, float] = field(default_factory=dict)  # what loading it took, by phase
+    range: WeightRange | None = None  # of weights that come and go
+    stays: bool = False  # it changes its weights, so they cannot
 
     @property
     def lane_rows(self) -> list[int]:

@@ -35,15 +35,17 @@ from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
+from paellapy.scheduler.backends.virtual_weights import COPY_BYTES, VirtualWeights
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.models.capture import GuardedArray, Recording, call_model, capturing
+from paellapy.scheduler.models.capture import GuardedArray, Recorded, Recording, call_model, capturing
 from paellapy.scheduler.models.lane_memory import Lane, LanePlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 _LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
 _FEW_CORES = 4
@@ -79,6 +81,7 @@ class VirtualBackend(Backend):
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._tracer: PieceTracer | None = None
+        self._weight_stream: int | None = None
 
     def default_memory_bytes(self) -> int:
         return int(self.device.part.memory_bytes * 0.9)
@@ -102,11 +105,38 @@ class VirtualBackend(Backend):
         self._add_windows(model)
         return model
 
-    def lane_memory(self, plan: LanePlan) -> VirtualMemory:
-        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots)
+    def lane_memory(self, plan: LanePlan, berth: Any = None) -> VirtualMemory:
+        return VirtualMemory(plan.device_bytes, plan.host_bytes, self.shared_slots, berth)
+
+    def berth(self, nbytes: int) -> VirtualMemory:
+        return VirtualMemory(nbytes, 0)
 
     def upload(self, model: Model) -> Arrays:
         return model.place(self.device)
+
+    def weight_range(self, layout: Layout, chunk_bytes: int) -> VirtualWeights:
+        return VirtualWeights(layout, chunk_bytes, self)
+
+    def host_block(self, nbytes: int) -> VirtualMemory:
+        return VirtualMemory(0, max(1, nbytes))
+
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
+        return [_end(item, weights) for item in program.body]
+
+    def run_segment(self, launches: Launches, k: int) -> None:
+        with self._sm_model(), np.errstate(all="ignore"):
+            self._pieces[launches.handles[k]].run()
+
+    def queue(self, nbytes: int, word: int) -> None:
+        """Copies weights to the GPU, on a stream of their own, in small pieces; then the word is set."""
+        with self._sm_model() as sm:
+            if self._weight_stream is None:
+                self._weight_stream = sm.stream()
+            at = max(sm.now_ns, time.monotonic_ns() - self._offset_ns)
+            for first in range(0, nbytes, COPY_BYTES):
+                n = min(COPY_BYTES, nbytes - first)
+                last = sm.copy(self._weight_stream, n, "h2d", report=first + n == nbytes, submit_ns=at)
+            self._await("flight", last, word)
 
     # -- programs
 
@@ -437,6 +467,21 @@ class VirtualBackend(Backend):
             blocks = self.sm.blocks()
             self.sm.clear_blocks()
         return tracer.finish(blocks)
+
+
+def _end(item: Recorded, weights: WeightRange) -> int:
+    """All of the weights where PyTorch computes: it does so for a whole program at its first kernel."""
+    if item.compute is not None:
+        return weights.layout.nbytes
+    return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
 
 
 def _guarded(arrays: Arrays) -> Arrays:

@@ -14,10 +14,13 @@ from paellapy.scheduler.models.lane_memory import ALIGN, Memory
 class VirtualMemory(Memory):
     """NumPy memory, aligned as a GPU's."""
 
-    def __init__(self, device_bytes: int, host_bytes: int, shared: bool = False) -> None:
-        self._device = _aligned(device_bytes)
+    def __init__(
+        self, device_bytes: int, host_bytes: int, shared: bool = False, berth: VirtualMemory | None = None
+    ) -> None:
+        """`berth`: whose device memory it uses."""
+        self._device: Any = aligned_zeros(device_bytes) if berth is None else berth._device[:device_bytes]
         self.block = SharedBlock(host_bytes) if shared else None
-        self.host = _aligned(host_bytes) if self.block is None else self.block.array[:host_bytes]
+        self.host = aligned_zeros(host_bytes) if self.block is None else self.block.array[:host_bytes]
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return _part(self._device, offset, shape, dtype)
@@ -55,7 +58,7 @@ def _part(memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     return memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
 
 
-def _aligned(nbytes: int) -> Any:
+def aligned_zeros(nbytes: int) -> Any:
     raw = np.zeros(nbytes + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
     return raw[start : start + nbytes]

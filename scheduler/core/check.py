@@ -12,10 +12,13 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import (
     ABSENT,
     CLOSED,
+    COMING,
     FAIL_MODE,
     FILLING,
     FREE,
     HELD,
+    HERE,
+    LEAVING,
     NEVER,
     NONE,
     OF_WINDOWS,
@@ -50,6 +53,26 @@ def check_integrity(s: State) -> None:
     _check_sets(s)
     _check_streams(s)
     _check_occupancy(s)
+    _check_weights(s)
+
+
+def _check_weights(s: State) -> None:
+    """Every byte of weights on the GPU is counted once, and within the budget."""
+    r, w = s.residency[0], s.weights
+    if not r["managed"]:
+        return
+    held = int(w["bytes"][(w["stage"] == COMING) | (w["stage"] == HERE)].sum())
+    held += int(r["load_bytes"]) if r["load_granted"] else 0
+    _require(held == r["held_bytes"], "weights are miscounted", held, r["held_bytes"])
+    _require(held <= r["budget_bytes"], "more weights are on the GPU than may be", held, r["budget_bytes"])
+    for name, stage in (("coming", COMING), ("leaving", LEAVING)):
+        _require((w["stage"] == stage).sum() == r[name], "moves are miscounted", name)
+    _require(not w["marked"].any(), "a model stays marked")
+    for lane in np.flatnonzero(s.lane["flight_at"] >= 0):
+        m, k = s.lane["model"][lane], s.lane["issued"][lane] - 1
+        last = w["chunks"][m] if s.lane["whole"][lane] else s.segment["chunks"][m, s.lane["size"][lane], k]
+        there = w["stage"][m] == HERE or (w["stage"][m] == COMING and w["arrived"][m] >= last)
+        _require(there, "a lane runs without its weights", lane)
 
 
 def check_at_rest(s: State, within_s: float = 30.0) -> None:
@@ -185,6 +208,11 @@ def _check_lanes(s: State) -> None:
             _require(a["arrival_ns"] == facts["arrival_ns"].min(), "a lane forgot its oldest request", lane)
             _require(a["deadline_ns"] == facts["deadline_ns"].min(), "a lane forgot a deadline", lane)
             _require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
+        weights = s.weights[m]
+        absent = s.residency["managed"][0] and (weights["stage"] != HERE or weights["stop"])  # all of them, or some
+        taken = a["berth"] >= 0 and s.berth[a["berth"]] not in (0, lane + 1)
+        if a["state"] == RUNNING and a["berth"] >= 0:
+            _require(s.berth[a["berth"]] == lane + 1, "two lanes run in one berth", lane)
         if a["state"] == RUNNING:
             _require(a["taken"] == reserved == ready, "a lane runs without all its inputs", lane)
             _require(a["done"] < a["segments"], "a lane is done and not ended", lane)
@@ -194,14 +222,15 @@ def _check_lanes(s: State) -> None:
             most = s.core["look_ahead"][0]
             _require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)
             standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short one
-            _require(ahead > 0 or a["ready_at"] >= 0 or standing, "a lane is forgotten", lane)
+            forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or (absent and a["active_at"] >= 0))
+            _require(not forgotten, "a lane is forgotten", lane)
         if a["state"] in (FREE, HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
             _require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)
         if a["state"] == FILLING:
-            _require(
-                (a["ready_at"] >= 0) == (a["live"] > 0), "a filling lane is not in the heap, or should not be", lane
-            )
+            listed = a["ready_at"] >= 0
+            right = listed == (a["live"] > 0) or ((absent or taken) and not listed)
+            _require(right, "a filling lane is not in the heap, or should not be", lane)
     for m in np.flatnonzero(s.model["n_lanes"]):
         lanes = s.model_lane[m, : s.model["n_lanes"][m]]
         free = s.free_lane[m, : s.model["free_n"][m]]

@@ -21,8 +21,9 @@ FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
 UNUSED, QUEUED, SLOTTED = range(3)
 
 # done.status
-OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED = range(8)
-STATUS = ("ok", "cancelled", "expired", "queue full", "draining", "failed", "no such model", "model closed")
+OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED, NO_WEIGHTS = range(9)
+STATUS = ("ok", "cancelled", "expired", "queue full", "draining", "failed", "no such model", "model closed",
+          "weights not there")  # fmt: skip
 
 # submit.kind
 SUBMIT, CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL = range(6)
@@ -41,6 +42,14 @@ LEAST_WINDOWS = 3  # fewer would leave SMs to nobody
 POOLS, QUEUES, OWN_STREAMS = 8, 32, 128
 OF_WINDOWS = QUEUES + OWN_STREAMS
 POOL_STREAMS = OF_WINDOWS + WINDOWS * QUEUES
+
+# weights.stage. OUT: on the host or on disk. COMING: chunk after chunk, in the order in which programs need them. HERE:
+# on the GPU. LEAVING: nobody runs on them, and their memory is about to be another's.
+OUT, COMING, HERE, LEAVING = range(4)
+AUTO, STAYS, GOES = range(3)  # weights.keep: by demand; always on the GPU; only while requests wait or run
+BRING, EVICT = range(2)  # move.kind
+GONE, BROKEN = 1, 2  # State.moved, by the mover: an order to evict was carried out; one to bring could not be
+MOVE_TAIL, MOVE_HEAD = range(2)  # State.move_ring
 
 # State.copy_ring: rows as in State.ring; the bell says that the copier sleeps
 COPY_TAIL, COPY_HEAD, COPY_BELL = range(3)

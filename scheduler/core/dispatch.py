@@ -26,10 +26,21 @@ from paellapy.scheduler.core.crowd import (
     stands_back,
 )
 from paellapy.scheduler.core.job import READS_TOP
-from paellapy.scheduler.core.lanes import ask, close_lane, deactivate, make_ready, set_running, settle, touch, unready
+from paellapy.scheduler.core.lanes import (
+    ask,
+    close_lane,
+    deactivate,
+    make_ready,
+    set_running,
+    settle,
+    take_berth,
+    touch,
+    unready,
+)
 from paellapy.scheduler.core.requests import fill_lane_job, fill_segment, rank_lane
 from paellapy.scheduler.core.shares import charge, enter_gpu, leave_gpu, over_limit, part_of_time
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import all_here, has_weights
 from paellapy.scheduler.core.windows import choose_handle, leave_window
 
 _ZERO = np.uint64(0)
@@ -177,10 +188,10 @@ def feed(s: State, lane: int, now: int) -> bool:
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
         first = a.priority >= core.top_priority
         quiet = core.whole_idle == 1 and is_quiet(s, lane)
-        if core.whole_always or (first and (quiet or in_one_piece(s, lane))):
+        if core.whole_always or (first and (quiet or in_one_piece(s, lane)) and all_here(s, a.model)):
             a.whole = 1
             a.segments = 1
-    while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining:
+    while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining and has_weights(s, lane):
         if not launch(s, lane, now):
             return False
     note_room(s, lane)
@@ -215,7 +226,9 @@ def activate(s: State, lane: int) -> bool:
     core.decisions += 1
     if a.state == FILLING:
         complete = close_lane(s, lane)
+        take_berth(s, lane, lane)
         ask(s, a.model)
+        s.weights[a.model].served += 1
         if not complete:
             return False
         set_running(s, lane)

@@ -46,3 +46,7 @@ class EngineAwayError(PaellaError):
 
 class MemoryPlanError(PaellaError, MemoryError):
     """A model does not fit the memory the engine was given; the message has the figures."""
+
+
+class WeightsError(PaellaError):
+    """A model's weights could not be brought to the GPU: there is no memory, or their file is gone."""

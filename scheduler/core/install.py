@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paellapy.scheduler.core.codes import ABSENT, NONE, OPEN_MODEL
+from paellapy.scheduler.core.codes import ABSENT, COMING, HERE, LEAVING, NONE, OPEN_MODEL, STAYS
 from paellapy.scheduler.core.demand import TOGETHER, usual_demand
+from paellapy.scheduler.core.manage import KEEP
 from paellapy.scheduler.core.params import give_params
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
 from paellapy.scheduler.core.rings import Message, post
@@ -50,6 +51,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     row["generation"] += 1
     state.outcome[m] = 0
     give_params(state, m, profile.params)
+    chunk = int(state.tuning["chunk_bytes"][0])
     for k, (batch, program) in enumerate(profile.sizes.items()):
         times = np.array([each.time_ns for each in program])
         seen = profile.demand.get(batch)
@@ -64,22 +66,47 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         segment["memory"] = [each.memory or min(each.bytes / each.time_ns / capacity, 1.0) for each in program]
         segment["copy_bytes"] = 0.0
         segment["copy_bytes"][0] = batch * profile.input_bytes
+        segment["chunks"] = -(-np.array(profile.needs.get(batch, (profile.weight_bytes,) * len(program))) // chunk)
+    _install_weights(state, m, profile, chunk)
     state.model_lane[m, : len(lanes)] = lanes
     state.lane["model"][lanes] = m
     words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])
     state.launch["word"][lanes] = words[:, None, :-1]
     state.whole["word"][lanes] = words[:, -1:]
     state.lane_window[lanes] = NONE
+    state.lane["berth"][lanes] = NONE
     if state.core["windows"][0]:
         state.confined[lanes] = 0
     state.word[lanes] = 0
     return m, [int(lane) for lane in lanes]
 
 
+def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int) -> None:
+    state.weights[model] = np.zeros((), state.weights.dtype)
+    weights = state.weights[model]
+    weights["stage"], weights["chunk_bytes"] = HERE, chunk
+    if state.residency["managed"][0]:  # until who installs it says more, it has nothing that could leave
+        weights["keep"] = STAYS
+        state.segment["chunks"][model] = 0
+        return
+    weights["bytes"], weights["keep"] = profile.weight_bytes, KEEP[profile.resident]
+    weights["chunks"] = -(-profile.weight_bytes // chunk)
+
+
 def remove(state: State, model: int) -> None:
-    """Give the rows of a model back. Only after its MODEL_CLOSED, or before it was opened."""
+    """Give the rows of a model back. Only after its MODEL_CLOSED, or before it was opened.
+
+    Where weights come and go: between two steps of the core.
+    """
     if state.model["state"][model] != ABSENT:
         raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
+    weights = state.weights[model]
+    if state.residency["managed"][0]:
+        if weights["stage"] in (COMING, LEAVING):
+            raise ProfileError(f"the weights of model row {model} are on their way: wait until they have moved")
+        state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == HERE else 0
+        state.residency["look"][0] = 1
+    state.weights[model] = np.zeros((), state.weights.dtype)
     state.lane["model"][state.model_lane[model, : state.model["n_lanes"][model]]] = NONE
     state.model["n_lanes"][model] = 0
 

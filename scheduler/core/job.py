@@ -61,6 +61,8 @@ class Job(Protocol):
     client_start_ns: float  # fair-queueing start tag: orders the requests of backlogged clients fairly
     occupancy: float  # fullest of the GPU's resources, 0 … 1 and beyond when oversubscribed
     used_ns: float  # time alone of the segments that its model has had done
+    missing_bytes: float  # of the model's weights, that are not on the GPU
+    ready_ns: float  # when it could start and need not wait for weights on its way; now_ns or before: it can
     model: int  # row, from 0; index of numbers that are kept per model
     tenant: int  # `client` as a whole number
     segment: SegmentFacts  # the next to be launched
@@ -100,6 +102,20 @@ class Gpu(Protocol):
     top: TopFacts  # of jobs of active_priority; kept only for policies with `admit` that read it
 
 
+class Owner(Protocol):
+    """A loaded model whose weights are on the GPU and could leave, for `victim`."""
+
+    now_ns: float
+    bytes: float
+    priority: float
+    share: float
+    demand: float  # its requests of late: a request counts for 1/e after Tuning.demand_memory_ns
+    used_ns: float  # when its latest request came
+    came_ns: float  # when its weights came
+    reload_ns: float  # what it would take to bring them back
+    model: int
+
+
 Own = Any  # what a policy keeps between calls, by the names that it declares
 
 
@@ -117,10 +133,11 @@ SEGMENT_FACTS = _columns(SegmentFacts)
 TOP_FACTS = _columns(TopFacts)
 DONE = _columns(DoneSegment)  # row 0 of State.done_segment; policies see it as `segment`
 JOB = _columns(Job)
+OWNER = _columns(Owner)  # row 0 of State.owner; policies see it as `model`
 GPU = _columns(Gpu)  # row 0 of State.gpu; policies see it as `gpu`
 
 # What a policy was given by a model: the name's hash, and the value.
 PARAM = np.dtype([("key", "u8"), ("value", "f8")], align=True)
 
 # core.facts: what is worked out only for policies that read it; shares of compute and memory, when a model is loaded
-READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES = 1, 2, 4, 8
+READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES, READS_WEIGHTS = 1, 2, 4, 8, 16

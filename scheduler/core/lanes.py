@@ -36,6 +36,7 @@ from paellapy.scheduler.core.requests import complete, post_done, rank_lane
 from paellapy.scheduler.core.rings import ONE, address, bit_of
 from paellapy.scheduler.core.slots import count_queued, fit, look_again, move_in, wait_for_copy
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import berth_is_free, may_start
 
 _CLOSED = np.uint64(CLOSED)
 _MASK = np.uint64(RESERVED_MASK)
@@ -208,11 +209,24 @@ def free_lane(s: State, lane: int) -> None:
 
 
 @part
+def take_berth(s: State, lane: int, holder: int) -> None:
+    """The lane's berth is this lane's now, or nobody's (NONE): others of the berth compete, or do not."""
+    b = s.lane[lane].berth
+    if b < 0:
+        return
+    s.berth[b] = holder + 1
+    for other in range(s.lane.shape[0]):
+        if s.lane[other].berth == b and other != lane and s.lane[other].state == FILLING and s.lane[other].live > 0:
+            touch(s, other)
+
+
+@part
 def end_lane(s: State, lane: int, now: int) -> None:
     """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
     core = s.core[0]
     a = s.lane[lane]
     deactivate(s, lane)
+    take_berth(s, lane, NONE)
     if core.hold and a.live > 0:
         # Set before the first completion shows: front ends clear their bits from then on.
         for k in range(a.taken):
@@ -256,8 +270,8 @@ def settle_lane(s: State, lane: int, now: int) -> None:
     over = False  # nobody needs the lane
     competes = False
     if a.state == FILLING:
-        competes = a.live > 0
-        if not competes and (a.taken > 0 or s.model[a.model].state == CLOSING):
+        competes = a.live > 0 and may_start(s, lane, now) and berth_is_free(s, lane)
+        if a.live == 0 and (a.taken > 0 or s.model[a.model].state == CLOSING):
             over = close_lane(s, lane)
             ask(s, a.model)
     elif a.state == RUNNING:

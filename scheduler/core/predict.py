@@ -11,6 +11,7 @@ from paellapy.scheduler.core.job import READS_SEGMENT
 from paellapy.scheduler.core.requests import fill_job, fill_lane_job, fill_segment, fill_terms
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import ready_ns
 
 _RESERVED_MASK, _RESERVED_SHIFT = np.uint64(RESERVED_MASK), np.uint64(RESERVED_SHIFT)
 
@@ -78,7 +79,9 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     least = alone
     if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
         least *= max(1.0, demand / max(1.0 - idle, 1e-3))
-    return float(now + max(least, (ahead + alone) / max(core.gain, 1.0)))
+    # Weights that are yet to come do so while others run.
+    there = ready_ns(s, m, k, 0, now) - now
+    return float(now + max(least, (ahead + alone) / max(core.gain, 1.0), there + least))
 
 
 def reader(state: State) -> State:

@@ -62,6 +62,11 @@ class ModelProfile:
     about: str = field(default="", compare=False)
     input_bytes: int = 0  # of one request; 0: not known, and nothing to copy
     params: Mapping[str, float] = field(default_factory=dict)  # for policies, by name
+    resident: bool | str = "auto"  # True: its weights stay on the GPU; False: only while requests wait or run
+    weight_bytes: int = 0  # on the GPU; 0: not known, and nothing to bring
+    # By batch size, for each segment: how many of the first bytes of the weights it and those before it need. A size
+    # that is left out needs all of them from the start.
+    needs: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.sizes or any(batch < 1 or not segments for batch, segments in self.sizes.items()):
@@ -70,8 +75,12 @@ class ModelProfile:
             raise ProfileError(f"{self.name}: share and lanes must be above zero, and queue_limit not below")
         if self.input_bytes < 0:
             raise ProfileError(f"{self.name}: input_bytes={self.input_bytes}: give the bytes of one request, or 0")
+        if self.weight_bytes < 0 or any(len(self.needs[b]) != len(s) for b, s in self.sizes.items() if b in self.needs):
+            raise ProfileError(f"{self.name}: weight_bytes is not below zero, and needs has a number for every segment")
         if self.target_ms is not None and not self.target_ms > 0:
             raise ProfileError(f"{self.name}: a target of {self.target_ms} ms cannot be met: leave it out or raise it")
+        if self.resident not in ("auto", True, False):
+            raise ProfileError(f"{self.name}: resident={self.resident!r}; give 'auto', True or False")
         try:
             object.__setattr__(self, "params", checked_params(self.params))
         except ValueError as e:
@@ -109,6 +118,7 @@ def load_profiles(path: str | Path) -> list[ModelProfile]:
                     "sizes": {int(b): [SegmentProfile(**each) for each in s] for b, s in model["sizes"].items()},
                     "demand": {int(b): float(part) for b, part in model.get("demand", {}).items()},
                     "together": {int(b): int(n) for b, n in model.get("together", {}).items()},
+                    "needs": {int(b): [int(n) for n in needs] for b, needs in model.get("needs", {}).items()},
                 }
             )
             for model in json.loads(Path(path).read_text())["models"]

@@ -10,10 +10,11 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT
+from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_WEIGHTS
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import flow_of, leave
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
 # --- completions ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +108,9 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.occupancy = s.gpu[0].occupancy
     job.used_ns = model.used_ns
+    job.missing_bytes, job.ready_ns = 0.0, now
+    if core.facts & READS_WEIGHTS:
+        job.missing_bytes, job.ready_ns = missing_bytes(s, m), ready_ns(s, m, 0, 0, now)
     job.model = m
     job.tenant = client
     if core.facts & READS_PARAMS:

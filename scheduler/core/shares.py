@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.codes import GOES
 from paellapy.scheduler.core.state import State
 
 
@@ -54,6 +55,8 @@ def leave(s: State, m: int, c: int) -> None:
     if core.live == 0:  # what additions and subtractions in another order have left over
         core.shares = 0.0
         core.client_shares = 0.0
+    if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == GOES:
+        s.residency[0].look = 1
 
 
 @part

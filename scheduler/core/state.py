@@ -1,7 +1,7 @@
 """The dispatcher's whole state: flat NumPy tables that front ends, the compiled core and the loops share.
 
 Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find
-them (`over`). Three parties touch them:
+them (`over`). These parties touch them:
 
 * **the installer** (the engine, or `models.install`) fills a model's rows while the model is ABSENT, then posts
   OPEN_MODEL on the submission ring; from then on only the core writes them;
@@ -9,12 +9,14 @@ them (`over`). Three parties touch them:
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
+* **the mover** (`engine.mover`), where weights come and go, carries out what the core orders on `move`;
 * **the core** (`step.step`) owns everything else.
 
 Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_ready`, `lane_hold`,
-`slot_front`, `filling`, `wake`, `copy_ring`, the rings' heads, tails and sequence numbers, and the completion words
-that launches write. A front end may die between any two of its instructions: whose a reserved slot is follows from one
-word, what it has written and read are bits that can be set for it, and `reclaim.reclaim` takes back all it had.
+`slot_front`, `filling`, `wake`, `copy_ring`, `move_ring`, `moved`, the rings' heads, tails and sequence numbers, and
+the words that launches and copies of weights write. A front end may die between any two of its instructions: whose a
+reserved slot is follows from one word, what it has written and read are bits that can be set for it, and
+`reclaim.reclaim` takes back all it had.
 
 A request's way, the direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`. The staged
 one, when no lane is open: `post` with lane −1 and the address of the inputs (items of all inputs one after the other);
@@ -52,7 +54,7 @@ from paellapy.scheduler.core.codes import (
     TENANT_NAME,
     WINDOWS,
 )
-from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, PARAM, PARAMS, PER_MODEL
+from paellapy.scheduler.core.job import DONE, GPU, JOB, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAM, PARAMS, PER_MODEL
 from paellapy.scheduler.core.tables import (
     CALLS,
     CLIENT,
@@ -73,6 +75,7 @@ from paellapy.scheduler.core.tables import (
     Words,
 )
 from paellapy.scheduler.core.tuning import MEASURED_ON, TUNING, Tuning
+from paellapy.scheduler.core.weight_tables import MOVE, RESIDENCY, WEIGHTS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -117,6 +120,10 @@ class Limits:
     @property
     def copy_cells(self) -> int:
         return _power_of_two(self.requests)
+
+    @property
+    def move_cells(self) -> int:
+        return _power_of_two(2 * self.models)
 
     @property
     def tap_cells(self) -> int:
@@ -208,6 +215,13 @@ class State(TableSet):
     param: Floats = table(np.float64, "models", PARAMS)  # the same for each model
     gate: Table = table(GATE, GATES)  # by the engine, while core.gates; then the core's
     clock: Ints = table(INT, 8)  # scratch of the core's thread
+    berth: Ints = table(INT, "lanes")  # the lane that has it, + 1; 0: nobody
+    residency: Table = table(RESIDENCY, 1)
+    weights: Table = table(WEIGHTS, "models")
+    owner: Table = table(OWNER, 1)  # scratch: a model as `victim` sees it
+    move: Table = table(MOVE, "move_cells")  # MOVE ring: no model has more than two orders at a time
+    move_ring: Words = table(WORD, 2, 8)  # Atomic
+    moved: Words = table(WORD, "models", 8)  # column 0: GONE or BROKEN, by the mover. Atomic
 
 
 state_at = found_at(State)  # for compiled code: the state whose `address` this is
@@ -277,7 +291,7 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     state.submit["sequence"] = np.arange(state.submit.shape[1], dtype=np.uint64)
     state.wake[:, 0] = 1
     state.wake_fd[:, 0] = -1
-    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "window"):
+    for column in ("model", "ready_at", "active_at", "flight_at", "stream_at", "window", "berth"):
         state.lane[column] = NONE
     state.lane_window[...] = NONE
     for column in ("lane", "slot", "left", "right", "up", "due_at"):
@@ -290,4 +304,5 @@ def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = N
     core = state.core[0]
     core["max_active"], core["look_ahead"], core["whole_idle"], core["refresh"] = 8, 2, 1, 3
     core["copier_fd"], core["gain"], core["demand_limit"] = NONE, 1.0, np.inf
+    state.residency["mover_fd"] = NONE
     return state

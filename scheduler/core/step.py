@@ -24,6 +24,7 @@ from paellapy.scheduler.core.lanes import look_at_held, take_out
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
 from paellapy.scheduler.core.requests import undue
+from paellapy.scheduler.core.residency import look_at_moves, moves_under_way, order_moves
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.submit import fail_all, take_submissions
@@ -91,10 +92,14 @@ def step(s: State, now: int) -> int:
     look_at_held(s)
     expire(s, now)
     tick(s, now)
-    if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
-        while not choose(s, now):
-            fail_all(s, now)
-        measure(s)
+    look_at_moves(s, now)
+    again = True
+    while again:
+        if core.changed or (core.ready > 0 and now >= core.ask_at_ns):
+            while not choose(s, now):
+                fail_all(s, now)
+            measure(s)
+        again = order_moves(s, now)
     watch_gates(s, now)
     return int(news + core.launches + core.segments_done - before)
 
@@ -125,7 +130,7 @@ def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> in
     last = read_clock(s, scratch)
     while load_at(stop.ctypes.data) == _ZERO:
         now = read_clock(s, scratch)
-        if call_step(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0:
+        if call_step(s.call[0].step, s, now) > 0 or core.live > 0 or core.flight > 0 or moves_under_way(s):
             last = now
         elif now - last >= linger_ns:
             return 0

@@ -43,6 +43,7 @@ from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import enter
 from paellapy.scheduler.core.slots import count_queued, put, wait_for_copy
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import note_demand
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -114,6 +115,7 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
         return
     c = s.client[r.client]
     enter(s, r.model, r.client)
+    note_demand(s, r.model, now)
     r.client_start_ns = max(core.client_virtual_ns, c.tag_ns)
     c.tag_ns = r.client_start_ns + s.size[r.model, 0].total_ns / c.share
     if r.deadline_ns < NEVER:
@@ -188,6 +190,7 @@ def fail_all(s: State, now: int) -> None:
     core.queued = core.ready = core.active = core.flight = core.out = 0
     core.demand = core.queued_jobs = 0.0
     s.stream_jobs[...] = 0
+    s.berth[...] = 0
     s.window_load[...] = 0
     for lane in range(s.lane.shape[0]):
         a = s.lane[lane]

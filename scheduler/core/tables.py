@@ -136,6 +136,10 @@ CALLS = np.dtype(
         ("done_1", "u8"),
         ("done_2", "u8"),
         ("done_3", "u8"),
+        ("victim", "u8"),
+        ("victim_1", "u8"),
+        ("victim_2", "u8"),
+        ("victim_3", "u8"),
         ("step", "u8"),  # the core's own, for loops
         ("graph_launch", "u8"),
         ("write", "u8"),  # the C library's
@@ -195,6 +199,7 @@ SEGMENT = np.dtype(  # [model, size, segment]
         ("compute", "f8"),  # parts of what the GPU can do; 0: not known
         ("memory", "f8"),
         ("copy_bytes", "f8"),  # of the inputs, before the first segment
+        ("chunks", "i8"),  # of the weights, that must be on the GPU before it starts: the first so many
     ],
     align=True,
 )
@@ -230,6 +235,7 @@ LANE = np.dtype(
         ("touched", "i8"),  # 1: listed in State.touched
         ("pool", "i8"),  # of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
+        ("berth", "i8"),  # memory that it shares with lanes of other models, one of which runs at a time; NONE: its own
         ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
     ],
     align=True,

@@ -94,6 +94,13 @@ class Tuning:
     margin_back_ns: float = _number("time without requests in which the margin grows from nothing to all")
     quiet_ns: float = _number("time without requests before the margin grows")
     room_factor: float = _number("times the shortest latency: a limit below says nothing of predictions")
+    # -- weights that come and go
+    link_gbps: float = _number("rate at which weights come from the host's pinned memory")
+    file_gbps: float = _number("rate at which they come from a file, until it was measured")
+    map_ns: float = _number("time until the first chunk of weights is copied")
+    chunk_bytes: int = _number("weights that are mapped and copied at a time", whole=True)
+    demand_memory_ns: float = _number("after this time a request counts for 1/e of a new one, where weights compete")
+    patience: float = _number("times its reload: after this wait a model gets room from busy ones, too")
     # -- simulated time
     hand_over_ns: float = _number("time until a lane's outputs are read and it is open again")
     copy_gbps: float = _number("rate at which waiting inputs are copied into a lane")

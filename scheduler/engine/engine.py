@@ -33,6 +33,7 @@ from paellapy.scheduler.core.errors import (
     MemoryPlanError,
     ModelError,
     UnknownModelError,
+    WeightsError,
 )
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
@@ -50,6 +51,7 @@ from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
 from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.tap import Tap
 from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
@@ -81,12 +83,17 @@ class Engine(Requester):
         quantum_us: float | None = None,
         max_active: int | None = None,
         *,
+        host_bytes: int | None = None,
         sm_windows: int = 0,
         segment_shares: bool | None = None,
         limits: Limits | None = None,
         tuning: Tuning | Mapping[str, float] | None = None,
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
+
+        `memory_bytes`: what weights and lanes may take of the GPU's memory; None: most of it, and models that do not
+        fit are refused. Given, more models than fit can be loaded: weights come and go by demand. Those that are not on
+        the GPU are in the host's memory up to `host_bytes` (None: half of it), beyond in files.
 
         `quantum_us` is about how long a segment takes; None: 100, and 150 with windows of SMs.
 
@@ -107,11 +114,10 @@ class Engine(Requester):
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.tuning = Tuning.for_device(self.device, tuning)
         quantum_us = self.tuning.segment_us(sm_windows) if quantum_us is None else quantum_us
-        _check_settings(quantum_us, max_active, memory_bytes, sm_windows)
-        self.limits = limits or Limits()
-        self.max_active = max_active
+        _check_settings(quantum_us, max_active, memory_bytes, host_bytes, sm_windows)
+        self.limits, self.max_active = limits or Limits(), max_active
         self._failure: BaseException | None = None
-        self._closed = self._closing = self._elsewhere = False
+        self._closed = self._closing = self._elsewhere = self._loop_ended = False
         self._loading = threading.RLock()
         self._backend = _backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
@@ -125,8 +131,9 @@ class Engine(Requester):
         self.state.core["hold"][0] = 1
         wake_fd = self._open_wake_fd()
         self._policy = self._attach(policy)
-        self.memory = MemoryPlan(self._backend.default_memory_bytes() if memory_bytes is None else memory_bytes)
-        self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3)
+        self.memory = MemoryPlan(memory_bytes or self._backend.default_memory_bytes())
+        self._residents = None if memory_bytes is None else self._manage_memory(host_bytes)
+        self._loader = Loader(self._backend, self.memory, self.limits, self.tuning, quantum_us * 1e3, self._residents)
         self._models: dict[str, LoadedModel] = {}
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
@@ -140,6 +147,17 @@ class Engine(Requester):
         self._backend.start(self.state, self.bell, self._fail)
         self._turns, self._guests = Turns(self), Guests(self)
         _engines.add(self)
+
+    def _manage_memory(self, host_bytes: int | None) -> Residents:
+        """Weights come and go within the budget."""
+        host = _half_of_the_host() if host_bytes is None else host_bytes
+        budget = self.memory.budget_bytes
+        residents = Residents(self._backend, self.state, budget, host, self._between_steps, self._check_open)
+        self.memory.weights_on_gpu = lambda: int(self.state.residency["held_bytes"][0])
+        self.memory.lanes_held = lambda: residents.berths.held_bytes
+        self.memory.account = residents.account
+        residents.start(lambda: os.eventfd_write(self.bell.fd, 1))
+        return residents
 
     def _open_wake_fd(self) -> int:
         """Closed with the last reference and not by close(): loops of other threads let go of it in their own time."""
@@ -177,6 +195,8 @@ class Engine(Requester):
                 loaded = self._loader.load(model, wanted, alone, times)
                 with times.phase("install"):
                     install(self.state, loaded, self._backend.pool(self.state, model.priority))
+                    if self._residents is not None:
+                        self._residents.add(loaded)
             loaded.load_s = times.seconds
             self._by_row[loaded.row] = loaded
             self._front.command(codes.OPEN_MODEL, loaded.row)
@@ -282,12 +302,32 @@ class Engine(Requester):
         self._front.on_model_closed(loaded.row, waiter.set)
         self._front.command(codes.CLOSE_MODEL, loaded.row)
         self._front.wait(waiter)
-        remove(self.state, loaded.row)
+        if self._residents is None:
+            remove(self.state, loaded.row)
+        else:
+            self._residents.take_out(loaded)
         self._forget(loaded)
 
     def _forget(self, loaded: LoadedModel) -> None:
         self._loader.unload(loaded)
         del self._by_row[loaded.row]
+
+    def prefetch(self, name: str) -> None:
+        """Brings a model's weights to the GPU although no request waits for them; returns when they are there."""
+        self._managed(name).ask(self._find(name).row, True)
+
+    def evict(self, name: str) -> None:
+        """Takes a model's weights off the GPU once nothing of it runs. The next request brings them back."""
+        self._managed(name).ask(self._find(name).row, False)
+
+    def weights_state(self, name: str) -> str:
+        """Where a model's weights are: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
+        return "resident" if self._residents is None else self._residents.state_of(self._find(name).row)
+
+    def _managed(self, name: str) -> Residents:
+        if self._residents is None:
+            raise ModelError(f"model {name!r}: this engine keeps all weights on the GPU; give it memory_bytes")
+        return self._residents
 
     @property
     def models(self) -> dict[str, Model]:
@@ -359,9 +399,13 @@ class Engine(Requester):
             finally:
                 done.set()
 
+        if self._loop_ended:
+            change()
+            return
         self._backend.call(run)
         while not done.wait(0.1):
-            self._check_open()  # a loop that has ended changes nothing any more
+            if not self._closing:
+                self._check_open()  # a loop that has ended changes nothing any more
         if failed:
             raise failed[0]
 
@@ -382,7 +426,7 @@ class Engine(Requester):
             "tuning": self.tuning.note,
             "uptime_s": self.uptime_s,
             **core_stats(self.state),
-            "memory": {"budget_bytes": self.memory.budget_bytes, "held_bytes": self.memory.held_bytes},
+            "memory": {"held_bytes": self.memory.held_bytes, **self.memory()},
             "models": {
                 each.model.name: loaded_stats(self.state, each)
                 for each in self.loaded_rows().values()
@@ -481,11 +525,16 @@ class Engine(Requester):
             while self._front.waiting:
                 self._front.wait(waiter, 0.05)
             self._backend.stop()
+            self._loop_ended = True
+            if self._residents is not None:
+                self._residents.close()
             self._front.detach_all()
             for loaded in list(self._by_row.values()):
                 with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU takes nothing back
                     self._forget(loaded)
             self._models.clear()
+            if self._residents is not None:
+                self._residents.close_store()
             self._backend.close()
             self._closed = True
 
@@ -543,6 +592,12 @@ class Engine(Requester):
         named = [self._by_row[row].model.name for row in rows if row in self._by_row]
         return ", ".join(f"job {name!r}" if name in self._jobs else repr(name) for name in named)
 
+    def _no_weights(self, row: int, name: str) -> Exception:
+        cause = self._residents.mover.errors.get(row) if self._residents is not None else None
+        error = WeightsError(f"the weights of model {name!r} could not be brought to the GPU: {cause}")
+        error.__cause__ = cause
+        return error
+
     def _row(self, row: int) -> LoadedModel | None:
         return self._by_row.get(row)
 
@@ -567,15 +622,23 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _check_settings(quantum_us: float, max_active: int | None, memory_bytes: int | None, sm_windows: int) -> None:
+def _check_settings(
+    quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_windows: int
+) -> None:
     if not 1 <= quantum_us < math.inf:
         raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
     if max_active is not None and max_active < 1:
         raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
     if memory_bytes is not None and memory_bytes < 1:
         raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
+    if host_bytes is not None and (memory_bytes is None or host_bytes < 0):
+        raise ModelError(f"host_bytes={host_bytes}: give 0 or more, and memory_bytes for the GPU with it")
     if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
         raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
+
+
+def _half_of_the_host() -> int:
+    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2
 
 
 def _backend(device: Device) -> Backend:

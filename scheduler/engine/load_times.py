@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "install")
+PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "weights", "install")
 PATIENCE_S = 2.0  # loading that takes longer says what it does
 
 _log = logging.getLogger("paellapy.load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paellapy.scheduler.backends.base import Backend, device_lock
@@ -13,12 +14,15 @@ from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.load_times import LoadTimes
+from paellapy.scheduler.engine.residents import Residents
 from paellapy.scheduler.models import profile as profiles
-from paellapy.scheduler.models.lane_memory import Lane, MemoryPlan, plan_lane
+from paellapy.scheduler.models.berths import Berth
+from paellapy.scheduler.models.lane_memory import Lane, LanePlan, MemoryPlan, Reservation, plan_lane
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program, last_kernels
 from paellapy.scheduler.models.segments import cut, plan_slices
+from paellapy.scheduler.models.weight_range import WeightRange, needs_of
 
 _REPEATS = 15
 _BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
@@ -29,8 +33,11 @@ class Loader:
 
     measure_shares = False  # of compute and memory that segments take, also where it takes time
 
-    def __init__(self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float) -> None:
-        self.backend, self.memory, self.limits = backend, memory, limits
+    def __init__(
+        self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float,
+        residents: Residents | None = None,
+    ) -> None:  # fmt: skip
+        self.backend, self.memory, self.limits, self.residents = backend, memory, limits, residents
         self.tuning, self.quantum_ns = tuning, quantum_ns
         self._loads = 0
 
@@ -47,31 +54,53 @@ class Loader:
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         lanes: list[Lane] = []
         made: list[list[Launches]] = []
+        found: WeightRange | None = None
         try:
             with times.phase("upload"):
-                weights = backend.upload(model)
+                if self.residents is None:
+                    weights = backend.upload(model)
+                else:
+                    placed = self.residents.place(model)
+                    weights, found = placed.weights, placed.range
+                    weights_bytes = weights_bytes if found is None else found.held_bytes
             with times.phase("rehearse"):
                 scratch, foreign = backend.rehearse_all(model, weights)
             plan = plan_lane(model, scratch, self.limits.segments)
             self.memory.release(model.name)
-            least = model.lanes or 1
-            reservation = self.memory.reserve(
-                model.name, weights_bytes, plan.device_bytes + foreign, model.lanes or lanes_wanted, least
-            )
+            reservation, berths = self._reserve(model, weights_bytes, plan, foreign, lanes_wanted)
             with times.phase("memory"):
-                for k in range(reservation.lanes):
-                    lanes.append(Lane(k, model, plan, backend.lane_memory(plan), self._windows(k)))
+                for k, berth in enumerate(berths):
+                    memory = backend.lane_memory(plan, None if berth is None else berth.memory)
+                    lanes.append(Lane(k, model, plan, memory, self._windows(k)))
+                    lanes[-1].berth = berth
             self._loads += 1
             made += ([] for _ in lanes)
-            loaded = LoadedModel(model, weights, reservation, lanes, [], made)
+            loaded = LoadedModel(model, weights, reservation, lanes, [], made, range=found)
             for batch in model.batch:
                 with contextlib.ExitStack() as captured:
                     _Program(self, loaded, batch, times, captured).make(alone)
+            if self.residents is not None:
+                with times.phase("weights"):
+                    self.residents.settle(loaded)
         except BaseException:
             self.memory.release(model.name)
             self._free(lanes, made)
+            if self.residents is not None:
+                self.residents.forget(model.name, found)
             raise
         return loaded
+
+    def _reserve(
+        self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int
+    ) -> tuple[Reservation, Sequence[Berth | None]]:
+        """Memory for lanes: of their own, or shared with other models' where weights come and go."""
+        lane_bytes = plan.device_bytes + foreign
+        if self.residents is None:
+            least = model.lanes or 1
+            reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, model.lanes or wanted, least)
+            return reservation, [None] * reservation.lanes
+        berths = self.residents.lanes_for(model, plan.device_bytes, foreign, wanted)
+        return self.memory.note(model.name, Reservation(weights_bytes, lane_bytes, len(berths))), berths
 
     def _check(self, model: Model) -> None:
         n = self.limits
@@ -94,6 +123,8 @@ class Loader:
         """Gives everything back; nothing of the model may be in flight."""
         self._free(loaded.lanes, loaded.launches)
         loaded.weights.clear()
+        if self.residents is not None:
+            self.residents.forget(loaded.model.name, loaded.range)
         self.memory.release(loaded.model.name)
 
     def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
@@ -125,6 +156,8 @@ class _Program:
             if alone:  # what was measured beside other work serves this time, and is not kept
                 profiles.store(where, known)
         sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
+        if loaded.range is not None:
+            known = known.with_needs(needs_of(backend.weight_ends(sliced, loaded.range), known.bounds))
         marks = last_kernels(sliced.nodes, known.bounds)
         confined = known.stretch_in_window <= self._loader.tuning.most_window_stretch
         for k, lane in enumerate(loaded.lanes):

@@ -22,6 +22,7 @@ import numpy as np
 from paellapy.instrument.traces.live import counts
 from paellapy.instrument.versions import versions
 from paellapy.scheduler.core import codes, tables
+from paellapy.scheduler.core.manage import weights_state
 from paellapy.scheduler.core.tenants import tenant_numbers, tenant_stats
 from paellapy.scheduler.engine.gpu_use import RESOURCES
 from paellapy.scheduler.engine.monitor_gpu import GpuTimes
@@ -230,6 +231,21 @@ class Monitor:
             "max_batch": model.max_batch,
             "mean_batch": round(answered / sum(batches.values()), 2) if batches else None,
             "batches": {size: round(n, 2) for size, n in batches.items()},
+            "weights": self._weights(row),
+        }
+
+    def _weights(self, row: int) -> dict[str, Any] | None:
+        """Where the model's weights are, and how much of them is on the GPU; None where all stay there."""
+        state = self.engine.state
+        if not state.residency["managed"][0]:
+            return None
+        w = state.weights[row]
+        total = max(1, int(w["bytes"]))
+        there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["stage"] == codes.COMING else 0.0
+        return {
+            "state": weights_state(state, row),
+            "bytes": int(w["bytes"]),
+            "there": 1.0 if w["stage"] == codes.HERE else round(there, 3),
         }
 
     def _policy(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from paellapy.scheduler.core.errors import (
     InputError,
     QueueFullError,
     UnknownModelError,
+    WeightsError,
 )
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.front_calls import E_ARRIVAL_NS, E_ERROR, E_FINISH_NS, E_LANE, E_MODEL, E_SLOT, E_STATUS
@@ -109,6 +110,10 @@ class Requester(ABC):
     @abstractmethod
     def _failed(self, status: int) -> Exception:
         """The GPU failed: what those are told who wait for it."""
+
+    def _no_weights(self, row: int, name: str) -> Exception:
+        """The weights of the model in this row could not come."""
+        return WeightsError(f"the weights of model {name!r} could not be brought to the GPU; the engine's log says why")
 
     @property
     @abstractmethod
@@ -240,6 +245,8 @@ class Requester(ABC):
             return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
         if status == codes.NO_MODEL:
             return UnknownModelError(f"model {name!r} was unloaded before the request could run")
+        if status == codes.NO_WEIGHTS:
+            return self._no_weights(entry[E_MODEL], name)
         return EngineClosedError(f"the request for model {name!r} was not run: {codes.STATUS[status]}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError
 from paellapy.scheduler.core.shared_memory import SharedBlock
+from paellapy.scheduler.models.berths import Berth
+from paellapy.scheduler.models.sizes import readable_bytes as _size
 from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
 ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
@@ -112,6 +115,7 @@ class Lane:
     ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
         self.windows = windows  # of SMs, to one of which it may be confined
+        self.berth: Berth | None = None  # whose memory it shares with other models' lanes
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
 
@@ -163,10 +167,49 @@ class MemoryPlan:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._held: dict[str, Reservation] = {}
+        # Where weights come and go: what of them is on the GPU, and what each model does with its own.
+        self.weights_on_gpu: Callable[[], int] | None = None
+        self.lanes_held: Callable[[], int] | None = None
+        self.account: Callable[[], dict[str, Any]] = dict
 
     @property
     def held_bytes(self) -> int:
-        return sum(r.total_bytes for r in self._held.values())
+        return self.lanes_bytes + self.weights_bytes
+
+    @property
+    def lanes_bytes(self) -> int:
+        """Inputs, outputs and scratch of all lanes."""
+        if self.lanes_held is not None:
+            return self.lanes_held()
+        return sum(r.lane_bytes * r.lanes for r in self._held.values())
+
+    def note(self, name: str, reservation: Reservation) -> Reservation:
+        """What a model holds where others do the counting."""
+        self._held[name] = reservation
+        return reservation
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights that are on the GPU."""
+        return self.weights_on_gpu() if self.weights_on_gpu else sum(r.weights_bytes for r in self._held.values())
+
+    def __call__(self) -> dict[str, Any]:
+        """The account, step by step: what the engine may use, what lanes and weights hold, and where each model is."""
+        models = {
+            name: {"weights_bytes": r.weights_bytes, "lanes": r.lanes, "lane_bytes": r.lane_bytes}
+            for name, r in self.reservations.items()
+        }
+        about = self.account()
+        for name, more in about.pop("models", {}).items():
+            models.setdefault(name, {}).update(more)
+        return {
+            "budget_bytes": self.budget_bytes,
+            "lanes_bytes": self.lanes_bytes,
+            "weights_bytes": self.weights_bytes,
+            "free_bytes": self.budget_bytes - self.held_bytes,
+            **about,
+            "models": models,
+        }
 
     @property
     def reservations(self) -> dict[str, Reservation]:
@@ -174,7 +217,8 @@ class MemoryPlan:
 
     def reserve(self, name: str, weights_bytes: int, lane_bytes: int, wanted: int, least: int = 1) -> Reservation:
         """Memory for the weights and up to `wanted` lanes, at least `least`; refused with the figures otherwise."""
-        free = self.budget_bytes - self.held_bytes
+        # Weights that can leave are no reason to refuse: the core finds who does.
+        free = self.budget_bytes - (self.lanes_bytes if self.weights_on_gpu else self.held_bytes)
         lanes = min(wanted, max(0, free - weights_bytes) // max(1, lane_bytes)) if weights_bytes <= free else 0
         if lanes < least:
             needed = weights_bytes + least * lane_bytes
@@ -194,10 +238,3 @@ class MemoryPlan:
         if not self._held:
             return ""
         return " (" + ", ".join(f"{n}: {_size(r.total_bytes)}" for n, r in self._held.items()) + ")"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes} B"

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Device
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.params import checked_params
-from paellapy.scheduler.models.tensors import Arrays, ModelFunction, TensorSpec, Weights
+from paellapy.scheduler.models.tensors import Arrays, ModelFunction, MovableWeights, TensorSpec, Weights
+from paellapy.scheduler.models.weight_files import map_weights
+from paellapy.scheduler.models.weight_range import WeightRange
 
 __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
 
@@ -39,21 +42,28 @@ class Model:
         *,
         inputs: Mapping[str, TensorSpec],
         outputs: Mapping[str, TensorSpec],
-        weights: Mapping[str, NDArray[Any]] | Weights | None = None,
+        weights: Mapping[str, NDArray[Any]] | Weights | str | Path | None = None,
         batch: Sequence[int] = (1, 2, 4, 8),
         target_ms: float | None = None,
         priority: int = 0,
         share: float = 1.0,
         lanes: int | None = None,
         params: Mapping[str, float] | None = None,
+        resident: bool | str = "auto",
     ) -> None:
         """`target_ms` is the latency a request asks for unless it names a deadline; larger `priority` goes first.
 
         `share` is the part of the GPU's time a fair policy gives it, relative to the others. `lanes` is how many
         batches may be in flight at once; by default as many as the engine runs, or as fit its memory.
         `params` are numbers for policies, by name: `params={"request": 0.3, "limit": 0.6}` under the policy `token`.
+
+        `weights` are arrays by name, or a safetensors file. `resident`, where an engine has more models than memory:
+        "auto", on the GPU by demand; True, always; False, only while requests wait or run.
         """
         self._settle(name, batch, target_ms, priority, share, lanes, params or {})
+        self._set_resident(resident)
+        if isinstance(weights, str | Path):
+            weights = map_weights(weights)
         if not callable(fn):
             raise ModelError(f"model {name!r}: fn must be callable with (weights, inputs, outputs)")
         self.fn = fn
@@ -82,6 +92,11 @@ class Model:
         except ValueError as e:
             raise ModelError(f"model {name!r}: {e}") from None
 
+    def _set_resident(self, resident: bool | str) -> None:
+        if resident not in ("auto", True, False):
+            raise ModelError(f"model {self.name!r}: resident={resident!r}; give 'auto', True or False")
+        self.resident = resident
+
     def changed(
         self,
         *,
@@ -92,6 +107,7 @@ class Model:
         share: float | None = None,
         lanes: int | None = None,
         params: Mapping[str, float] | None = None,
+        resident: bool | str | None = None,
     ) -> Self:
         """The same model with other settings; what is None stays as it is."""
         made = copy.copy(self)
@@ -106,6 +122,7 @@ class Model:
             self.lanes if lanes is None else lanes,
             self.params if params is None else params,
         )
+        made._set_resident(self.resident if resident is None else resident)
         return made
 
     @classmethod
@@ -181,6 +198,23 @@ class Model:
         if self.source is not None:
             return self.source.place(self.name, device)
         return {name: device.array(value) for name, value in self.weights.items()}
+
+    def weight_parts(self) -> list[NDArray[np.uint8]]:
+        """The bytes of each tensor that is in memory of its own; none where the model changes it."""
+        if self.stateful:
+            return []
+        if self.source is not None:
+            return self.source.parts() if isinstance(self.source, MovableWeights) else []
+        return [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in self.weights.values()]
+
+    def place_over(self, device: Device, range: WeightRange) -> Arrays:
+        """As `place`, in a range of addresses: of the parts, in their order."""
+        if isinstance(self.source, MovableWeights):
+            byte = np.dtype(np.uint8)
+            offsets = range.layout.offsets
+            return self.source.place_over(self.name, device, lambda k, n: range.array(offsets[k], (n,), byte))
+        pairs = zip(self.weights.items(), range.layout.offsets, strict=True)
+        return {name: range.array(offset, value.shape, value.dtype) for (name, value), offset in pairs}
 
     @property
     def max_batch(self) -> int:

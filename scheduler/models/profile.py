@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paellapy.instrument import cache
 from paellapy.instrument.device.occupancy import footprint
@@ -32,6 +32,12 @@ class ProgramProfile:
     together: int = 0  # with so many at once
     window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
     shares: bool = False  # whether the segments' `compute` and `memory` were measured
+    # For each segment: the first bytes of the weights that it and those before it need. Not kept: it depends on where
+    # this model has its weights.
+    needs: tuple[int, ...] = ()
+
+    def with_needs(self, needs: Sequence[int]) -> ProgramProfile:
+        return replace(self, needs=tuple(needs))
 
     @property
     def stretch_in_window(self) -> float:
@@ -75,6 +81,9 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
         together={each.batch: each.together for each in programs if each.together},
         input_bytes=sum(spec.nbytes for spec in model.inputs.values()),
         params=model.params,
+        resident=model.resident,
+        weight_bytes=model.weights_bytes,
+        needs={each.batch: each.needs for each in programs if each.needs},
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -80,3 +80,14 @@ class Weights(Protocol):
         """What the model's function is given as weights; `model` is the name that errors mention."""
     def preserved(self) -> AbstractContextManager[None]:
         """What is run inside leaves the weights as they were."""
+
+
+@runtime_checkable
+class MovableWeights(Protocol):
+    """Weights that can lie in memory that comes and goes."""
+
+    def parts(self) -> list[Any]:
+        """The bytes of each piece of memory that weights lie in, on the host; in about the order of use."""
+
+    def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
+        """As `place`, in memory that is there: `at(k, nbytes)` is the array of bytes for part k."""

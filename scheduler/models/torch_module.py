@@ -96,6 +96,21 @@ def own_module(torch: Any, title: str, module: Any) -> Any:
         ) from e
 
 
+def storages(torch: Any, call: Any) -> dict[int, Any]:
+    """The memory of a module's parameters and buffers by its address: tensors that share some are there once."""
+    if not isinstance(call, torch.nn.Module):
+        return {}
+    tensors = [t for part in call.modules() for t in (*part.parameters(False), *part.buffers(False))]
+    found = (t.untyped_storage() for t in tensors if t.numel())
+    return {s.data_ptr(): s for s in found}
+
+
+def as_bytes(torch: Any, storage: Any) -> Any:
+    """A storage as an array on the host."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+    return flat.cpu().numpy()
+
+
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
     """How a module is run."""
@@ -162,6 +177,34 @@ class TorchModule:
         finally:
             if kept is not None:
                 kept.put_back()
+
+    def parts(self) -> list[Any]:
+        """Storages, each once, in the order in which modules have their parameters and buffers."""
+        torch = needs_torch()
+        return [as_bytes(torch, storage) for storage in storages(torch, self._call).values()]
+
+    def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
+        """The module with its weights in memory that is there; tensors that share memory still do."""
+        torch = needs_torch()
+        call = self._call
+        if not isinstance(call, torch.nn.Module):
+            return self.place(model, device)
+        call = own_module(torch, model, call)
+        places = {ptr: (k, s.nbytes()) for k, (ptr, s) in enumerate(storages(torch, call).items())}
+
+        def move(tensor: Any) -> Any:
+            found = places.get(tensor.untyped_storage().data_ptr())
+            if found is None:  # moved already, or without memory
+                return tensor
+            bytes_there = as_tensor(torch, at(*found))
+            made = torch.empty(0, dtype=tensor.dtype, device=bytes_there.device)
+            first = bytes_there.storage_offset() // tensor.element_size() + tensor.storage_offset()
+            return made.set_(bytes_there.untyped_storage(), first, tensor.size(), tensor.stride())
+
+        call._apply(move)
+        if self.options.compile and not device.name.startswith("virtual"):
+            call = torch.compile(call, dynamic=False)
+        return {"call": call}
 
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
         """The model's function."""

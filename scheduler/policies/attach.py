@@ -49,6 +49,7 @@ def attach_functions(state: State, policy: Policy) -> None:
         "job": state.job.ctypes.data,
         "gpu": state.gpu.ctypes.data,
         "segment": state.done_segment.ctypes.data,
+        "model": state.owner.ctypes.data,
         "own": state.own.ctypes.data,
     }
     call = state.call[0]

@@ -16,7 +16,7 @@ from numba import cloudpickle
 from paellapy.instrument.device.jit import compiled
 from paellapy.scheduler.core.atomics import call_asking
 from paellapy.scheduler.core.codes import NEVER
-from paellapy.scheduler.core.job import DONE, GPU, JOB
+from paellapy.scheduler.core.job import DONE, GPU, JOB, OWNER
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.policies.compiling import compile_function, may_loop
 from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
@@ -46,6 +46,8 @@ def sample_jobs() -> Table:
     jobs["client_start_ns"] = jobs["arrival_ns"] / 2
     jobs["occupancy"] = [0, 0.1, 0.5, 1, 1.5, 0, 0.9, 20]
     jobs["used_ns"] = [0, 1e3, 1e6, 1e9, 1e12, 0, 1, 5]
+    jobs["missing_bytes"] = [0, 0, 1e6, 1e9, 0, 4e9, 0, 1]
+    jobs["ready_ns"] = jobs["now_ns"] + jobs["missing_bytes"] / 50
     jobs["model"] = jobs["tenant"] = np.arange(8)
     jobs["segment"] = [_segment(ns) for ns in (1e3, 3e5, 7e4, 1e6, 1e5, 1e7, 7e4, 1)]
     return jobs
@@ -69,19 +71,33 @@ def sample_gpus() -> Table:
     return gpus
 
 
+def sample_owners() -> Table:
+    """Models that could leave: wanted and not, small and large, just come and long there."""
+    owners = np.zeros(8, OWNER)
+    owners["now_ns"] = 5e12
+    owners["bytes"] = [1 << 21, 1e8, 4e9, 1e9, 3e10, 1e9, 1e9, 2]
+    owners["priority"], owners["share"] = [0, 1, -1, 0, 5, 0, -100, 100], [1, 1, 0.1, 10, 1, 1, 1, 1]
+    owners["demand"] = [0, 1e-9, 1, 100, 1e6, 0, 3, 7]
+    owners["used_ns"] = owners["now_ns"] - [0, 1, 1e3, 1e6, 1e9, 1e12, 5e12, 10]
+    owners["came_ns"], owners["reload_ns"] = owners["used_ns"] / 2, owners["bytes"] / 50
+    owners["model"] = np.arange(8)
+    return owners
+
+
 class Samples:
     """What functions are tried on: one call for each sample job, by turns with either sample of the rest."""
 
     def __init__(self, layout: Layout) -> None:
         self.own: Any = layout.new_own() if layout.own.itemsize else np.zeros(1)
         self.jobs, self.gpus, self.segments = sample_jobs(), sample_gpus(), sample_segments()
+        self.owners = sample_owners()
         for k, value in enumerate(layout.params.values()):
             self.jobs["params"][f"p{k}"] = value
 
     def addresses(self, names: tuple[str, ...], k: int) -> list[int]:
         """Where the arguments of one call are; there are `count` of them."""
-        rows = {"job": self.jobs, "gpu": self.gpus, "segment": self.segments, "own": self.own}
-        at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "own": 0}
+        rows = {"job": self.jobs, "gpu": self.gpus, "segment": self.segments, "model": self.owners, "own": self.own}
+        at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "model": k % 8, "own": 0}
         return [rows[name].ctypes.data + at[name] * rows[name].itemsize for name in names]
 
     count = 16
@@ -133,15 +149,16 @@ def answers(role: str, function: Any, compiled_function: Compiled, samples: Samp
 
 
 def _facts(job: Any) -> str:
-    return ", ".join(f"{name}={job[name]:g}" for name in JOB.names or () if not JOB[name].names)
+    return ", ".join(f"{name}={job[name]:g}" for name in job.dtype.names if not job.dtype[name].names)
 
 
 def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
     samples = Samples(layout)
     for k, value in enumerate(answers(role, function, compiled_function, samples)):
-        if math.isnan(value) or (role != "admit" and math.isinf(value)):
-            facts = _facts(samples.jobs[k % 8])
-            raise PolicyError(f"{place(function)} returns {value} for a job with {facts}: return a finite number")
+        if math.isnan(value) or (role not in ("admit", "victim") and math.isinf(value)):
+            what, seen = ("model", samples.owners) if role == "victim" else ("job", samples.jobs)
+            facts = _facts(seen[k % 8])
+            raise PolicyError(f"{place(function)} returns {value} for a {what} with {facts}: return a finite number")
     for name in layout.own.names or ():
         if not np.isfinite(samples.own[name]).all():
             raise PolicyError(f"{place(function)} makes own.{name} a number that is not finite: is it divided by zero?")

@@ -12,7 +12,9 @@ The job of least rank goes first. Five more functions may be given:
   arrives; by default it is `rank`;
 * `place(job, gpu, own)` says on which part of the SMs the next segment goes: pp.Where(sms=0.25);
 * `tick(gpu, own)` is called every `tick_us` while there is work;
-* `done(job, segment, own)` is called after each segment.
+* `done(job, segment, own)` is called after each segment;
+* `victim(model, gpu, own)` says what a model's weights on the GPU are worth, where not all fit: those of least worth
+  leave first. By default that is recent demand times the time to bring them back, a byte.
 
 Each takes as many of its arguments as it names. `own` has the numbers that the policy keeps between calls.
 docs/policies.md lists every field.
@@ -51,6 +53,7 @@ class Policy:
     place: Rank | None
     tick: Tell | None
     done: Tell | None
+    victim: Rank | None
     active: int | None  # None: the engine decides
     look_ahead: int
     whole: bool
@@ -82,7 +85,7 @@ class Policy:
     @property
     def timeless(self) -> bool:
         """Whether a job's rank changes only with the job: then the core need not look at it again."""
-        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns"}
+        moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns", "missing_bytes", "ready_ns"}
         code = cast(Any, self.rank).__code__
         if self.functions["rank"].names != ("job",):
             return False
@@ -113,6 +116,7 @@ class PolicyOptions(TypedDict, total=False):
     place: Rank | None
     tick: Tell | None
     done: Tell | None
+    victim: Rank | None
     state: Mapping[str, float]
     per_model: Mapping[str, float]
     params: Mapping[str, float]
@@ -133,6 +137,7 @@ class _Options:
     place: Rank | None = None
     tick: Tell | None = None
     done: Tell | None = None
+    victim: Rank | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     per_model: Mapping[str, float] = field(default_factory=dict)
     params: Mapping[str, float] = field(default_factory=dict)
@@ -182,10 +187,7 @@ def _make(rank: Rank, given: _Options) -> Policy:
         raise PolicyError(f"policy {title}: tick and tick_us go together, as in tick=function, tick_us=1000")
     if given.tick_us is not None and not (isinstance(given.tick_us, int | float) and 1 <= given.tick_us < math.inf):
         raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; give microseconds, 1 or more")
-    wanted = {
-        "rank": rank, "admit": given.admit, "order": given.order, "place": given.place, "tick": given.tick,
-        "done": given.done,
-    }  # fmt: skip
+    wanted = {"rank": rank} | {role: getattr(given, role) for role in ROLES if role != "rank"}
     room, _, module = (getattr(rank, "__module__", None) or "").rpartition(".")
     ours = room == BUILT_IN and module not in _TOOLS
     functions = {}
@@ -199,7 +201,8 @@ def _make(rank: Rank, given: _Options) -> Policy:
         for role, compiled in functions.items():
             check(role, wanted[role], compiled, layout)
     made = Policy(
-        title, rank, given.admit, given.order, given.place, given.tick, given.done, given.active, given.look_ahead,
+        title, rank, given.admit, given.order, given.place, given.tick, given.done, given.victim, given.active,
+        given.look_ahead,
         given.whole, given.may_idle, given.tick_us or 0.0, layout, functions,
     )  # fmt: skip
     if not ours and made.may_idle and made.tick is None:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, PARAMS, PER_MODEL
+from paellapy.scheduler.core.job import DONE, GPU, JOB, NO_NAMES, OWN_NAMES, OWN_PER_MODEL, OWNER, PARAMS, PER_MODEL
 
 Rank = Callable[..., float]
 Admit = Callable[..., float]
@@ -46,6 +46,7 @@ ROLES = {
     "place": Role(("job", "gpu", "own"), ("job",), "pp.Where(sms=…)", writes=False),
     "tick": Role(("gpu", "own"), (), "nothing", writes=True),
     "done": Role(("job", "segment", "own"), (), "nothing", writes=True),
+    "victim": Role(("model", "gpu", "own"), ("model",), "a number", writes=False),
 }
 Fields = Mapping[str, Any]  # by name: None for a number, PER_MODEL for one per model, or the fields of a record
 
@@ -113,7 +114,7 @@ class Layout:
         return np.dtype(columns, align=True)
 
     def kind(self, argument: str) -> np.dtype[Any]:
-        return {"job": self.job, "gpu": GPU, "segment": DONE, "own": self.own}[argument]
+        return {"job": self.job, "gpu": GPU, "segment": DONE, "model": OWNER, "own": self.own}[argument]
 
     def fields(self, argument: str) -> Fields:
         found = _fields(self.kind(argument))

@@ -13,6 +13,7 @@ from paellapy.scheduler.core.atomics import call_step, store_at
 from paellapy.scheduler.core.codes import NEVER, WHOLE
 from paellapy.scheduler.core.predict import predict
 from paellapy.scheduler.core.state import State
+from paellapy.scheduler.sim.fluid_link import copy_chunks, take_orders
 from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
 from paellapy.scheduler.sim.fluid_state import FACTOR, GAIN, LIVE, Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
@@ -48,7 +49,7 @@ def note(f: Fluid, s: State, ns: float) -> None:
 
 @part
 def next_event(f: Fluid) -> float:
-    """When the GPU, or the load, does something next."""
+    """When the GPU, its link, or the load does something next."""
     sim = f.sim[0]
     at = np.inf
     for k in range(sim.running):
@@ -57,7 +58,7 @@ def next_event(f: Fluid) -> float:
             at = min(at, f.delay[lane])
         elif f.rate[lane] > 0.0:
             at = min(at, f.left[lane] / f.rate[lane])
-    return float(min(at + sim.now_ns, next_load(f)))
+    return float(min(at + sim.now_ns, next_load(f), sim.chunk_at_ns))
 
 
 @part
@@ -67,6 +68,7 @@ def progress(f: Fluid, s: State, until: float) -> None:
     ns = until - sim.now_ns
     note(f, s, ns)
     sim.now_ns = until
+    copy_chunks(f, s)
     k = 0
     while k < sim.running:
         lane = f.run[k]
@@ -167,6 +169,7 @@ def run_until(f: Fluid, s: State, end: float) -> int:
                 pass
             if core.out > 0:
                 launch(f, s)
+            take_orders(f, s)
             for m in range(f.copy.shape[0]):
                 if s.model[m].filling >= 0:
                     note_opened(f, s, s.model[m].filling)

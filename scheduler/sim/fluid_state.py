@@ -11,7 +11,7 @@ from paellapy.instrument.device.table_set import TableSet, table, table_set
 from paellapy.scheduler.core.admission import ALLOWANCE, ASKED
 from paellapy.scheduler.core.codes import NONE, SUBMIT
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table
+from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words
 
 SLOTS, MEMORY, ISSUE, COMPUTE = range(4)
 BATCH = 256
@@ -41,6 +41,10 @@ SIM = np.dtype(  # [1]
         # what answers took against what was predicted, newer ones more: of a GPU that a router sends requests to
         ("actual_ns", "f8"),
         ("predicted_ns", "f8"),
+        ("orders", "i8"),  # of the core's about weights, that were carried out
+        ("line", "i8"),  # models in Fluid.line
+        ("copied", "i8"),  # chunks of the first of them
+        ("chunk_at_ns", "f8"),  # when the next is there
     ],
     align=True,
 )
@@ -119,6 +123,8 @@ class Fluid(TableSet):
     taken: Table = table(COMPLETION, BATCH)  # scratch
     allowance: Table = table(ALLOWANCE, "models")  # without rows everything is let in
     report: Floats = table(np.float64, "reported")  # for routers: by model, when a new request would be done; the rest
+    line: Ints = table(np.int64, "models")  # whose weights come over the link, one after the other
+    chunk_word: Words = table(np.uint64, "models", "chunks")  # set when a chunk of weights has come
     bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × jobs running
 
 
@@ -131,6 +137,9 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
     sim["actual_ns"] = sim["predicted_ns"] = 1.0
     message = np.zeros(1, SUBMISSION)
     message["kind"], message["lane"], message["slot"] = SUBMIT, NONE, NONE
+    sim["chunk_at_ns"] = np.inf
+    chunk_word = np.zeros((len(state.model), max(1, int(state.weights["chunks"].max()))), np.uint64)
+    state.weights["word"] = [row.ctypes.data for row in chunk_word]
     return Fluid(
         sim=sim,
         use=program.use,
@@ -161,6 +170,8 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
         taken=np.zeros(BATCH, COMPLETION),
         allowance=np.zeros(0, ALLOWANCE),
         report=np.zeros(0),
+        line=np.zeros(len(state.model), ints),
+        chunk_word=chunk_word,
         bins=np.zeros((bins, 4)),
     )
 

@@ -37,6 +37,10 @@ class SimulationOptions:
     for segments of models whose demand was measured (without windows). `tuning`: numbers of the scheduler, by name, for
     experiments; the others are the part's own. `tenants`: shares and limits of clients that the workload names, as in
     {"alice": Tenant(share=3, limit=0.5)}.
+
+    `memory_bytes`: of weights on the GPU. Others come over a link of `pcie_gbps` when they are asked for, and some
+    leave for them; models have `weight_bytes` then. Those given first are on the GPU when it starts, as far as they
+    fit. Left out, all weights are there.
     """
 
     fidelity: Fidelity = "segments"
@@ -48,6 +52,8 @@ class SimulationOptions:
     admission: bool = False
     sm_windows: int = 0
     host_launch_ns: float | None = None
+    memory_bytes: int | None = None
+    pcie_gbps: float | None = None
     tuning: Tuning | Mapping[str, float] | None = None
     tenants: Mapping[str, Tenant | Mapping[str, float]] = field(default_factory=dict)
 
@@ -63,6 +69,12 @@ class SimulationOptions:
         given = self.host_launch_ns
         if given is not None and not (given >= 0 and math.isfinite(given)):
             raise ArgumentError(f"host_launch_ns is {given!r}: give nanoseconds, 0 or more")
+        if self.memory_bytes is not None and not self.memory_bytes >= 1:
+            raise ArgumentError(f"memory_bytes is {self.memory_bytes!r}: give the bytes of weights that fit, or None")
+        if self.pcie_gbps is not None and not (self.pcie_gbps > 0 and math.isfinite(self.pcie_gbps)):
+            raise ArgumentError(f"pcie_gbps is {self.pcie_gbps!r}: give gigabytes a second, more than 0")
+        if self.memory_bytes is not None and self.fidelity != "segments":
+            raise ArgumentError("memory_bytes is for fidelity 'segments': leave it out, or choose that")
         least, most = codes.LEAST_WINDOWS, codes.WINDOWS
         if self.sm_windows != 0 and not least <= self.sm_windows <= most:
             raise ArgumentError(f"sm_windows={self.sm_windows}: 0, for none, or {least} to {most}")
@@ -70,7 +82,8 @@ class SimulationOptions:
     def tuning_for(self, gpu: Part) -> Tuning:
         """The part's numbers with those that are set for this run."""
         found = Tuning.for_part(gpu.name, self.tuning)
-        return found if self.host_launch_ns is None else found.with_changes({"host_launch_ns": self.host_launch_ns})
+        set_here = {"host_launch_ns": self.host_launch_ns, "link_gbps": self.pcie_gbps}
+        return found.with_changes({name: value for name, value in set_here.items() if value is not None})
 
     def policy(self, given: str | Policy | Rank) -> Policy:
         """The policy with what overrides it."""

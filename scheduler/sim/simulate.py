@@ -30,6 +30,7 @@ from paellapy.scheduler.policies.policy import Policy, PolicyError, Rank
 from paellapy.scheduler.sim import fluid_state as fluid
 from paellapy.scheduler.sim.blocks import BlocksGpu
 from paellapy.scheduler.sim.fluid import MORE_RECORDS, run_fluid
+from paellapy.scheduler.sim.memory import manage_weights, weight_counters
 from paellapy.scheduler.sim.options import SimulationOptions, simulated_part
 from paellapy.scheduler.sim.resources import resources
 from paellapy.scheduler.sim.results import Results
@@ -52,8 +53,8 @@ def simulate(
     """Run the workload to its end in simulated time.
 
     `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `look_ahead`, `demand`, `queues`,
-    `admission`, `sm_windows`, `host_launch_ns`, `tenants`. With fidelity "blocks" and the models' own `kernels` the
-    result has a `trace`.
+    `admission`, `sm_windows`, `host_launch_ns`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity "blocks" and the
+    models' own `kernels` the result has a `trace`.
 
     >>> from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
     >>> from paellapy.scheduler.sim.workload import Poisson
@@ -88,6 +89,8 @@ def simulate(
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
     counters = {name: int(state.core[name][0]) for name in ("launches", "steps", "decisions", "preemptions")}
     counters["segment_events"] = int(f.sim["events"][0])
+    if asked.memory_bytes is not None:
+        counters |= weight_counters(state)
     return Results(
         policy=chosen.name,
         device=device,
@@ -200,6 +203,8 @@ def prepare(
         state.core["max_active"][0], state.core["demand_limit"][0] = len(state.lane), demand
     for each in models:
         open_model(state, install(state, each)[0])
+    if asked.memory_bytes is not None:
+        manage_weights(state, models, asked.memory_bytes)
     if asked.sm_windows:
         state.confined[:, :, -1, 0] = 1  # any program can be confined
 

@@ -1,7 +1,7 @@
 // Every model: its latencies against its target, its queue, its batches.
 
 import { nameColour } from "./colours.js";
-import { chosenTime, count, digits, el, mark, milliseconds, percent, rate, say, svgEl } from "./format.js";
+import { bytes, chosenTime, count, digits, el, mark, milliseconds, percent, rate, say, svgEl } from "./format.js";
 
 const REFUSED_S = 10;
 
@@ -75,12 +75,22 @@ function makeCard(name) {
   const mean = el("span", {}, "–");
   const columns = el("span", { class: "pp-columns", role: "img" });
   list.append(el("div", { class: "pp-batch" }, el("dt", {}, "mean batch"), el("dd", {}, mean, columns)));
+  const there = el("span");
+  const weightsText = el("span");
+  const weightsBar = el("span", { class: "pp-weights-bar" }, there);
+  const weights = el("div", { class: "pp-weights", role: "img", hidden: true }, weightsBar, weightsText);
   const node = el("article", { class: "pp-model", "aria-label": `Model ${name}` },
-    el("div", { class: "pp-name" }, title, about, trouble), chart, list);
+    el("div", { class: "pp-name" }, title, about, weights, trouble), chart, list);
 
   function update(model, range, edges, colour, refusals, window) {
     title.style.setProperty("--own", colour);
     say(about, `${model.target_ms === null ? "no target" : `target ${chosenTime(model.target_ms)}`} · alone ${milliseconds(model.alone_ms)}`);
+    weights.hidden = !model.weights;
+    if (model.weights) {
+      there.style.width = `${100 * model.weights.there}%`;
+      say(weightsText, `${bytes(model.weights.bytes)} ${model.weights.state}`);
+      weights.setAttribute("aria-label", `Weights of ${name}: ${model.weights.state}`);
+    }
     const troubles = [];
     if (refusals > 0) troubles.push(`${rate(refusals)} refused/s`);
     if (model.expired) troubles.push(`${count(model.expired)} past their deadline`);

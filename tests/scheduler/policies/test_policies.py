@@ -87,7 +87,7 @@ def test_slack_lets_nothing_wait_for_ever() -> None:
 
 def test_only_policies_that_look_at_moving_facts_are_ranked_again() -> None:
     moving = {name for name in policy_names() if not find_policy(name).timeless}
-    assert moving == {"fair", "hrrn", "lax", "mlfq", "paella", "slack", "token"}
+    assert moving == {"fair", "hrrn", "lax", "lru", "mlfq", "paella", "slack", "token"}
 
 
 def test_best_effort_pauses_between_segments_while_a_higher_priority_runs() -> None:

@@ -1,0 +1,306 @@
+"""More models than memory: Zipf-distributed requests to models of which a tenth fit, against what people do now.
+
+    python benchmarks/more_models.py                     # on a GPU: 40 of torchvision's models with random weights
+    python benchmarks/more_models.py --device virtual:h200 --models 6 --seconds 3      # to try it
+
+Parts, each stored as soon as it is done; a part that is there is not measured again without --again:
+
+* link: the bandwidth of copies from pinned memory in this run;
+* engine, load: every model loaded;
+* cold: one request at a time to models that were evicted before: latency ÷ max(copy at the link's bandwidth, run);
+* default, lru: Zipf arrivals, with victims by the default and by least recent use: hit rates, latencies. Here as in all
+  parts every output is compared with PyTorch's;
+* beside: p99 of models that stay, with cold models coming and going beside them, ÷ the same without;
+* to_cuda: `module.to("cuda")` for every cold request, the weights of as many models kept by least recent use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+import paellapy as pp
+
+KINDS = ("vit_l_16", "vgg16", "convnext_large", "vgg11", "vit_b_16", "convnext_base")
+RATE, SEED = 60.0, 5
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    found = np.percentile(values, (50, 95, 99)) if values else (float("nan"),) * 3
+    return dict(zip(("p50_ms", "p95_ms", "p99_ms"), map(float, found), strict=True)) | {"n": len(values)}
+
+
+class Zoo:
+    """Models with weights of their own, and what each answers."""
+
+    def __init__(self, count: int, device: str) -> None:
+        import torch
+
+        self.torch, self.cuda = torch, not device.startswith("virtual")
+        self.modules: dict[str, Any] = {}
+        for k in range(count):
+            torch.manual_seed(k)
+            self.modules[f"m{k}"] = self._module(k)
+        self.example = torch.randn(1, 3, 224, 224) if self.cuda else torch.randn(1, 64)
+        if self.cuda:
+            self.example = self.example.half()
+        self.expected: dict[str, Any] = {}
+
+    def _module(self, k: int) -> Any:
+        torch = self.torch
+        if not self.cuda:
+            return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).eval()
+        import torchvision
+
+        # There, beside the engine: weights are drawn, examples run and answers computed in a hundredth of the time.
+        with torch.device("cuda"):
+            made = getattr(torchvision.models, KINDS[k % len(KINDS)])(weights=None)
+        return made.half().eval()
+
+    def nbytes(self, name: str) -> int:
+        return sum(t.numel() * t.element_size() for t in self.modules[name].state_dict().values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.nbytes(name) for name in self.modules)
+
+    def model(self, name: str, **about: Any) -> pp.Model:
+        return pp.Model.from_torch(self.modules[name], self.example, name=name, batch=(1,), **about)
+
+    def answer(self, name: str) -> Any:
+        """What PyTorch gives, on the same device."""
+        torch = self.torch
+        if name not in self.expected:
+            where = "cuda" if self.cuda else "cpu"
+            with torch.no_grad():
+                self.expected[name] = self.modules[name](self.example.to(where))[0].float().cpu().numpy()
+        return self.expected[name]
+
+    def right(self, name: str, found: Any) -> bool:
+        want = self.answer(name)
+        return bool(np.abs(found.astype(np.float32) - want).max() <= 0.02 * max(1.0, float(np.abs(want).max())))
+
+
+def arrivals(names: list[str], rate: float, seconds: float, seed: int, s: float = 1.1) -> list[tuple[float, str]]:
+    draw = np.random.default_rng(seed)
+    share = 1.0 / np.arange(1, len(names) + 1) ** s
+    order = np.random.default_rng(0).permutation(len(names))  # which model is popular has nothing to do with its size
+    times = np.cumsum(draw.exponential(1 / rate, int(rate * seconds)))
+    picks = draw.choice(len(names), len(times), p=share / share.sum())
+    return [(float(t), names[order[k]]) for t, k in zip(times, picks, strict=True)]
+
+
+def play(load: list[tuple[float, str]], ask: Any, threads: int = 48) -> list[tuple[str, float, bool]]:
+    """Requests at their times, whether or not others are answered; latency counts from the intended time."""
+    begin = time.perf_counter() + 0.2
+
+    def one(item: tuple[float, str]) -> tuple[str, float, bool]:
+        right = ask(item[1])
+        return item[1], (time.perf_counter() - begin - item[0]) * 1e3, right
+
+    with ThreadPoolExecutor(threads) as pool:
+        asked = []
+        for item in load:
+            wait = begin + item[0] - time.perf_counter()
+            if wait > 0:
+                time.sleep(wait)
+            asked.append(pool.submit(one, item))
+        return [each.result() for each in asked]
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.zoo = args, Zoo(args.models, args.device)
+        self.names = list(self.zoo.modules)
+        self.input = {"input": self.zoo.example[0].numpy()}
+        self.budget = int(self.zoo.total_bytes * args.share)
+
+    def engine(self, policy: str, room: float = 1.0) -> pp.Engine:
+        lanes = args_lanes(self.args.device)
+        return pp.Engine(self.args.device, policy=policy, memory_bytes=int(self.budget * room) + lanes)
+
+    def ask(self, engine: pp.Engine, name: str) -> bool:
+        return self.zoo.right(name, next(iter(engine.infer_sync(name, self.input).values())))
+
+    def link(self) -> dict[str, float]:
+        if not self.zoo.cuda:
+            return {"gbps": 64.0 * 0.8}
+        torch = self.zoo.torch
+        host, there = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 29, dtype=torch.uint8,
+                                                                                             device="cuda")  # fmt: skip
+        took = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            since = time.perf_counter()
+            there.copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - since)
+        return {"gbps": (1 << 29) / float(np.median(took)) / 1e9}
+
+    def with_models(self, policy: str, **about: Any) -> tuple[pp.Engine, dict[str, Any]]:
+        engine = self.engine(policy)
+        for name in self.names:
+            self.zoo.answer(name)  # before anybody measures
+        since = time.perf_counter()
+        for name in self.names:
+            engine.load(self.zoo.model(name, lanes=1, **about))
+        return engine, {"models": len(self.names), "weights_bytes": self.zoo.total_bytes, "budget_bytes": self.budget,
+                        "load_s": time.perf_counter() - since, "memory": brief(engine.memory())}  # fmt: skip
+
+    def cold(self, engine: pp.Engine, gbps: float) -> dict[str, Any]:
+        rows = []
+        for name in self.names[: self.args.cold]:
+            self.ask(engine, name)
+            warm = min(timed(lambda name=name: self.ask(engine, name)) for _ in range(5))
+            engine.evict(name)
+            before = engine.memory()["models"][name]["reload_s"]
+            took = timed(lambda name=name: self.ask(engine, name))
+            reload_s = engine.memory()["models"][name]["reload_s"] - before
+            copy = self.zoo.nbytes(name) / gbps / 1e6
+            rows.append({"model": name, "mb": self.zoo.nbytes(name) / 1e6, "cold_ms": took, "warm_ms": warm,
+                         "copy_ms": copy,
+                         "starts_with_mb": engine.memory()["models"][name]["starts_with_bytes"] / 1e6,
+                         "reload_ms": reload_s * 1e3, "of_bound": took / max(copy, warm),
+                         "of_link": copy / (reload_s * 1e3)})  # fmt: skip
+        return {"rows": rows, "of_bound": float(np.median([r["of_bound"] for r in rows])),
+                "of_link": float(np.median([r["of_link"] for r in rows]))}  # fmt: skip
+
+    def steady(self, engine: pp.Engine) -> dict[str, Any]:
+        before = engine.memory()
+        load = arrivals(self.names, self.args.rate, self.args.seconds, SEED)
+        found = play(load, lambda name: self.ask(engine, name))
+        after = engine.memory()
+        hits, misses = (sum(after["models"][n][what] - before["models"][n][what] for n in self.names)
+                        for what in ("hits", "misses"))  # fmt: skip
+        return {"requests": len(found), "wrong": sum(not right for _, _, right in found),
+                "hit_rate": hits / max(1, hits + misses), "evicted": after["evicted"] - before["evicted"],
+                "reload_s": after["reload_s"] - before["reload_s"],
+                "brought_gb": (after["brought_bytes"] - before["brought_bytes"]) / 1e9,
+                **percentiles([ms for _, ms, _ in found])}  # fmt: skip
+
+    def beside(self) -> dict[str, Any]:
+        """Two models that stay, at a fixed rate; alone, then with the others coming and going."""
+        stay, others = self.names[:2], self.names[2 : 2 + self.args.cold]
+        room = sum(map(self.zoo.nbytes, stay)) + 1.5 * max(map(self.zoo.nbytes, others))
+        found: dict[str, Any] = {}
+        memory = int(room) + args_lanes(self.args.device)
+        with pp.Engine(self.args.device, policy="priority", memory_bytes=memory) as engine:
+            for name in stay:
+                engine.load(self.zoo.model(name, lanes=2, resident=True, priority=1))
+            for name in others:
+                engine.load(self.zoo.model(name, lanes=1))
+            seconds = self.args.seconds / 2
+            for what in ("alone", "beside", "alone again"):
+                load = arrivals(stay, self.args.rate, seconds, SEED)
+                if what == "beside":
+                    load = sorted(load + arrivals(others, self.args.rate / 4, seconds, SEED + 1))
+                rows = play(load, lambda name: self.ask(engine, name))
+                found[what] = percentiles([ms for name, ms, _ in rows if name in stay])
+                found[what]["wrong"] = sum(not right for _, _, right in rows)
+            found["evicted"] = engine.memory()["evicted"]
+        found["p99_ratio"] = found["beside"]["p99_ms"] / min(found["alone"]["p99_ms"], found["alone again"]["p99_ms"])
+        return found
+
+    def to_cuda(self) -> dict[str, Any]:
+        """What people do now: modules kept on the GPU up to the budget, moved by `.to` when they are asked for."""
+        torch, kept, held = self.zoo.torch, OrderedDict[str, int](), 0
+        where = "cuda" if self.zoo.cuda else "cpu"
+        x, cold = self.zoo.example.to(where), []
+
+        def ask(name: str) -> bool:
+            nonlocal held
+            missing = name not in kept
+            since = time.perf_counter()
+            if missing:
+                while kept and held + self.zoo.nbytes(name) > self.budget:
+                    old, n = kept.popitem(last=False)
+                    self.zoo.modules[old].cpu()
+                    held -= n
+                self.zoo.modules[name].to(where)
+                kept[name] = self.zoo.nbytes(name)
+                held += kept[name]
+            kept.move_to_end(name)
+            with torch.no_grad():
+                found = self.zoo.modules[name](x)[0].float().cpu().numpy()
+            if missing:
+                cold.append((time.perf_counter() - since) * 1e3)
+            return self.zoo.right(name, found)
+
+        for name in self.names:
+            self.zoo.answer(name)
+            self.zoo.modules[name].cpu()
+        load = arrivals(self.names, self.args.rate, self.args.seconds / 2, SEED)
+        found = play(load, ask, threads=1)
+        return {"requests": len(found), "wrong": sum(not right for _, _, right in found),
+                "hit_rate": 1 - len(cold) / len(found), "cold": percentiles(cold),
+                **percentiles([ms for _, ms, _ in found])}  # fmt: skip
+
+
+def args_lanes(device: str) -> int:
+    return 4 << 20 if device.startswith("virtual") else 1 << 30
+
+
+def brief(account: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in account.items() if key != "models"}
+
+
+def timed(call: Any) -> float:
+    since = time.perf_counter()
+    call()
+    return (time.perf_counter() - since) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", type=int, default=40)
+    parser.add_argument("--share", type=float, default=0.1, help="of all weights that fit")
+    parser.add_argument("--rate", type=float, default=RATE, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--cold", type=int, default=12, help="models whose cold requests are timed one by one")
+    parser.add_argument("--parts", default="link,engine,beside,to_cuda")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    path = args.out / "more_models.json"
+    results = json.loads(path.read_text())["results"] if path.is_file() and not args.again else {}
+    run = Run(args)
+    device = pp.Device(args.device)
+
+    def keep(name: str, found: Any) -> None:
+        results[name] = found
+        save("more_models", results, device, args.out)
+        print(name, json.dumps({k: v for k, v in found.items() if k != "rows"}), flush=True)
+
+    for part in args.parts.split(","):
+        if part in results:
+            continue
+        if part == "link":
+            keep("link", run.link())
+        elif part == "beside":
+            keep("beside", run.beside())
+        elif part == "to_cuda":
+            keep("to_cuda", run.to_cuda())
+        elif part == "engine":
+            engine, about = run.with_models("paella")
+            with engine:
+                keep("load", about)
+                keep("cold", run.cold(engine, results["link"]["gbps"]))
+                keep("default", run.steady(engine))
+                engine.set_policy("lru")
+                keep("lru", run.steady(engine))
+            keep("engine", {"done": True})
+        else:
+            raise SystemExit(f"no part {part!r}: there are link, engine, beside, to_cuda")
+
+
+if __name__ == "__main__":
+    main()

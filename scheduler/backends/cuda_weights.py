@@ -1,0 +1,276 @@
+"""Weights that come and go on a real GPU: reserved addresses, memory mapped behind them, copies on a stream of its own.
+
+A range of addresses is reserved once; graphs hold addresses in it. Physical memory is created, mapped and opened chunk
+by chunk as weights come, each chunk just before its copy: creating 64 MiB takes a tenth of the time of copying them.
+Behind each chunk's copy the stream writes a word, so the core hears of it without the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
+from paellapy.instrument.device.driver import check, driver
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import MemoryPlanError
+from paellapy.scheduler.models.sizes import readable_bytes
+from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
+
+# A copy engine takes one copy after the other: behind one of this size, inputs of a request wait for 80 µs. In pieces
+# of 8 MiB the H200's link did 52.5 GB/s, in one piece 51.6.
+COPY_BYTES = 4 << 20
+_POISON = 0xFF
+_PINNED = 3  # portable and mapped
+
+
+class PinnedBlock:
+    """Memory of the host that the GPU copies from at full speed."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self._device = device
+        device.activate()
+        self._at = int(check(driver().cuMemHostAlloc(max(1, nbytes), _PINNED), "allocating pinned memory"))
+        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, nbytes)).from_address(self._at))
+
+    def free(self) -> None:
+        if self._at:
+            self._device.activate()
+            driver().cuMemFreeHost(self._at)
+            self._at, self.host = 0, np.empty(0, np.uint8)
+
+
+class CudaPages:
+    """Physical memory of one GPU. What is given back is kept for the next who asks for as much."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        cu = driver()
+        device.activate()
+        self._device, self._cu = device, cu
+        self._about = cu.CUmemAllocationProp()
+        self._about.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._about.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._about.location.id = device.index
+        least = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(check(cu.cuMemGetAllocationGranularity(self._about, least), "reading page sizes"))
+        self._access = cu.CUmemAccessDesc()
+        self._access.location.type = self._about.location.type
+        self._access.location.id = device.index
+        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._free: dict[int, list[Any]] = {}
+        self.kept_bytes = 0  # given back and not released
+
+    def map(self, address: int, nbytes: int) -> Any:
+        """Memory behind these addresses; its handle."""
+        cu = self._cu
+        handle = self._take(nbytes)
+        try:
+            check(cu.cuMemMap(address, nbytes, 0, handle, 0), "mapping weights")
+            check(cu.cuMemSetAccess(address, nbytes, [self._access], 1), "opening mapped weights")
+        except BaseException:
+            cu.cuMemUnmap(address, nbytes)
+            self.give(handle, nbytes)
+            raise
+        return handle
+
+    def _take(self, nbytes: int) -> Any:
+        if self._free.get(nbytes):
+            self.kept_bytes -= nbytes
+            return self._free[nbytes].pop()
+        status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
+        if int(status) and self.kept_bytes:
+            self.trim()  # what is kept in other sizes
+            status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
+        if int(status) == int(self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
+            free, total = check(self._cu.cuMemGetInfo(), "reading the GPU's memory")
+            raise MemoryPlanError(
+                f"the GPU has {readable_bytes(int(free))} of {readable_bytes(int(total))} free where weights need "
+                f"{readable_bytes(nbytes)} more, within the engine's memory_bytes: another process, or other code in "
+                "this one, has taken the rest; free it, or give the engine fewer memory_bytes"
+            )
+        return check((status, handle), "creating memory for weights")
+
+    def give(self, handle: Any, nbytes: int) -> None:
+        self._free.setdefault(nbytes, []).append(handle)
+        self.kept_bytes += nbytes
+
+    def trim(self) -> None:
+        """Give all that is kept back to the GPU."""
+        for handles in self._free.values():
+            for handle in handles:
+                check(self._cu.cuMemRelease(handle), "releasing memory of weights")
+        self._free.clear()
+        self.kept_bytes = 0
+
+
+class CudaWeights(WeightRange):
+    def __init__(
+        self, device: CudaDevice, layout: Layout, chunk_bytes: int, pages: CudaPages, stream: CudaStream
+    ) -> None:
+        super().__init__(layout)
+        cu = driver()
+        device.activate()
+        grain = pages.granularity
+        self._device, self._pages, self._stream = device, pages, stream
+        self.chunk_bytes = -(-chunk_bytes // grain) * grain
+        self.held_bytes = max(grain, -(-layout.nbytes // grain) * grain)
+        self._mapped: list[tuple[Any, int]] = []  # handles and sizes of chunks
+        self._pinned = PinnedBlock(device, 8 * self.chunks)
+        self.words = self._pinned.host[: 8 * self.chunks].view(np.uint64)
+        self.words[:] = 0
+        self.address = int(check(cu.cuMemAddressReserve(self.held_bytes, 0, 0, 0), "reserving addresses"))
+        try:
+            for k in range(self.chunks):
+                self._map(k)
+        except BaseException:
+            self.free()
+            raise
+
+    def _map(self, k: int) -> tuple[int, int]:
+        first = k * self.chunk_bytes
+        nbytes = min(self.chunk_bytes, self.held_bytes - first)
+        self._mapped.append((self._pages.map(self.address + first, nbytes), nbytes))
+        return first, nbytes
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
+        return CudaArray.over(self._device, self.address + offset, shape, dtype)
+
+    def bring(self, source: Bytes) -> None:
+        cu, stream = driver(), self._stream.handle
+        self._device.activate()
+        words, host = int(self.words.ctypes.data), int(source.ctypes.data)
+        try:
+            for k in range(self.chunks):
+                first, nbytes = self._map(k)
+                self._copy(host, first, min(first + nbytes, self.layout.nbytes))
+                check(cu.cuStreamWriteValue64(stream, words + 8 * k, 1, 0), "reporting a copy of weights")
+        except PaellaError:
+            self._stream.synchronize()
+            self.evict()
+            raise
+        self.there = True
+
+    def _copy(self, host: int, first: int, end: int) -> None:
+        for at in range(first, end, COPY_BYTES):
+            n = min(COPY_BYTES, end - at)
+            copied = driver().cuMemcpyHtoDAsync(self.address + at, host + at, n, self._stream.handle)
+            check(copied, "copying weights to the GPU")
+
+    def evict(self) -> None:
+        self._device.activate()
+        at = self.address
+        for handle, nbytes in self._mapped:
+            check(driver().cuMemUnmap(at, nbytes), "unmapping weights")
+            self._pages.give(handle, nbytes)
+            at += nbytes
+        self._mapped.clear()
+        self.there = False
+
+    def wait(self) -> None:
+        self._device.activate()
+        self._stream.synchronize()
+
+    def write(self, source: Bytes, first: int, end: int) -> None:
+        self._device.activate()
+        self._copy(int(source.ctypes.data), first, end)
+        self._stream.synchronize()
+
+    def fill(self) -> None:
+        self._device.activate()
+        nbytes = self.layout.nbytes
+        check(driver().cuMemsetD8Async(self.address, _POISON, nbytes, self._stream.handle), "overwriting weights")
+        self._stream.synchronize()
+
+    def holds(self, source: Bytes) -> bool:
+        self._device.activate()
+        block = PinnedBlock(self._device, min(self.chunk_bytes, self.layout.nbytes))
+        try:
+            for first in range(0, self.layout.nbytes, self.chunk_bytes):
+                n = min(self.chunk_bytes, self.layout.nbytes - first)
+                into = int(block.host.ctypes.data)
+                read = driver().cuMemcpyDtoHAsync(into, self.address + first, n, self._stream.handle)
+                check(read, "reading weights back")
+                self._stream.synchronize()
+                if not np.array_equal(block.host[:n], source[first : first + n]):
+                    return False
+            return True
+        finally:
+            block.free()
+
+    def free(self) -> None:
+        if self.address:
+            self._stream.synchronize()
+            self.evict()
+            check(driver().cuMemAddressFree(self.address, self.held_bytes), "giving addresses back")
+            self.address = 0
+            self.words = np.zeros(0, np.uint64)
+            self._pinned.free()
+
+
+def pointers_of(node: Any) -> list[int] | None:
+    """Every number among a kernel's arguments that could be an address; None: they cannot be read.
+
+    Kernels of libraries have their pointers in structures, which are looked through word by word.
+    """
+    cu = driver()
+    params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
+    function = params.func
+    if not int(function):
+        function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
+    where = int(params.kernelParams or 0)
+    if not where:
+        return _packed(int(params.extra or 0))
+    if not hasattr(cu, "cuFuncGetParamInfo"):  # bindings before 12.4
+        return None
+    found: list[int] = []
+    for k in range(4096):
+        status, _, size = cu.cuFuncGetParamInfo(function, k)
+        if int(status):
+            break
+        at = ctypes.c_uint64.from_address(where + 8 * k).value
+        if not at:
+            return None
+        words = int(size) // 8
+        found += (ctypes.c_uint64 * words).from_address(at)
+    return found
+
+
+def _packed(extra: int) -> list[int] | None:
+    """Arguments in one buffer: a list of names and addresses, which ends with 0."""
+    buffer = size = 0
+    for k in range(0, 8, 2):
+        name, value = (ctypes.c_uint64 * 2).from_address(extra + 8 * k) if extra else (0, 0)
+        if name == 0:
+            break
+        if name == 1:  # CU_LAUNCH_PARAM_BUFFER_POINTER
+            buffer = value
+        elif name == 2:  # CU_LAUNCH_PARAM_BUFFER_SIZE
+            size = ctypes.c_uint64.from_address(value).value
+    return list((ctypes.c_uint64 * (size // 8)).from_address(buffer)) if buffer else None
+
+
+def node_ends(nodes: list[Any], weights: WeightRange) -> list[int]:
+    """For each node of a graph: how many of the first bytes of the weights it needs."""
+    cu = driver()
+    kinds = cu.CUgraphNodeType
+    ends = []
+    for node in nodes:
+        kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+            found = pointers_of(node)
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
+            copy = check(cu.cuGraphMemcpyNodeGetParams(node), "reading a copy")
+            found = [int(copy.srcDevice), int(copy.dstDevice)]
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
+            found = [int(check(cu.cuGraphMemsetNodeGetParams(node), "reading a memset").dst)]
+        elif kind in (kinds.CU_GRAPH_NODE_TYPE_EMPTY, kinds.CU_GRAPH_NODE_TYPE_BATCH_MEM_OP):
+            found = []
+        else:
+            found = None
+        most = weights.layout.nbytes
+        ends.append(most if found is None else max((weights.end_at(each) for each in found), default=0))
+    return ends
+

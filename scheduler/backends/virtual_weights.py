@@ -1,0 +1,60 @@
+"""Weights that come and go on the virtual GPU: real bytes, and copies that take the SM model's time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.device.virtual import VirtualArray
+from paellapy.scheduler.backends.virtual_memory import aligned_zeros
+from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
+
+COPY_BYTES = 4 << 20  # at a time: copies of inputs come in between
+_POISON = 0xFF
+
+
+class VirtualWeights(WeightRange):
+    """`copies` queues copies on the GPU: what has been evicted is overwritten, so whoever runs too early is wrong."""
+
+    def __init__(self, layout: Layout, chunk_bytes: int, copies: Any) -> None:
+        super().__init__(layout)
+        self._memory = aligned_zeros(max(1, layout.nbytes))
+        self.address = int(self._memory.ctypes.data)
+        self.chunk_bytes, self.held_bytes = chunk_bytes, layout.nbytes
+        self.words = np.zeros(max(1, self.chunks), np.uint64)
+        self._copies = copies
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self._memory[offset : offset + nbytes].view(dtype).reshape(shape).view(VirtualArray)
+
+    def bring(self, source: Bytes) -> None:
+        for k in range(self.chunks):
+            first, end = k * self.chunk_bytes, min((k + 1) * self.chunk_bytes, self.layout.nbytes)
+            self._memory[first:end] = source[first:end]
+            self._copies.queue(end - first, int(self.words[k:].ctypes.data))
+        self.there = True
+
+    def evict(self) -> None:
+        self.fill()
+        self.there = False
+
+    def wait(self) -> None:
+        end = time.monotonic() + 60.0
+        while self.there and not self.words.all() and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def write(self, source: Bytes, first: int, end: int) -> None:
+        self._memory[first:end] = source[first:end]
+
+    def fill(self) -> None:
+        self._memory[:] = _POISON
+
+    def holds(self, source: Bytes) -> bool:
+        return bool(np.array_equal(self._memory[: self.layout.nbytes], source[: self.layout.nbytes]))
+
+    def free(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self.there = False

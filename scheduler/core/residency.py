@@ -1,0 +1,397 @@
+"""Whose weights are on the GPU: a budget, who comes next over the link, and who leaves for it.
+
+The core decides, one mover carries out, in order (`State.move`): evicting is done before what needs the room is
+brought, so no more than the budget is ever on the GPU. What runs, or is about to, is never evicted; nor is a model for
+one of lower priority. Among the others those leave whose weights are worth least a byte: by recent demand and by what
+it would take to bring them back, unless the policy has a `victim` of its own. A model that waits for several times its
+reload gets its room from busy ones: these finish what they have begun, and start nothing more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.atomics import call_asking, call_write, load_at, store_at
+from paellapy.scheduler.core.codes import (
+    ABSENT,
+    BRING,
+    BROKEN,
+    COMING,
+    EVICT,
+    FAIL_MODE,
+    FILLING,
+    GOES,
+    GONE,
+    HERE,
+    LEAVING,
+    MOVE_TAIL,
+    NEVER,
+    NO_WEIGHTS,
+    NONE,
+    OUT,
+    STAYS,
+    UNUSED,
+)
+from paellapy.scheduler.core.lanes import take_out, touch
+from paellapy.scheduler.core.requests import rank_lane
+from paellapy.scheduler.core.rings import address
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.core.weights import copy_ns, in_use, ready_ns, recent_demand
+
+_ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
+MOST_COMING = 2  # models at a time: the next is mapped while the chunks of one are copied
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+@part
+def order(s: State, kind: int, m: int) -> None:
+    """For the mover: after all that was ordered before."""
+    tail = load_at(address(s.move_ring, MOVE_TAIL))
+    cell = s.move[np.int64(tail) & (s.move.shape[0] - 1)]
+    cell.kind, cell.model = kind, m
+    store_at(address(s.moved, m), _ZERO)
+    store_at(address(s.move_ring, MOVE_TAIL), tail + _ONE)
+    if s.residency[0].mover_fd >= 0:
+        s.clock[2] = 1
+        call_write(s.call[0].write, np.int32(s.residency[0].mover_fd), s.clock[2:].ctypes.data, _WORD)
+
+
+@part
+def bring(s: State, m: int, now: int) -> None:
+    r, w = s.residency[0], s.weights[m]
+    r.held_bytes += w.bytes
+    r.coming += 1
+    w.stage = COMING
+    w.arrived = w.served = w.asked = w.stop = 0
+    w.ordered_ns = now
+    w.begin_ns = max(float(now), r.link_free_ns) + s.tuning[0].map_ns
+    r.link_free_ns = w.begin_ns + copy_ns(s, m, w.bytes)
+    for k in range(w.chunks):
+        store_at(w.word + _WORD * np.uint64(k), _ZERO)
+    order(s, BRING, m)
+
+
+@part
+def evict(s: State, m: int) -> None:
+    r, w = s.residency[0], s.weights[m]
+    r.held_bytes -= w.bytes
+    r.leaving += 1
+    r.evicted += 1
+    r.evicted_bytes += w.bytes
+    w.evicted += 1
+    w.stage = LEAVING
+    w.arrived = w.stop = w.unwanted = w.marked = 0
+    touch_lanes(s, m)
+    order(s, EVICT, m)
+
+
+@part
+def touch_lanes(s: State, m: int) -> None:
+    """Those that compete may not any more; those that do not may now."""
+    for k in range(s.model[m].n_lanes):
+        if s.lane[s.model_lane[m, k]].state == FILLING:
+            touch(s, s.model_lane[m, k])
+
+
+# --- who leaves ------------------------------------------------------------------------------------------------------
+
+
+@part
+def worth(s: State, m: int, now: int) -> float:
+    """What keeps a model on the GPU: the one of least worth leaves first."""
+    w, seen = s.weights[m], s.owner[0]
+    seen.now_ns, seen.bytes, seen.priority, seen.share = now, w.bytes, s.model[m].priority, s.model[m].share
+    seen.demand = recent_demand(s, m, now)
+    seen.used_ns, seen.came_ns, seen.reload_ns, seen.model = w.used_ns, w.came_ns, copy_ns(s, m, w.bytes), m
+    if s.call[0].victim == _ZERO:
+        return float(seen.demand * seen.reload_ns / max(seen.bytes, 1.0))
+    found = call_asking(s.call[0].victim, s.call[0].victim_1, s.call[0].victim_2, s.call[0].victim_3)
+    if np.isnan(found):
+        s.core[0].bad_ranks += 1
+        return -np.inf
+    return float(found)
+
+
+@part
+def may_leave(s: State, m: int, priority: int) -> bool:
+    """Whether a model may leave for one of this priority at all."""
+    w = s.weights[m]
+    return bool(w.stage == HERE and w.keep != STAYS and w.marked == 0 and s.model[m].priority <= priority)
+
+
+@part
+def can_leave_now(s: State, m: int, priority: int) -> bool:
+    """And whether nothing of it runs, or waits: unless it has been stopped, or what waits is of lower priority."""
+    if not may_leave(s, m, priority) or in_use(s, m):
+        return False
+    return bool(s.model[m].live == 0 or s.weights[m].stop > 0 or s.model[m].priority < priority)
+
+
+@part
+def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
+    """Who is to leave first for one of this priority: of those that can now, or of the others; NONE: nobody may. Of
+    equals, who was used least recently.
+    """
+    found = NONE
+    least = np.inf
+    for m in range(s.model.shape[0]):
+        if at_once != can_leave_now(s, m, priority):
+            continue
+        # One that came for those who still wait serves them first.
+        waits = s.weights[m].served == 0 and s.model[m].live > 0
+        if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
+            continue
+        value = worth(s, m, now)
+        if found < 0 or value < least or (value == least and s.weights[m].used_ns < s.weights[found].used_ns):
+            found, least = m, value
+    return int(found)
+
+
+@part
+def mark(s: State, need: int, priority: int, now: int) -> int:
+    """Marks models that could leave now, the cheapest first, and of those only as many as are needed; bytes short."""
+    marked = 0
+    while marked < need:
+        m = cheapest(s, priority, True, now)
+        if m < 0:
+            return int(need - marked)
+        s.weights[m].marked = 1
+        marked += s.weights[m].bytes
+    for m in range(s.model.shape[0]):  # a large one may have made smaller ones superfluous
+        if s.weights[m].marked and marked - s.weights[m].bytes >= need:
+            s.weights[m].marked = 0
+            marked -= s.weights[m].bytes
+    return 0
+
+
+@part
+def stop_some(s: State, short: int, priority: int, now: int) -> None:
+    """Has busy models start nothing more, until as much will be free once they are done."""
+    for m in range(s.model.shape[0]):
+        if s.weights[m].stage == HERE and s.weights[m].stop > 0 and not can_leave_now(s, m, priority):
+            short -= s.weights[m].bytes
+    while short > 0:
+        m = cheapest(s, priority, False, now)
+        if m < 0:
+            return
+        s.weights[m].stop = 1
+        touch_lanes(s, m)
+        short -= s.weights[m].bytes
+
+
+@part
+def make_room(s: State, nbytes: int, priority: int, since: float, patience: float, now: int) -> bool:
+    """Whether so many bytes are free, or will be once what is ordered here is done; else nothing is ordered."""
+    need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
+    if need <= 0:
+        return True
+    short = mark(s, need, priority, now)
+    for m in range(s.model.shape[0]):
+        if s.weights[m].marked:
+            s.weights[m].marked = 0
+            if short == 0:
+                evict(s, m)
+    if short > 0:
+        if now >= since + patience:
+            stop_some(s, short, priority, now)
+        else:
+            s.core[0].room_at_ns = min(s.core[0].room_at_ns, np.ceil(since + patience))
+    return short == 0
+
+
+# --- who comes -------------------------------------------------------------------------------------------------------
+
+
+@part
+def most_wanted(s: State, now: int) -> int:
+    """The model whose requests the policy puts first, of those whose weights are not on the GPU; NONE: there is none.
+    One that is only to be ready for requests comes after all others, until it has waited for long.
+    """
+    found = NONE
+    least = np.inf
+    for m in range(s.model.shape[0]):
+        if s.model[m].state == ABSENT or s.weights[m].stage != OUT:
+            continue
+        lane = s.model[m].filling
+        rank = np.inf
+        if s.model[m].live == 0:
+            if s.weights[m].asked == 0:
+                continue
+            if now >= s.weights[m].ordered_ns + patience_ns(s, m):
+                rank = -np.inf
+        elif lane >= 0 and s.lane[lane].live > 0:
+            rank = rank_lane(s, lane, now)
+        first = found < 0 or rank < least
+        if first or (rank == least and s.model[m].live > 0 and s.model[found].live == 0):
+            found, least = m, rank
+    return int(found)
+
+
+@part
+def waits_since(s: State, m: int) -> float:
+    """Since when its oldest request waits, or since when it is to come; never, where neither is so."""
+    lane = s.model[m].filling
+    if lane >= 0 and s.lane[lane].live > 0:
+        return float(s.lane[lane].arrival_ns)
+    return float(s.weights[m].ordered_ns if s.model[m].live == 0 and s.weights[m].asked else NEVER)
+
+
+@part
+def patience_ns(s: State, m: int) -> float:
+    """How long a model waits before it gets its room from busy ones."""
+    return float(s.tuning[0].patience * copy_ns(s, m, s.weights[m].bytes))
+
+
+@part
+def let_load_in(s: State, now: int) -> None:
+    """Room for the weights of a model that is being loaded: granted once those who leave for it have left."""
+    r = s.residency[0]
+    if r.load_bytes == 0 or r.load_granted:
+        return
+    if r.load_since_ns == 0.0:
+        r.load_since_ns = max(float(now), 1.0)
+    room = make_room(s, r.load_bytes, r.load_priority, r.load_since_ns, 0.0, now)
+    if room and r.leaving == 0:
+        r.held_bytes += r.load_bytes
+        r.load_granted = 1
+
+
+@part
+def send_away(s: State) -> bool:
+    """Evict who is to leave although nobody needs the place; whether some still cannot."""
+    left = False
+    for m in range(s.model.shape[0]):
+        w = s.weights[m]
+        if w.stage == HERE and w.unwanted > 0 and w.stop == 0:
+            w.stop = 1
+            touch_lanes(s, m)
+        goes = w.unwanted > 0 or (w.keep == GOES and w.asked == 0 and s.model[m].live == 0)
+        if s.model[m].state != ABSENT and w.stage == HERE and goes:
+            if in_use(s, m):
+                left = True
+            else:
+                evict(s, m)
+    return left
+
+
+@part
+def choose_moves(s: State, now: int) -> None:
+    """Order what should move, as far as it can; `look` stays set while more is to be done."""
+    r = s.residency[0]
+    r.look = 1 if send_away(s) else 0
+    let_load_in(s, now)
+    if r.load_bytes > 0 and not r.load_granted:
+        r.look = 1
+        return
+    while r.coming < MOST_COMING:
+        m = most_wanted(s, now)
+        if m < 0:
+            break
+        since, patience = waits_since(s, m), patience_ns(s, m)
+        if not make_room(s, s.weights[m].bytes, s.model[m].priority, since, patience, now):
+            r.look = 1
+            return
+        bring(s, m, now)
+    if most_wanted(s, now) >= 0:
+        r.look = 1
+    else:
+        start_again(s)
+
+
+@part
+def start_again(s: State) -> None:
+    """Nobody waits for the place of a model that was stopped."""
+    for m in range(s.model.shape[0]):
+        if s.weights[m].stop > 0 and s.weights[m].unwanted == 0:
+            s.weights[m].stop = 0
+            touch_lanes(s, m)
+
+
+# --- what the mover and the link have done ---------------------------------------------------------------------------
+
+
+@part
+def give_up(s: State, m: int, now: int) -> None:
+    """The weights cannot come: who waits for them is told."""
+    s.residency[0].held_bytes -= s.weights[m].bytes
+    s.residency[0].coming -= 1
+    s.residency[0].failed += 1
+    s.weights[m].stage, s.weights[m].arrived = OUT, 0
+    for row in range(s.request.shape[0]):
+        if s.request[row].state != UNUSED and s.request[row].model == m:
+            take_out(s, row, NO_WEIGHTS, now)
+
+
+@part
+def look_at_chunks(s: State, m: int, now: int) -> None:
+    """Chunks that have come: some segments may start."""
+    r, w = s.residency[0], s.weights[m]
+    before = w.arrived
+    while w.arrived < w.chunks and load_at(w.word + _WORD * np.uint64(w.arrived)) != _ZERO:
+        w.arrived += 1
+    if w.arrived > before:
+        s.core[0].changed = 1
+        late = now - copy_ns(s, m, min(w.arrived * w.chunk_bytes, w.bytes)) - w.begin_ns
+        w.begin_ns += late
+        r.link_free_ns += late
+    if w.arrived == w.chunks:
+        w.stage, w.came_ns = HERE, now
+        r.coming -= 1
+        r.brought += 1
+        r.brought_bytes += w.bytes
+        r.reload_ns += now - w.ordered_ns
+        w.brought += 1
+        w.reload_ns += now - w.ordered_ns
+        r.look = 1
+        touch_lanes(s, m)
+        return
+    for k in range(s.model[m].n_lanes):
+        lane = s.model_lane[m, k]
+        a = s.lane[lane]
+        if a.state == FILLING and a.live > 0 and a.ready_at < 0 and s.core[0].whole_always == 0:
+            at = ready_ns(s, m, a.size, 0, now)
+            if at <= now:
+                touch(s, lane)
+            else:
+                s.core[0].room_at_ns = min(s.core[0].room_at_ns, at)
+
+
+@part
+def look_at_moves(s: State, now: int) -> None:
+    """What has moved since the last step: lanes may start, and others may come."""
+    r = s.residency[0]
+    if r.managed == 0 or s.core[0].mode == FAIL_MODE:
+        return
+    if r.coming + r.leaving > 0:
+        for m in range(s.model.shape[0]):
+            stage = s.weights[m].stage
+            if stage == COMING:
+                if load_at(address(s.moved, m)) == np.uint64(BROKEN):
+                    give_up(s, m, now)
+                else:
+                    look_at_chunks(s, m, now)
+            elif stage == LEAVING and load_at(address(s.moved, m)) == np.uint64(GONE):
+                s.weights[m].stage = OUT
+                r.leaving -= 1
+                r.look = 1
+    if r.coming == 0:
+        r.link_free_ns = min(r.link_free_ns, float(now))
+
+
+@part
+def order_moves(s: State, now: int) -> bool:
+    """Once it is known who waits for weights: what should move next. Whether lanes are to be settled again for it."""
+    if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == FAIL_MODE:
+        return False
+    choose_moves(s, now)
+    return bool(s.core[0].touched > 0)
+
+
+@part
+def moves_under_way(s: State) -> bool:
+    """Whether the core has to look again soon, although no request may be live."""
+    r = s.residency[0]
+    return bool(r.managed > 0 and (r.coming + r.leaving > 0 or r.load_bytes > r.load_granted * r.load_bytes))

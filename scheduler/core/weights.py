@@ -1,0 +1,127 @@
+"""Weights that come and go, as lanes see them: whether they are on the GPU, and when they will be.
+
+A program may start before all of its weights are there: chunks come in the order in which programs need them, and each
+segment says how many it needs. A lane gets its turn when the rest will come no later than its segments need it: earlier
+it would keep others from the GPU and wait itself, later it would waste the time in which chunks come.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.codes import COMING, HERE, READY_WAIT, RUNNING
+from paellapy.scheduler.core.state import State
+
+
+@part
+def copy_ns(s: State, m: int, nbytes: float) -> float:
+    """How long it takes to copy so much of a model's weights."""
+    w = s.weights[m]
+    return float(nbytes * (w.ns_per_byte if w.ns_per_byte > 0.0 else s.residency[0].ns_per_byte))
+
+
+@part
+def missing_bytes(s: State, m: int) -> int:
+    """Weights of a model that are not on the GPU."""
+    w = s.weights[m]
+    if s.residency[0].managed == 0 or w.stage == HERE:
+        return 0
+    return int(w.bytes - min(w.arrived * w.chunk_bytes, w.bytes) if w.stage == COMING else w.bytes)
+
+
+@part
+def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
+    """When so many chunks of a model's weights are on the GPU: as it looks, if its copy is under way or comes next."""
+    w = s.weights[m]
+    begin = w.begin_ns if w.stage == COMING else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
+    return float(max(now, begin + copy_ns(s, m, min(chunks * w.chunk_bytes, w.bytes))))
+
+
+@part
+def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
+    """When a program could go on from a segment without having to wait for weights; `now` where it can."""
+    w = s.weights[m]
+    found = now
+    if s.residency[0].managed == 0 or w.stage == HERE:
+        return float(found)
+    have = w.arrived if w.stage == COMING else 0
+    tail = s.segment[m, size, segment].tail_ns
+    for k in range(segment, s.size[m, size].segments):
+        f = s.segment[m, size, k]
+        if f.chunks > have:
+            have = f.chunks
+            # A whole number: simulated time comes to it exactly.
+            found = max(found, np.ceil(arrival_ns(s, m, f.chunks, now) - (tail - f.tail_ns)))
+    return float(found)
+
+
+@part
+def may_start(s: State, lane: int, now: int) -> bool:
+    """Whether the weights are there, or come so soon that the lane need not wait for them on its way."""
+    if s.residency[0].managed == 0:
+        return True
+    a = s.lane[lane]
+    w = s.weights[a.model]
+    if w.stage == HERE:
+        return bool(w.stop == 0)
+    s.residency[0].look = 1
+    if w.stage != COMING or s.core[0].whole_always:
+        return False
+    return bool(ready_ns(s, a.model, a.size, 0, now) <= now)
+
+
+@part
+def has_weights(s: State, lane: int) -> bool:
+    """Whether the weights for the lane's next launch are on the GPU."""
+    if s.residency[0].managed == 0:
+        return True
+    a = s.lane[lane]
+    w = s.weights[a.model]
+    if w.stage == COMING and not a.whole:
+        return bool(s.segment[a.model, a.size, a.issued].chunks <= w.arrived)
+    return bool(w.stage == HERE)
+
+
+@part
+def all_here(s: State, m: int) -> bool:
+    """Whether all weights are on the GPU: what is launched in one piece needs them."""
+    return bool(s.residency[0].managed == 0 or s.weights[m].stage == HERE)
+
+
+@part
+def berth_is_free(s: State, lane: int) -> bool:
+    """Whether no other lane runs in the memory that the lane runs in."""
+    b = s.lane[lane].berth
+    return bool(b < 0 or s.berth[b] == 0 or s.berth[b] == lane + 1)
+
+
+@part
+def in_use(s: State, m: int) -> bool:
+    """Whether something of the model runs, or is about to."""
+    for k in range(s.model[m].n_lanes):
+        state = s.lane[s.model_lane[m, k]].state
+        if state in (READY_WAIT, RUNNING):
+            return True
+    return False
+
+
+@part
+def recent_demand(s: State, m: int, now: float) -> float:
+    """The model's requests, each counting for less as time goes by."""
+    w = s.weights[m]
+    return float(w.demand * np.exp(-max(0.0, now - w.demand_ns) / s.tuning[0].demand_memory_ns))
+
+
+@part
+def note_demand(s: State, m: int, now: int) -> None:
+    """A request of the model was accepted."""
+    if s.residency[0].managed == 0:
+        return
+    w = s.weights[m]
+    w.demand = recent_demand(s, m, now) + 1.0
+    w.demand_ns = w.used_ns = now
+    if w.stage == HERE:
+        w.hits += 1
+    else:
+        w.misses += 1

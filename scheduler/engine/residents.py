@@ -1,0 +1,387 @@
+"""More models than memory: an engine's weights in ranges of addresses, a store on the host, and who moves between them.
+
+The core decides who comes and who leaves (core/residency.py); here is what it decides about.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import Launches, LoadedModel
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import MemoryPlanError, ModelError
+from paellapy.scheduler.core.install import remove
+from paellapy.scheduler.core.manage import KEEP, hit_rate, manage, weights_state
+from paellapy.scheduler.core.state import State
+from paellapy.scheduler.engine.mover import Mover
+from paellapy.scheduler.models.berths import Berth, Berths
+from paellapy.scheduler.models.host_store import HostStore
+from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.sizes import readable_bytes
+from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.weight_range import Layout, WeightRange
+
+_LOOK_S = 0.0005
+_LATER = (0, 1, 2, 4)  # segments
+_SHARED = ""  # berths are nobody's own
+LANES = 2  # of a model that does not say: others wait in the same memory
+BERTH_SHARE = 0.25  # of the budget, up to which berths are made that could be shared
+ORDER_S = 600.0  # a model in use is waited for this long when it is to be evicted by hand
+
+
+def _same(expected: list[Any], found: list[Any]) -> bool:
+    """Bit by bit, or as near as two runs of kernels that add in any order. Weights that are missing are no numbers."""
+    for a, b in zip(expected, found, strict=True):
+        if a.tobytes() == b.tobytes():
+            continue
+        if a.dtype.kind not in "fV":  # the latter: the kinds of ml_dtypes
+            return False
+        x, y = a.astype(np.float32), b.astype(np.float32)
+        if not np.isfinite(y).all() or np.abs(x - y).max() > 1e-2 * max(float(np.abs(x).max()), 1e-6):
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class Placed:
+    """A model's weights, as its function gets them, in their range."""
+
+    weights: Arrays
+    range: WeightRange | None  # None: they stay where they are
+
+
+class Residents:
+    """`in_loop` runs a function between two steps of the core and waits for it; `check` raises where that is over."""
+
+    def __init__(
+        self, backend: Backend, state: State, budget_bytes: int, host_bytes: int,
+        in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.backend, self.state, self.budget_bytes = backend, state, budget_bytes
+        self._in_loop, self._check = in_loop, check
+        self.store = HostStore(host_bytes, backend.host_block)
+        self._rows: dict[int, LoadedModel] = {}
+        self._taken: dict[str, int] = {}  # bytes that models hold for good: lanes, and weights while they are loaded
+        self._placing = 0  # bytes of the weights of the model that is being loaded
+        self._lock = threading.Lock()
+        self.berths = Berths(
+            backend.berth,
+            lambda nbytes: self.claim(_SHARED, nbytes, codes.NEVER, "lanes"),
+            lambda nbytes: self.give(_SHARED, nbytes),
+        )
+        manage(state, budget_bytes)
+
+    def start(self, ring: Callable[[], None]) -> None:
+        self.mover = Mover(self.state, self._bring, self._evict, ring)
+
+    # -- the mover's
+
+    def _bring(self, row: int) -> None:
+        loaded = self._rows[row]
+        assert loaded.range is not None
+        with self._lock:
+            source = self.store.take(loaded.model.name)
+        self._note_places()
+        loaded.range.bring(source)
+
+    def _note_places(self) -> None:
+        """For predictions: what is in a file takes longer to come."""
+        for row, loaded in list(self._rows.items()):
+            slow = self.store.where(loaded.model.name) == "disk"
+            ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
+            self.state.weights["ns_per_byte"][row] = ns
+
+    def _evict(self, row: int) -> None:
+        loaded = self._rows[row]
+        assert loaded.range is not None
+        loaded.range.evict()
+
+    # -- memory
+
+    def claim(self, name: str, nbytes: int, priority: int, what: str, alone: bool = False) -> None:
+        """Take memory out of the budget for good; models leave for it. Refused with figures where they cannot."""
+        fixed = self._fixed_bytes(priority, alone)
+        if fixed + nbytes > self.budget_bytes:
+            raise MemoryPlanError(
+                f"{what} of {readable_bytes(nbytes)} do not fit: of the engine's {readable_bytes(self.budget_bytes)} "
+                f"lanes take {readable_bytes(self._lane_bytes)}, and weights that stay on the GPU, with those of the "
+                f"largest other model, {readable_bytes(fixed - self._lane_bytes)}. Unload a model, use fewer lanes or "
+                "smaller batches, or give the engine more memory_bytes."
+            )
+        r = self.state.residency[0]
+
+        def ask() -> None:
+            r["load_priority"], r["load_since_ns"], r["load_granted"], r["load_bytes"] = priority, 0.0, 0, nbytes
+            r["look"] = 1
+
+        def take() -> None:
+            r["budget_bytes"] -= nbytes
+            r["held_bytes"] -= nbytes
+            r["load_bytes"] = r["load_granted"] = 0
+
+        self._in_loop(ask)
+        while not r["load_granted"]:
+            self._check()
+            time.sleep(_LOOK_S)
+        self._in_loop(take)
+        self._taken[name] = self._taken.get(name, 0) + nbytes
+
+    def give(self, name: str, nbytes: int | None = None) -> None:
+        """Back to the budget: so much, or all that the model has."""
+        back = self._taken.get(name, 0) if nbytes is None else nbytes
+
+        def put() -> None:
+            self.state.residency["budget_bytes"][0] += back
+            self.state.residency["look"][0] = 1
+
+        self._in_loop(put)
+        self._taken[name] = self._taken.get(name, 0) - back
+        if not self._taken[name]:
+            del self._taken[name]
+
+    # -- loading
+
+    def place(self, model: Model) -> Placed:
+        """The weights in the host's store and, in a range of their own, on the GPU."""
+        parts = model.weight_parts()
+        if not parts:  # what it uses is not known, or changes: it stays
+            self.claim(model.name, max(model.weights_bytes, 1), model.priority, f"weights of model {model.name!r}")
+            return Placed(self.backend.upload(model), None)
+        layout = Layout([part.nbytes for part in parts])
+        what, alone = f"weights of model {model.name!r}", model.resident is not True
+        self.claim(model.name, max(layout.nbytes, 1), model.priority, what, alone)
+        self._placing = layout.nbytes
+
+        def fill(host: Any) -> None:
+            for part, offset in zip(parts, layout.offsets, strict=True):
+                host[offset : offset + part.nbytes] = part
+
+        with self._lock:
+            self.store.put(model.name, layout.nbytes, fill)
+        found: WeightRange | None = None
+        try:
+            found = self.backend.weight_range(layout, int(self.state.tuning["chunk_bytes"][0]))
+            if found.held_bytes > layout.nbytes:
+                rest = found.held_bytes - max(layout.nbytes, 1)
+                self.claim(model.name, rest, model.priority, f"the last page of {what}", alone)
+            found.write(self.store.take(model.name), 0, layout.nbytes)
+            return Placed(model.place_over(self.backend.device, found), found)
+        except BaseException:
+            self.forget(model.name, found)
+            raise
+
+    def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
+        """Where the model's lanes run: by turns with other models'."""
+        count = model.lanes or min(wanted, LANES)
+        most = max(wanted, count)
+
+        def spare(more: int) -> bool:
+            within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget_bytes
+            return within and self._fixed_bytes(codes.NEVER) + more <= self.budget_bytes
+
+        return self.berths.choose(model.name, nbytes, foreign_bytes, count, most, spare)
+
+    def _fixed_bytes(self, priority: int, alone: bool = False) -> int:
+        """What cannot be freed for a model of this priority; and room for the largest of those that come and go, unless
+        that may leave for it (`alone`).
+        """
+        w, m = self.state.weights, self.state.model
+        loaded = m["state"] != codes.ABSENT
+        stays = loaded & ((w["keep"] == codes.STAYS) | (m["priority"] > priority))
+        largest = 0 if alone else max([*w["bytes"][loaded & ~stays].tolist(), self._placing])
+        return self._lane_bytes + int(w["bytes"][stays].sum()) + largest
+
+    @property
+    def _lane_bytes(self) -> int:
+        return self._taken.get(_SHARED, 0)
+
+    def forget(self, name: str, found: WeightRange | None) -> None:
+        """Everything of a model that is not, or no longer, in the core."""
+        self._placing = 0
+        self.berths.leave(name)
+        if found is not None:
+            found.free()
+        with self._lock:
+            self.store.drop(name)
+        if name in self._taken:
+            self.give(name)
+
+    def settle(self, loaded: LoadedModel) -> None:
+        """Once its programs are there: tries out what each segment needs, and whether the weights stay the same."""
+        found, model = loaded.range, loaded.model
+        if found is None:
+            return
+        source = self.store.take(model.name)
+        if not found.holds(source):
+            if model.resident is False:
+                raise ModelError(
+                    f"model {model.name!r} changes its own weights or buffers when it runs, so they cannot leave the "
+                    "GPU and come back: give it resident=True"
+                )
+            loaded.stays = True
+            return
+        for k in range(len(loaded.profiles)):
+            profile, launches = loaded.profiles[k], loaded.launches[0][k]
+            tried = self._tried(found, source, loaded.lanes[0], launches, profile.needs)
+            loaded.profiles[k] = profile.with_needs(tried)
+
+    def _tried(
+        self, found: WeightRange, source: Any, lane: Lane, launches: Launches, needs: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Needs with which a run gives the same as with all weights, though they come no sooner: those that pointers
+        tell; where kernels hide some, those of a segment a little later; or all of them.
+        """
+        whole = (found.layout.nbytes,) * len(needs)
+        expected = self._run(found, source, lane, launches, None)
+        for later in _LATER:
+            if later < len(needs):
+                shifted = tuple(needs[min(k + later, len(needs) - 1)] for k in range(len(needs)))
+                if _same(expected, self._run(found, source, lane, launches, shifted)):
+                    return shifted
+        return whole
+
+    def _run(
+        self, found: WeightRange, source: Any, lane: Lane, launches: Launches, needs: tuple[int, ...] | None
+    ) -> list[Any]:
+        """The outputs of a run; with `needs`, weights come just before the segment that needs them."""
+        try:
+            if needs is not None:
+                found.fill()
+            there = 0
+            for k in range(len(launches.handles)):
+                if needs is not None and needs[k] > there:
+                    found.write(source, there, needs[k])
+                    there = needs[k]
+                self.backend.run_segment(launches, k)
+            return [array.copy() for array in lane.outputs.values()]
+        finally:
+            if needs is not None:
+                found.write(source, 0, found.layout.nbytes)
+
+    def add(self, loaded: LoadedModel) -> None:
+        """The model's rows are written and not open yet: its weights are the core's from now on."""
+        found, row = loaded.range, loaded.row
+        w, r = self.state.weights[row], self.state.residency[0]
+        if found is None:
+            self._rows_of_berths(loaded)
+            return
+
+        def hand_over() -> None:
+            w["bytes"], w["chunk_bytes"], w["chunks"] = found.held_bytes, found.chunk_bytes, found.chunks
+            w["word"], w["keep"] = found.words.ctypes.data, codes.STAYS if loaded.stays else KEEP[loaded.model.resident]
+            w["stage"], w["came_ns"], w["used_ns"] = codes.HERE, time.monotonic_ns(), time.monotonic_ns()
+            for k, profile in enumerate(loaded.profiles):
+                needs = np.array(profile.needs or (found.layout.nbytes,) * len(profile.segments))
+                self.state.segment["chunks"][row, k, : len(needs)] = -(-needs // found.chunk_bytes)
+            r["budget_bytes"] += found.held_bytes
+            r["held_bytes"] += found.held_bytes
+
+        self._rows_of_berths(loaded)
+        self._rows[row] = loaded
+        self._in_loop(hand_over)
+        self._note_places()
+        self._taken.pop(loaded.model.name)  # of its own it has nothing else
+        self._placing = 0
+
+    def _rows_of_berths(self, loaded: LoadedModel) -> None:
+        for lane, row in zip(loaded.lanes, loaded.lane_rows, strict=True):
+            self.state.lane["berth"][row] = codes.NONE if lane.berth is None else lane.berth.index
+
+    def take_out(self, loaded: LoadedModel) -> None:
+        """The model is closed: its weights are nobody's in the core. They may be on their way."""
+        row, found = loaded.row, loaded.range
+        w, r = self.state.weights[row], self.state.residency[0]
+        done = False
+
+        def out() -> None:
+            nonlocal done
+            if w["stage"] in (codes.COMING, codes.LEAVING):
+                return
+            held = found.held_bytes if found is not None and w["stage"] == codes.HERE else 0
+            remove(self.state, row)
+            r["budget_bytes"] -= held
+            if held:
+                self._taken[loaded.model.name] = self._taken.get(loaded.model.name, 0) + held
+            done = True
+
+        while not done:
+            self._in_loop(out)
+            time.sleep(0 if done else _LOOK_S)
+        self._rows.pop(row, None)
+
+    # -- to be seen
+
+    def account(self) -> dict[str, Any]:
+        """What the core and the store say of every model."""
+        r, w, starts = self.state.residency[0], self.state.weights, self.state.segment["chunks"][:, 0, 0]
+        models = {}
+        for row, loaded in list(self._rows.items()):
+            one = w[row]
+            models[loaded.model.name] = {
+                "state": self.state_of(row),
+                "resident": loaded.model.resident,
+                "weights_on_gpu_bytes": int(one["bytes"]) if one["stage"] in (codes.COMING, codes.HERE) else 0,
+                "starts_with_bytes": min(int(one["bytes"]), int(starts[row]) * int(one["chunk_bytes"])),
+                "hits": int(one["hits"]),
+                "misses": int(one["misses"]),
+                "brought": int(one["brought"]),
+                "evicted": int(one["evicted"]),
+                "reload_s": float(one["reload_ns"]) * 1e-9,
+            }
+        return {
+            "host_budget_bytes": self.store.budget_bytes,
+            "host_bytes": self.store.held_bytes,
+            "file_bytes": self.store.file_bytes,
+            "hit_rate": hit_rate(self.state),
+            "brought": int(r["brought"]),
+            "brought_bytes": int(r["brought_bytes"]),
+            "evicted": int(r["evicted"]),
+            "evicted_bytes": int(r["evicted_bytes"]),
+            "failed": int(r["failed"]),
+            "reload_s": float(r["reload_ns"]) * 1e-9,
+            "models": models,
+        }
+
+    # -- by hand
+
+    def ask(self, row: int, wanted: bool) -> None:
+        """To come although no request waits, or to leave although nobody needs the place; until it has."""
+        w, aim = self.state.weights[row], codes.HERE if wanted else codes.OUT
+
+        def flag() -> None:
+            w["asked"], w["unwanted"] = int(wanted), int(not wanted and w["stage"] != codes.OUT)
+            if wanted and w["stage"] == codes.OUT:
+                w["ordered_ns"] = time.monotonic_ns()
+            self.state.residency["look"][0] = 1
+
+        if not wanted and w["keep"] == codes.STAYS:
+            raise ModelError("the model's weights stay on the GPU (resident=True): unload it instead")
+        counter = "brought" if wanted else "evicted"  # it may move on before anybody looks
+        before = int(w[counter])
+        self._in_loop(flag)
+        end = time.monotonic() + ORDER_S
+        while w["stage"] != aim and w[counter] == before:
+            self._check()
+            if row in self.mover.errors and w["stage"] == codes.OUT:
+                raise self.mover.errors[row]
+            if time.monotonic() > end:
+                raise MemoryPlanError("the weights did not move: models in use, or of higher priority, hold all memory")
+            time.sleep(_LOOK_S)
+
+    def state_of(self, row: int) -> str:
+        """`resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
+        return weights_state(self.state, row)
+
+    def close(self) -> None:
+        self.mover.close()
+
+    def close_store(self) -> None:
+        self.store.close()

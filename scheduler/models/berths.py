@@ -1,0 +1,89 @@
+"""Berths: memory in which lanes of several models run by turns.
+
+What a batch in flight needs beside weights (inputs, outputs, scratch) is free again when it is done. So lanes of models
+that do not run at the same time share it: the weights of all models, and the largest lanes, bound what is held. Berths
+come in sizes of powers of two; a lane takes the least used one that is large enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def rounded(nbytes: int) -> int:
+    """The next power of two.
+
+    >>> rounded(5000), rounded(1)
+    (8192, 4096)
+    """
+    return max(4096, 1 << (nbytes - 1).bit_length())
+
+
+@dataclass(slots=True, eq=False)
+class Berth:
+    """`memory` is the device's own. `foreign_bytes`: what other libraries' allocators take for its lanes."""
+
+    index: int
+    nbytes: int
+    memory: Any
+    foreign_bytes: int = 0
+    users: set[str] = field(default_factory=set)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes + self.foreign_bytes
+
+
+class Berths:
+    """`make(nbytes)` makes a device's memory, with `free()`; `claim(nbytes)` has it counted first, and may refuse."""
+
+    def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
+        self._make, self._claim, self._give = make, claim, give
+        self._all: dict[int, Berth] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(each.total_bytes for each in self._all.values())
+
+    def choose(
+        self, name: str, nbytes: int, foreign_bytes: int, count: int, most: int, spare: Callable[[int], bool]
+    ) -> list[Berth]:
+        """Berths for a model's lanes: new ones up to `most` in all of this size, while so many bytes can be spared."""
+        found: list[Berth] = []
+        try:
+            for _ in range(count):
+                found.append(self._one(name, nbytes, foreign_bytes, most, spare))
+        except BaseException:
+            self.leave(name)
+            raise
+        return found
+
+    def _one(
+        self, name: str, nbytes: int, foreign_bytes: int, most: int, spare: Callable[[int], bool]
+    ) -> Berth:
+        size = rounded(nbytes)
+        fitting = [each for each in self._all.values() if each.nbytes >= size and name not in each.users]
+        large = [each for each in self._all.values() if each.nbytes >= size]
+        wanted = len(large) < most and spare(size + foreign_bytes)
+        if not fitting or (wanted and min(len(each.users) for each in fitting) > 0):
+            self._claim(size + foreign_bytes)
+            index = next(k for k in range(len(self._all) + 1) if k not in self._all)
+            chosen = self._all[index] = Berth(index, size, self._make(size), foreign_bytes)
+        else:
+            chosen = min(fitting, key=lambda each: (len(each.users), each.nbytes))
+            if foreign_bytes > chosen.foreign_bytes:
+                self._claim(foreign_bytes - chosen.foreign_bytes)
+                chosen.foreign_bytes = foreign_bytes
+        chosen.users.add(name)
+        return chosen
+
+    def leave(self, name: str) -> None:
+        """The model has no lanes any more: berths that nobody uses go."""
+        for berth in list(self._all.values()):
+            berth.users.discard(name)
+            if not berth.users:
+                del self._all[berth.index]
+                berth.memory.free()
+                self._give(berth.total_bytes)

@@ -1,0 +1,47 @@
+"""More models than memory in simulated time: who is on the GPU at the start, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.manage import manage
+from paellapy.scheduler.core.profiles import ModelProfile, ProfileError
+from paellapy.scheduler.core.state import State
+
+
+def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: int) -> None:
+    """Gives the core a budget. Models must have been installed, and nothing must have run."""
+    for each in models:
+        if not 0 < each.weight_bytes <= memory_bytes:
+            raise ProfileError(
+                f"{each.name} has weight_bytes={each.weight_bytes:,}, and memory_bytes={memory_bytes:,}: give every "
+                "model the bytes of its weights, and the GPU room for each of them alone"
+            )
+    staying = sum(each.weight_bytes for each in models if each.resident is True)
+    largest = max((each.weight_bytes for each in models if each.resident is not True), default=0)
+    if staying + largest > memory_bytes:
+        raise ProfileError(
+            f"models that stay take {staying:,} bytes and the largest of the others {largest:,}: together more than "
+            f"memory_bytes={memory_bytes:,}"
+        )
+    manage(state, memory_bytes)
+    first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)
+    for m in first:
+        nbytes = models[m].weight_bytes
+        fits = int(state.residency["held_bytes"][0]) + nbytes <= memory_bytes and models[m].resident is not False
+        state.weights["stage"][m] = codes.HERE if fits else codes.OUT
+        state.residency["held_bytes"][0] += nbytes if fits else 0
+
+
+def weight_counters(state: State) -> dict[str, int]:
+    """What a run did with its weights."""
+    r = state.residency[0]
+    return {
+        "weight_hits": int(state.weights["hits"].sum()),
+        "weight_misses": int(state.weights["misses"].sum()),
+        "brought": int(r["brought"]),
+        "brought_bytes": int(r["brought_bytes"]),
+        "evicted": int(r["evicted"]),
+        "reload_us": int(r["reload_ns"] / 1e3),
+    }

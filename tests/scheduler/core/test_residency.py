@@ -1,0 +1,234 @@
+"""Weights that come and go, as the core orders it: budgets, victims, priorities, copies under way, and what fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_bench import profile
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from moving_bench import CHUNK, MovingBench
+
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.predict import predict_finish
+
+
+def model(name, chunks, **more):
+    needs = {1: [-(-chunks * (k + 1) // 3) * CHUNK for k in range(3)]}
+    return profile(name, segments=3, ns=500.0, weight_bytes=chunks * CHUNK, needs=needs, **more)
+
+
+def models(*chunks, **more):
+    return [model(f"m{k}", n, **more) for k, n in enumerate(chunks)]
+
+
+def test_a_request_brings_the_weights_and_the_next_finds_them():
+    bench = MovingBench(models(2, 3), budget=5 * CHUNK)
+    for _ in range(2):
+        bench.submit(0)
+        bench.settle()
+    assert bench.brought == [0]
+    row = bench.state.weights[0]
+    assert (row["hits"], row["misses"], row["brought"]) == (1, 1, 1)
+
+
+def test_segments_start_as_soon_as_their_own_weights_are_there():
+    bench = MovingBench([model("m", 3)], budget=3 * CHUNK)
+    serial = bench.submit(0)
+    bench.step()
+    seen = []
+    for _ in range(3):
+        bench.chunk()
+        for _ in range(3):
+            bench.step(CHUNK)
+            for lane in bench.running:
+                bench.finish_segment(lane)
+        seen.append(int(bench.state.core["segments_done"][0]))
+    bench.settle()
+    # It starts when the rest will come no later than it is needed: segments take half as long as a chunk here.
+    assert seen[0] == 0 or seen[0] == 1
+    assert seen[1] >= 1
+    assert bench.status(serial) == codes.OK
+
+
+def test_what_does_not_fit_together_takes_turns():
+    bench = MovingBench(models(3, 3), budget=4 * CHUNK)
+    serials = [bench.submit(k % 2) for k in range(6)]
+    bench.settle()
+    assert [bench.status(each) for each in serials] == [codes.OK] * 6
+    assert bench.evicted
+
+
+def test_the_least_wanted_leaves_first():
+    bench = MovingBench(models(1, 1, 1, 1), budget=3 * CHUNK)
+    for m in (0, 1, 1, 2, 2, 0, 0):
+        bench.submit(m)
+        bench.settle()
+    bench.submit(3)
+    bench.settle()
+    assert bench.evicted == [1]  # as many requests as 2 had, but longer ago
+
+
+def test_one_that_is_used_all_the_time_gives_way_to_one_that_waits_for_long():
+    bench = MovingBench(models(3, 3), budget=4 * CHUNK)
+    for _ in range(3):
+        bench.submit(0)
+    bench.settle()
+    waiting = bench.submit(1)
+    for _ in range(200):
+        bench.submit(0)
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.chunk()
+        bench.step(CHUNK)
+        if waiting in bench.done:
+            break
+    assert bench.status(waiting) == codes.OK
+    bench.settle()
+
+
+def test_a_model_is_never_evicted_for_one_of_lower_priority():
+    bench = MovingBench([model("low", 3), model("high", 3, priority=1)], budget=4 * CHUNK)
+    bench.submit(1, priority=1)
+    bench.settle()
+    low = bench.submit(0)
+    for _ in range(100):
+        bench.chunk()
+        bench.step(CHUNK)
+    assert low not in bench.done
+    assert bench.evicted == []
+    bench.ask(1, unwanted=1)
+    bench.settle()
+    assert bench.status(low) == codes.OK
+    bench.submit(1, priority=1)
+    bench.settle()
+    assert bench.evicted == [1, 0]
+
+
+def test_what_waits_is_evicted_for_higher_priority_and_comes_back():
+    bench = MovingBench([model("low", 3), model("high", 3, priority=1)], budget=4 * CHUNK)
+    bench.submit(0)
+    bench.settle()
+    low, high = bench.submit(0), bench.submit(1, priority=1)
+    bench.settle()
+    assert bench.status(low) == bench.status(high) == codes.OK
+
+
+@pytest.mark.parametrize("keep", [codes.STAYS, codes.GOES])
+def test_models_that_stay_and_models_that_go(keep):
+    bench = MovingBench(models(2, 2), budget=4 * CHUNK, resident=[keep, codes.AUTO])
+    bench.submit(0)
+    bench.submit(1)
+    bench.settle()
+    assert bench.stage(1) == codes.HERE
+    assert bench.stage(0) == (codes.HERE if keep == codes.STAYS else codes.OUT)
+
+
+def test_prefetching_and_evicting_by_hand():
+    bench = MovingBench(models(2), budget=2 * CHUNK)
+    bench.ask(0, asked=1)
+    bench.settle()
+    assert bench.stage(0) == codes.HERE
+    serial = bench.submit(0)
+    bench.step()
+    bench.ask(0, unwanted=1)  # while a request runs
+    bench.step()
+    assert bench.stage(0) == codes.HERE
+    bench.settle()
+    assert bench.status(serial) == codes.OK
+    assert bench.stage(0) == codes.OUT
+    assert bench.state.residency["held_bytes"][0] == 0
+
+
+def test_who_waits_is_told_when_the_weights_cannot_come():
+    bench = MovingBench(models(2, 2), budget=2 * CHUNK)
+    bench.broken.add(0)
+    lost, other = bench.submit(0), bench.submit(1)
+    bench.settle()
+    assert bench.status(lost) == codes.NO_WEIGHTS
+    assert bench.status(other) == codes.OK
+    bench.broken.clear()
+    again = bench.submit(0)
+    bench.settle()
+    assert bench.status(again) == codes.OK
+
+
+def test_a_load_gets_its_room_from_those_who_are_idle():
+    bench = MovingBench(models(2, 2), budget=4 * CHUNK)
+    bench.submit(0)
+    bench.submit(1)
+    bench.settle()
+    bench.state.residency["load_bytes"], bench.state.residency["look"] = 3 * CHUNK, 1
+    for _ in range(3):
+        bench.step(1)
+    assert bench.state.residency["load_granted"][0] == 1
+    assert len(bench.evicted) == 2
+
+
+def test_a_prediction_knows_of_the_copy():
+    bench = MovingBench(models(8), budget=8 * CHUNK)
+    cold = predict_finish(bench.state, 0, bench.now) - bench.now
+    bench.submit(0)
+    bench.settle()
+    warm = predict_finish(bench.state, 0, bench.now) - bench.now
+    assert warm == 1500
+    assert cold > 8 * CHUNK
+
+
+def test_without_a_budget_nothing_is_looked_at():
+    bench = MovingBench(models(8), budget=1)
+    bench.state.residency["managed"] = 0
+    serial = bench.submit(0)
+    bench.step()
+    for _ in range(3):
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step(1)
+    assert bench.status(serial) == codes.OK
+
+
+CHUNKS = (1, 2, 3, 4)
+PRIORITIES = (0, 0, 1, 2)
+actions = some.lists(
+    some.tuples(some.sampled_from(["submit", "chunk", "chunk", "finish", "finish", "step", "evict", "prefetch",
+                                   "cancel", "break", "mend"]), some.integers(0, 3)),
+    min_size=80, max_size=300,
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions, some.integers(4, 10), some.lists(some.sampled_from([codes.AUTO, codes.AUTO, codes.GOES]), min_size=4,
+                                                 max_size=4))  # fmt: skip
+def test_bytes_are_the_same_after_any_operations(todo, budget, keep):
+    """Ten thousand operations in all; the bench and the integrity check look after each of them."""
+    made = [model(f"m{k}", n, priority=p) for k, (n, p) in enumerate(zip(CHUNKS, PRIORITIES, strict=True))]
+    bench = MovingBench(made, budget * CHUNK, resident=keep)
+    for what, which in todo:
+        if what == "submit" and bench.free:
+            bench.submit(which, priority=PRIORITIES[which])
+        elif what == "chunk":
+            bench.chunk()
+        elif what == "finish" and bench.running:
+            bench.finish_segment(bench.running[which % len(bench.running)])
+        elif what == "evict" and bench.stage(which) == codes.HERE:
+            bench.ask(which, unwanted=1)
+        elif what == "prefetch" and bench.stage(which) == codes.OUT:
+            bench.ask(which, asked=1)
+        elif what == "cancel" and bench.rows:
+            bench.cancel(sorted(bench.rows)[which % len(bench.rows)])
+        elif what == "break":
+            bench.broken.add(which)
+        elif what == "mend":
+            bench.broken.discard(which)
+        bench.step(CHUNK // 2)
+    bench.broken.clear()
+    bench.state.weights["asked"] = 0
+    for k in range(4):  # what is of low priority may wait for as long as others keep their place
+        bench.keep[k] = codes.GOES
+    bench.state.weights["keep"][:4] = codes.GOES
+    bench.state.residency["look"] = 1
+    bench.settle()
+    bench.step()
+    assert bench.state.residency["held_bytes"][0] == 0
+    assert bench.on_gpu == {}
+    assert not np.any(bench.state.weights["stop"])

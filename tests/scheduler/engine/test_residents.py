@@ -1,0 +1,271 @@
+"""More models than memory, end to end: right answers whoever comes and goes, clear errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from engine_models import gemm, scale
+
+import paellapy as pp
+from paellapy.scheduler.core.check import check_at_rest
+from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError, WeightsError
+from paellapy.scheduler.models.weight_files import map_weights, write_weights
+
+N, LAYERS = 64, 6
+WEIGHTS = N * N * 4 * LAYERS
+SMALL = {"chunk_bytes": 2 * N * N * 4}  # two layers
+DEVICES = ["virtual:h200", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def chain(name, seed, weights=None, **options):
+    """x · W1 · W2 …: a kernel and a tensor for each layer."""
+    draw = np.random.default_rng(seed)
+    made = {f"w{k}": (draw.standard_normal((N, N)) / 8).astype(np.float32) for k in range(LAYERS)}
+
+    def fn(weights, inputs, outputs):
+        source = inputs["x"]
+        for k in range(LAYERS):
+            target = outputs["y"] if k == LAYERS - 1 else pp.empty((1, N))
+            gemm[(1, 1)](source, weights[f"w{k}"], target, 1, N, N, BM=16, BN=64, BK=64)
+            source = target
+
+    specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
+    return pp.Model(name, fn, weights=weights or made, batch=(1,), lanes=1, **specs, **options), made
+
+
+def expected(made, x):
+    for each in made.values():
+        x = x @ each
+    return x
+
+
+def ask(server, name, made, seed=0):
+    x = np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+    found = server.infer_sync(name, {"x": x})["y"]
+    np.testing.assert_allclose(found, expected(made, x), rtol=2e-3, atol=2e-3)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def test_more_models_than_fit_answer_rightly(device):
+    with pp.Engine(device, memory_bytes=_room(device, 3), quantum_us=2, tuning=SMALL) as server:
+        weights = {}
+        for k in range(8):
+            model, weights[f"m{k}"] = chain(f"m{k}", k)
+            server.load(model)
+        pick = random.Random(1)
+        names = [f"m{min(int(pick.expovariate(0.5)), 7)}" for _ in range(80)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda item: ask(server, item[1], weights[item[1]], item[0]), enumerate(names)))
+        account = server.memory()
+        assert account["evicted"] > 5
+        assert account["failed"] == 0
+        assert account["lanes_bytes"] + account["weights_bytes"] <= account["budget_bytes"]
+        assert sum(each["state"] == "resident" for each in account["models"].values()) <= 3
+        check_at_rest(server.state)
+
+
+def _room(device, weights):
+    """Memory for so many models' weights and one lane."""
+    with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
+        server.load(chain("probe", 0)[0])
+        account = server.memory()
+        return weights * account["weights_bytes"] + account["lanes_bytes"] + 256
+
+
+def test_by_hand_and_as_seen(device):
+    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+        one, first = chain("one", 1)
+        two, second = chain("two", 2, resident=False)
+        server.load(one)
+        server.load(two)
+        assert server.weights_state("one") == "host"
+        ask(server, "one", first)
+        assert server.weights_state("one") == "resident"
+        server.evict("one")
+        assert server.weights_state("one") == "host"
+        server.evict("one")  # it is out already
+        server.prefetch("one")
+        assert server.weights_state("one") == "resident"
+        ask(server, "two", second)
+        ask(server, "one", first)
+        row = server.memory()["models"]["one"]
+        assert row["misses"] == 2
+        assert row["brought"] == 3
+        assert row["reload_s"] > 0
+
+
+def test_segments_need_their_own_weights_only(device):
+    with pp.Engine(device, memory_bytes=1 << 28, quantum_us=1, tuning=SMALL) as server:
+        server.load(chain("one", 1)[0])
+        (profile,) = server.profile("one")
+        assert profile.needs[-1] == WEIGHTS
+        if len(profile.needs) > 2:
+            assert profile.needs[0] < WEIGHTS
+        assert list(profile.needs) == sorted(profile.needs)
+
+
+def test_a_budget_below_one_model_is_refused_with_figures(device):
+    with pp.Engine(device, memory_bytes=WEIGHTS // 2) as server:
+        with pytest.raises(MemoryPlanError, match=r"KiB"):
+            server.load(chain("one", 1)[0])
+        assert server.models == {}
+
+
+def test_what_stays_leaves_no_room(device):
+    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+        first, weights = chain("first", 1, resident=True)
+        server.load(first)
+        with pytest.raises(MemoryPlanError, match="stay on the GPU"):
+            server.load(chain("second", 2)[0])
+        with pytest.raises(ModelError, match="resident=True"):
+            server.evict("first")
+        ask(server, "first", weights)
+
+
+def test_beyond_the_hosts_memory_weights_are_in_files(device, tmp_path):
+    room = _room(device, 1)
+    with pp.Engine(device, memory_bytes=room, host_bytes=WEIGHTS + 5000, quantum_us=2, tuning=SMALL) as server:
+        server._residents.store.folder = tmp_path
+        weights = {}
+        for k in range(3):
+            model, weights[f"m{k}"] = chain(f"m{k}", k)
+            server.load(model)
+        states = [server.weights_state(f"m{k}") for k in range(3)]
+        assert states.count("disk") == 2
+        for k in (0, 1, 2, 0):
+            ask(server, f"m{k}", weights[f"m{k}"])
+        server.evict("m0")
+        kept = server._residents.store._kept["m0"]
+        if kept.host is not None:
+            kept = server._residents.store._kept["m1"]
+            server.evict("m1") if server.weights_state("m1") == "resident" else None
+        name = "m0" if kept is server._residents.store._kept["m0"] else "m1"
+        whole = kept.file.read_bytes()
+        kept.file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(WeightsError, match="cut off"):
+            ask(server, name, weights[name])
+        kept.file.unlink()
+        with pytest.raises(WeightsError, match="removed"):
+            ask(server, name, weights[name])
+        kept.file.write_bytes(whole)
+        ask(server, name, weights[name])
+        ask(server, "m2", weights["m2"])
+
+
+def test_models_come_and_go_while_requests_arrive(device):
+    """Loads, unloads, evictions and prefetches at random beside requests: right answers, and bytes as before."""
+    rounds = 60 if device == "cuda" else 15
+    with pp.Engine(device, memory_bytes=_room(device, 2), quantum_us=2, tuning=SMALL) as server:
+        made = {f"m{k}": chain(f"m{k}", k) for k in range(5)}
+        for model, _ in made.values():
+            server.load(model)
+        before = server.memory.lanes_bytes
+        over = threading.Event()
+
+        def client(seed):
+            pick = random.Random(seed)
+            while not over.is_set():
+                name = f"m{pick.randrange(4)}"
+                ask(server, name, made[name][1], pick.randrange(100))
+
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(client, seed) for seed in range(3)]
+            pick = random.Random(7)
+            try:
+                for _ in range(rounds):
+                    name = f"m{pick.randrange(5)}"
+                    what = pick.choice(["evict", "prefetch", "reload"])
+                    if what == "evict":
+                        server.evict(name)
+                    elif what == "prefetch":
+                        server.prefetch(name)
+                    else:
+                        server.unload("m4")
+                        server.load(made["m4"][0])
+            finally:
+                over.set()
+            for each in asked:
+                each.result()
+        check_at_rest(server.state)
+        assert server.memory.lanes_bytes == before
+        for name in made:
+            server.unload(name)
+        assert server.memory.held_bytes == 0
+        assert server._residents.store.held_bytes == 0
+        assert server._residents._taken == {}
+
+
+def test_unloading_while_a_copy_runs(device):
+    with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
+        one, first = chain("one", 1)
+        two, _ = chain("two", 2)
+        server.load(one)
+        server.load(two)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, server, "one", first)
+            while server.weights_state("one") == "host" and not answer.done():
+                pass
+            server.unload("one")
+            with contextlib.suppress(UnknownModelError):
+                answer.result()
+        assert server.memory()["models"].keys() == {"two"}
+
+
+def test_a_model_that_changes_its_weights_stays(device):
+    def fn(weights, inputs, outputs):
+        scale[(1,)](weights["state"], weights["state"], 2.0, N, B=128)
+        scale[(1,)](weights["state"], outputs["y"], 1.0, N, B=128)
+
+    specs = {"inputs": {"x": pp.TensorSpec((N,))}, "outputs": {"y": pp.TensorSpec((N,))}}
+    kind = {"weights": {"state": np.ones(N, np.float32)}, "batch": (1,), "lanes": 1}
+    with pp.Engine(device, memory_bytes=1 << 28) as server:
+        server.load(pp.Model("counter", fn, **specs, **kind))
+        with pytest.raises(ModelError, match="resident=True"):
+            server.evict("counter")
+        with pytest.raises(ModelError, match="changes its own weights"):
+            server.load(pp.Model("other", fn, resident=False, **specs, **kind))
+
+
+def test_weights_from_a_file(tmp_path):
+    _, made = chain("m", 1)
+    write_weights(tmp_path / "m.safetensors", made)
+    model, _ = chain("m", 1, weights=tmp_path / "m.safetensors")
+    with pp.Engine("virtual:h200", memory_bytes=1 << 28) as server:
+        server.load(model)
+        ask(server, "m", made)
+    assert map_weights(tmp_path / "m.safetensors").keys() == made.keys()
+
+
+def test_tied_weights_of_a_module_are_there_once(device):
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (torch.nn.Linear(64, 64) for _ in range(3))
+            self.c.weight = self.a.weight
+            self.register_buffer("offset", torch.ones(64))
+
+        def forward(self, x):
+            return self.c(torch.relu(self.b(torch.relu(self.a(x))))) + self.offset
+
+    torch.manual_seed(0)
+    module = Tied().eval()
+    with pp.Engine(device, memory_bytes=1 << 30) as server:
+        server.load(pp.Model.from_torch(module, torch.zeros(1, 64), name="tied", batch=(1,), lanes=1))
+        assert len(server._residents._rows[0].range.layout.offsets) == 6  # five of layers, and the buffer
+        x = torch.randn(1, 64)
+        for _ in range(2):
+            server.evict("tied")
+            found = server.infer_sync("tied", {"input": x[0].numpy()})["output"]
+            with torch.no_grad():
+                np.testing.assert_allclose(found, module(x)[0].numpy(), rtol=1e-3, atol=1e-3)
