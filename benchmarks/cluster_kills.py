@@ -128,7 +128,9 @@ def main() -> None:
     port = free_port()
     results: dict[str, Any] = {}
     nodes = [
-        cluster.add_node(include_dashboard=False, num_cpus=1, resources={"virtual_gpu": 3}, object_store_memory=1 << 26)
+        cluster.add_node(
+            include_dashboard=False, num_cpus=1, resources={"virtual_gpu": 3}, object_store_memory=80 << 20
+        )
         for _ in range(3)
     ]
     ray.init(address=cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
