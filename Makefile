@@ -8,9 +8,9 @@ SERVE_STAMP := $(VENV)/.installed-serve
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),[cuda12],[cuda13]))
 
-.PHONY: test lint types unit serve clean
+.PHONY: test lint types unit docs dist serve clean
 
-test: lint types unit
+test: lint types docs unit
 
 # Installing is skipped while pyproject.toml is unchanged, so `make test` stays quick on a warm checkout.
 $(STAMP): pyproject.toml
@@ -36,6 +36,14 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto
+
+# The site, into docs/_build/html. Warnings are errors, links between pages and to files of the repository included.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+
+# Wheel and source distribution, into dist/; each is installed into an environment of its own and tried.
+dist: $(STAMP)
+	$(BIN)/python .ci/dist.py
 
 # The demo models on the GPU if there is one, else on the virtual GPU. ARGS="--port 9000" and the like are passed on.
 serve: $(SERVE_STAMP)
