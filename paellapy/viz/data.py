@@ -23,7 +23,7 @@ Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of 
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
-ROWS = 528  # lanes of a binned Gantt chart: four for each SM of an H200, more than its pixels
+ROWS = 264  # lanes of a binned Gantt chart: two for each SM of an H200. More than there are pixels would be a moiré
 CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
 
 
@@ -335,9 +335,9 @@ class Cells:
     rows_per_sm: int
 
 
-def cells(picture: Picture, chart: Gantt) -> Cells:
+def cells(picture: Picture, chart: Gantt, most_rows: int = ROWS) -> Cells:
     n_sm, n = picture.trace.device.n_sm, max(len(picture.groups.names), 1)
-    depth = min(chart.depth, max(1, ROWS // n_sm))
+    depth = min(chart.depth, max(1, most_rows // n_sm))
     pooled = chart.lane * depth // chart.depth
     width = np.bincount(np.arange(chart.depth) * depth // chart.depth, minlength=depth)  # lanes in each row
     rows = n_sm * depth

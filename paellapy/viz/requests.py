@@ -30,7 +30,7 @@ ROOM = 24  # lanes are kept free up to the deadlines where that takes no more of
 
 QUEUED, LAUNCHED, SEGMENTS, LATE = "queued", "launched", "segments", "late"
 STRENGTH = {QUEUED: 0.25, LAUNCHED: 0.55, SEGMENTS: 1.0}  # of a model's colour
-HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.22}  # of a lane; lateness is a stripe along its lower edge
+HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.4}  # of a lane; lateness is along its lower edge
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +156,12 @@ def bars(seen: Requests) -> Iterator[Bars]:
     yield Bars(LATE, late, since, jobs["end_ns"][late])
 
 
+def spare(seen: Requests) -> NDArray[np.int64]:
+    """Jobs that end before a deadline with a mark: a line joins the two."""
+    found: NDArray[np.int64] = seen.due[seen.jobs["deadline_ns"][seen.due] > seen.jobs["end_ns"][seen.due]]
+    return found
+
+
 def colour_of_models(seen: Requests, colour: Mapping[str, str], by_model: bool) -> dict[str, str]:
     """As the blocks', where those stand for models; else colours that no block has."""
     if by_model:
@@ -225,6 +231,14 @@ def _bars(
 def _marks(picture: Picture, place: Place, seen: Requests) -> None:
     """Deadlines, and a cross where a request ended without an answer."""
     go = need("plotly.graph_objects", "request lanes")
+    early = spare(seen)
+    if len(early):
+        gap = np.full(len(early), np.nan)
+        until = np.stack([picture.axis.of(seen.jobs[at][early]) for at in ("end_ns", "deadline_ns")] + [gap], axis=1)
+        line = {"width": 1, "color": OTHERS}
+        lane = np.repeat(seen.lane[early], 3)
+        place.add(go.Scatter(mode="lines", x=until.ravel(), y=lane, line=line, hoverinfo="skip", showlegend=False,
+                             meta="to spare"))  # fmt: skip
     lost = np.flatnonzero(seen.unanswered)
     kinds = (
         ("deadline", seen.due, seen.jobs["deadline_ns"], "line-ns-open", place.look.ink),

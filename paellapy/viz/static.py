@@ -20,6 +20,8 @@ from paellapy.viz.palette import SCALE, WARNING, Look, Theme, colours, look, pal
 
 ViewName = Literal["all", "heatmap", "gantt", "residency", "requests"]
 
+DPI = 160
+
 
 def save_figure(
     trace: Trace,
@@ -29,7 +31,7 @@ def save_figure(
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
     sms: tuple[int, int] | None = None,
-    dpi: int = 160,
+    dpi: int = DPI,
     **part: Unpack[Part],
 ) -> Path:
     """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format. `sms` = (first, last) looks
@@ -54,7 +56,7 @@ def save_comparison(
     labels: tuple[str, str] = ("a", "b"),
     theme: Theme = "light",
     size_inches: tuple[float, float] | None = None,
-    dpi: int = 160,
+    dpi: int = DPI,
     **parts: Unpack[Parts],
 ) -> Path:
     """Draws two traces side by side, on axes of one scale: two policies, or virtual against real.
@@ -109,11 +111,14 @@ def draw(
         colour = colours(name for p in pictures for name in p.names)
         for column, picture in enumerate(pictures):
             for ax, name in zip(axes[:, column], chosen, strict=True):
+                first, last = sms or (0, picture.trace.device.n_sm - 1)
+                if name in ("heatmap", "gantt"):
+                    ax.set_ylim(last + 0.5, first - 0.5)
                 _VIEWS[name](picture, ax, colour, look(theme))
                 if column:
                     ax.set_ylabel("")
-                if sms is not None and name in ("heatmap", "gantt"):
-                    ax.set_ylim(sms[1] + 0.5, sms[0] - 0.5)
+                if name == "heatmap":
+                    ax.set_ylim(last + 0.5, first - 0.5)
                 if not len(picture.trace.blocks) and name != "requests":
                     ax.text(0.5, 0.5, "no blocks were recorded", transform=ax.transAxes, ha="center", color=WARNING)
             axes[-1, column].set(xlabel=f"time ({picture.axis.unit})", xlim=(0, picture.axis.length))
@@ -165,10 +170,12 @@ def heatmap_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look)
 def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -> None:
     chart = data.gantt(picture)
     names = picture.groups.names
-    if len(chart.blocks) <= data.EXACT_BLOCKS:
+    pixels = _height(ax)
+    bottom, top = ax.get_ylim()  # SMs that are shown
+    if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
         _bars(picture, ax, colour, chart, style.ground)
-    else:
-        cells = data.cells(picture, chart)
+    else:  # blocks are thinner than pixels: drawn one by one they would be a moiré
+        cells = data.cells(picture, chart, min(data.ROWS, int(pixels)))
         paint = np.zeros((*cells.group.shape, 4))
         for g, name in enumerate(names):
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
@@ -177,7 +184,13 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
         ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
     ax.set_ylabel("SM, one lane per block")
     _sm_ticks(ax)
-    ax.set_ylim(picture.trace.device.n_sm - 0.5, -0.5)
+    ax.set_ylim(bottom, top)
+
+
+def _height(ax: Any) -> float:
+    """Pixels from top to bottom, about: the layout is not made yet."""
+    height: float = ax.get_position().height * ax.figure.get_size_inches()[1] * DPI
+    return height
 
 
 def _bars(picture: Picture, ax: Any, colour: dict[str, str], chart: data.Gantt, ground: str) -> None:
@@ -222,6 +235,9 @@ def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look
         _boxes(picture, ax, each.start_ns, each.end_ns, lane, height, tones)
     lost = np.flatnonzero(seen.unanswered)
     size = 30 if seen.lane.max() < rq.ROOM else 12
+    spare = rq.spare(seen)
+    ends, due = (picture.axis.of(seen.jobs[at][spare]) for at in ("end_ns", "deadline_ns"))
+    ax.hlines(seen.lane[spare], ends, due, colors=paint[seen.jobs["model"][spare]].tolist(), linewidths=1.0)
     ax.scatter(picture.axis.of(seen.jobs["deadline_ns"][seen.due]), seen.lane[seen.due], s=size, marker="|",
                color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
     ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
@@ -289,6 +305,8 @@ def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[st
             marks.append(patches.Patch(color=WARNING, label="late"))
         if any(each.unanswered.any() for each in found):
             marks.append(lines.Line2D([], [], marker="x", color=WARNING, label="not answered", **dot))
+    if "residency" in chosen and any(limit is not None for p in pictures for limit in p.groups.theoretical):
+        marks.append(lines.Line2D([], [], linestyle="--", color=style.ink, label="theoretical occupancy"))
     return [*(patches.Patch(color=tone, label=name) for name, tone in shown.items()), *marks]
 
 
