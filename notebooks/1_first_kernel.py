@@ -32,7 +32,9 @@ print(device.title, "with", device.sm_count, "SMs")
 def add(x, y, out, n, B: tl.constexpr):
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < n
-    tl.store(out + i, tl.load(x + i, mask=inside) + tl.load(y + i, mask=inside), mask=inside)
+    tl.store(
+        out + i, tl.load(x + i, mask=inside) + tl.load(y + i, mask=inside), mask=inside
+    )
 
 
 # %% [markdown]
@@ -68,7 +70,10 @@ print(t.summary())
 # %%
 print(t.blocks.dtype.names)
 first = t.blocks[0]
-print(f"block {first['block']} ran on SM {first['sm']} for {first['end_ns'] - first['start_ns']} ns")
+print(
+    f"block {first['block']} ran on SM {first['sm']} for "
+    f"{first['end_ns'] - first['start_ns']} ns"
+)
 
 # %% [markdown]
 # So questions are one line of NumPy each. Did every SM get its part? Which block took longest?
@@ -78,7 +83,10 @@ per_sm = np.bincount(t.blocks["sm"], minlength=device.sm_count)
 print(f"each SM ran {per_sm.min()} to {per_sm.max()} of the {len(t.blocks)} blocks")
 duration_ns = t.blocks["end_ns"] - t.blocks["start_ns"]
 slowest = t.blocks[np.argmax(duration_ns)]
-print(f"slowest: block {slowest['block']}, {duration_ns.max() / 1000:.2f} µs on SM {slowest['sm']}")
+print(
+    f"slowest: block {slowest['block']}, {duration_ns.max() / 1000:.2f} µs on SM "
+    f"{slowest['sm']}"
+)
 
 # %% [markdown]
 # ## The picture
@@ -113,7 +121,10 @@ t.plot(height=700)
 # %%
 limit = add.theoretical_occupancy(x, y, out, n, B=B)
 print(limit)
-print(f"seen: {t.summary().kernels[0].occupancy:.1%} of an SM's warps, while it had a block")
+print(
+    f"seen: {t.summary().kernels[0].occupancy:.1%} of an SM's warps, while it had "
+    f"a block"
+)
 
 # %% [markdown]
 # ## On an H200
@@ -138,7 +149,10 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "add.pptrace"
     t.save(path)
     same = np.array_equal(pp.Trace.load(path).blocks, t.blocks)
-    print(f"{path.stat().st_size / len(t.blocks):.1f} bytes a block, read back the same: {same}")
+    print(
+        f"{path.stat().st_size / len(t.blocks):.1f} bytes a block, read back the "
+        f"same: {same}"
+    )
 
 # %% [markdown]
 # ## Exercises

@@ -37,7 +37,11 @@ def row_sums(x, first, out, B: tl.constexpr):
 def run(lengths, B=256, num_warps=8):
     """Sums rows of ones of these lengths; the trace of it."""
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    x, starts, out = pp.array(np.ones(first[-1], np.float32)), pp.array(first), pp.empty(len(lengths))
+    x, starts, out = (
+        pp.array(np.ones(first[-1], np.float32)),
+        pp.array(first),
+        pp.empty(len(lengths)),
+    )
     with pp.trace() as t:
         row_sums[(len(lengths),)](x, starts, out, B=B, num_warps=num_warps)
     assert np.array_equal(out.numpy(), lengths)
@@ -51,9 +55,16 @@ def run(lengths, B=256, num_warps=8):
 # limit. The compiled kernel knows what it needs:
 
 # %%
-few = pp.array(np.ones(64, np.float32)), pp.array(np.array([0, 64], np.int32)), pp.empty(1)
+few = (
+    pp.array(np.ones(64, np.float32)),
+    pp.array(np.array([0, 64], np.int32)),
+    pp.empty(1),
+)
 for B, num_warps in ((256, 8), (256, 1), (8192, 4), (32768, 4)):
-    print(f"B={B:5} num_warps={num_warps}: {row_sums.theoretical_occupancy(*few, B=B, num_warps=num_warps)}")
+    print(
+        f"B={B:5} num_warps={num_warps}: "
+        f"{row_sums.theoretical_occupancy(*few, B=B, num_warps=num_warps)}"
+    )
 
 # %% [markdown]
 # Tiny blocks hit the limit on the number of blocks, greedy ones run out of registers. What that means in time, with
@@ -66,10 +77,18 @@ equal = np.full(wave, 8192)
 full, greedy = run(equal), run(equal, B=32768, num_warps=4)
 for name, t in (("full", full), ("greedy", greedy)):
     k = t.summary().kernels[0]
-    print(f"{name}: {k.span_ns / 1000:.1f} µs, occupancy {k.occupancy:.0%}, {k.waves:.1f} waves")
+    print(
+        f"{name}: {k.span_ns / 1000:.1f} µs, occupancy {k.occupancy:.0%}, "
+        f"{k.waves:.1f} waves"
+    )
 
 # %%
-pp.viz.compare_picture(full, greedy, ["heatmap", "residency"], labels=("B=256, 8 warps", "B=32768, 4 warps"))
+pp.viz.compare_picture(
+    full,
+    greedy,
+    ["heatmap", "residency"],
+    labels=("B=256, 8 warps", "B=32768, 4 warps"),
+)
 
 # %% [markdown]
 # The same rows, but the right-hand kernel never has more than a few warps on an SM: there is nobody to run while
@@ -93,8 +112,14 @@ figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 ax.plot(np.array(sizes) / wave, times_us, "o-", color="#0072B2")
 for k in (1, 2, 3):
     ax.axvline(k, color="#999999", linewidth=0.8, linestyle="--")
-ax.set(xlabel="blocks ÷ what the GPU holds at once (waves)", ylabel="time (µs)", ylim=(0, None))
-figure.suptitle(f"{device.title}: a step for every wave", fontsize=10, x=0.01, ha="left")
+ax.set(
+    xlabel="blocks ÷ what the GPU holds at once (waves)",
+    ylabel="time (µs)",
+    ylim=(0, None),
+)
+figure.suptitle(
+    f"{device.title}: a step for every wave", fontsize=10, x=0.01, ha="left"
+)
 plt.show()
 
 # %% [markdown]
@@ -102,7 +127,10 @@ plt.show()
 
 # %%
 exact, one_more = times_us[sizes.index(wave)], times_us[sizes.index(wave + 1)]
-print(f"{wave} blocks: {exact:.2f} µs; {wave + 1} blocks: {one_more:.2f} µs, {one_more / exact - 1:+.0%}")
+print(
+    f"{wave} blocks: {exact:.2f} µs; {wave + 1} blocks: {one_more:.2f} µs, "
+    f"{one_more / exact - 1:+.0%}"
+)
 
 # %% [markdown]
 # ## The tail
@@ -110,7 +138,11 @@ print(f"{wave} blocks: {exact:.2f} µs; {wave + 1} blocks: {one_more:.2f} µs, {
 # Rows are rarely equal. Here are two and a half waves of them, lengths spread as file sizes or sentences are:
 
 # %%
-lengths = np.random.default_rng(0).lognormal(np.log(6000), 0.5, wave * 5 // 2).astype(np.int64)
+lengths = (
+    np.random.default_rng(0)
+    .lognormal(np.log(6000), 0.5, wave * 5 // 2)
+    .astype(np.int64)
+)
 ragged = run(lengths)
 print(ragged.summary())
 ragged.picture(["heatmap", "residency"])
@@ -128,7 +160,9 @@ sorted_ = run(np.sort(lengths)[::-1])
 for name, t in (("as they come", ragged), ("longest first", sorted_)):
     k = t.summary().kernels[0]
     print(f"{name:14} {k.span_ns / 1000:5.1f} µs, tail {k.tail_share:.0%} of it")
-pp.viz.compare_picture(ragged, sorted_, ["heatmap", "residency"], labels=("as they come", "longest first"))
+pp.viz.compare_picture(
+    ragged, sorted_, ["heatmap", "residency"], labels=("as they come", "longest first")
+)
 
 # %% [markdown]
 # ## On an H200
@@ -140,7 +174,9 @@ pp.viz.compare_picture(ragged, sorted_, ["heatmap", "residency"], labels=("as th
 recorded = pp.recordings.load("tail-effect")
 print(pp.recordings.origin(recorded))
 print(recorded.summary())
-pp.viz.compare_picture(ragged, recorded, ["heatmap", "residency"], labels=("here", "recorded"))
+pp.viz.compare_picture(
+    ragged, recorded, ["heatmap", "residency"], labels=("here", "recorded")
+)
 
 # %% [markdown]
 # ## Exercises

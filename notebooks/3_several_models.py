@@ -27,7 +27,10 @@ with pp.Engine("virtual:h200") as engine:
     for model in (short, long):
         engine.load(model)
         (profile,) = engine.profile(model.name)
-        print(f"{model.name}: {profile.whole_ns / 1e6:.2f} ms alone, {len(profile.segments)} segments")
+        print(
+            f"{model.name}: {profile.whole_ns / 1e6:.2f} ms alone, "
+            f"{len(profile.segments)} segments"
+        )
 
 # %% [markdown]
 # ## A rush
@@ -37,12 +40,32 @@ with pp.Engine("virtual:h200") as engine:
 # %%
 rush = demo.rush()
 arrivals = rush.arrivals(["short", "long"], seed=0)
-print(*[f"{n} of {name}" for name, n in zip(("short", "long"), np.bincount(arrivals["model"]), strict=True)], sep=", ")
+print(
+    *[
+        f"{n} of {name}"
+        for name, n in zip(
+            ("short", "long"), np.bincount(arrivals["model"]), strict=True
+        )
+    ],
+    sep=", ",
+)
 figure, ax = plt.subplots(figsize=(8, 1.4), layout="constrained")
 for m, colour in enumerate(("#0072B2", "#E69F00")):
     at_ms = arrivals["time_ns"][arrivals["model"] == m] / 1e6
-    ax.plot(at_ms, np.full(len(at_ms), m), "|", color=colour, markersize=14, markeredgewidth=2)
-ax.set(yticks=[0, 1], yticklabels=["short", "long"], ylim=(-0.6, 1.6), xlabel="arrival (ms)")
+    ax.plot(
+        at_ms,
+        np.full(len(at_ms), m),
+        "|",
+        color=colour,
+        markersize=14,
+        markeredgewidth=2,
+    )
+ax.set(
+    yticks=[0, 1],
+    yticklabels=["short", "long"],
+    ylim=(-0.6, 1.6),
+    xlabel="arrival (ms)",
+)
 plt.show()
 
 # %% [markdown]
@@ -68,24 +91,41 @@ streams.trace.picture("requests", size_inches=(9, 4))
 # %%
 paella = pp.simulate([short, long], rush, "paella", trace=True, active=2)
 pp.viz.compare_picture(
-    streams.trace, paella.trace, ["requests", "residency"], labels=("streams", "paella"), size_inches=(11, 5.2)
+    streams.trace,
+    paella.trace,
+    ["requests", "residency"],
+    labels=("streams", "paella"),
+    size_inches=(11, 5.2),
 )
 
 # %% [markdown]
 # The long requests wait before they start instead of crawling all together, and the short ones slip in between two
 # segments. In numbers:
 
+
 # %%
 def last_long_ms(t):
-    return (t.jobs["end_ns"][t.jobs["model"] == t.models.index("long")].max() - t.jobs["arrival_ns"].min()) / 1e6
+    return (
+        t.jobs["end_ns"][t.jobs["model"] == t.models.index("long")].max()
+        - t.jobs["arrival_ns"].min()
+    ) / 1e6
 
 
 def table(traces):
-    print(f"{'ms':8} {'short mean':>10} {'short max':>10} {'long mean':>10} {'last long':>10} {'late':>5}")
+    print(
+        f"{'ms':8} {'short mean':>10} {'short max':>10} {'long mean':>10} "
+        f"{'last long':>10} {'late':>5}"
+    )
     for name, t in traces.items():
-        took_ms, is_short = (t.jobs["end_ns"] - t.jobs["arrival_ns"]) / 1e6, t.jobs["model"] == t.models.index("short")
+        took_ms, is_short = (
+            (t.jobs["end_ns"] - t.jobs["arrival_ns"]) / 1e6,
+            t.jobs["model"] == t.models.index("short"),
+        )
         of_short, of_long = took_ms[is_short], took_ms[~is_short]
-        times = f"{of_short.mean():10.2f} {of_short.max():10.2f} {of_long.mean():10.2f} {last_long_ms(t):10.2f}"
+        times = (
+            f"{of_short.mean():10.2f} {of_short.max():10.2f} "
+            f"{of_long.mean():10.2f} {last_long_ms(t):10.2f}"
+        )
         print(f"{name:8} {times} {(t.lateness_ns() > 0).sum():5}")
 
 
@@ -101,13 +141,22 @@ table({"streams": streams.trace, "paella": paella.trace})
 
 # %%
 active = [1, 2, 4, 8, 12]
-runs = [pp.simulate([short, long], rush, "paella", trace=True, active=n) for n in active]
+runs = [
+    pp.simulate([short, long], rush, "paella", trace=True, active=n) for n in active
+]
 figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
 axes[0].plot(active, [r.model("short").p99_ms for r in runs], "o-", color="#0072B2")
 axes[0].axhline(short.target_ms, color="#D55E00", linestyle="--", linewidth=1)
-axes[0].set(xlabel="jobs on the GPU at once", ylabel="p99 of short (ms)", ylim=(0, None), title="dashed: its target")
+axes[0].set(
+    xlabel="jobs on the GPU at once",
+    ylabel="p99 of short (ms)",
+    ylim=(0, None),
+    title="dashed: its target",
+)
 axes[1].plot(active, [last_long_ms(r.trace) for r in runs], "o-", color="#E69F00")
-axes[1].set(xlabel="jobs on the GPU at once", ylabel="last long done after (ms)", ylim=(0, 20))
+axes[1].set(
+    xlabel="jobs on the GPU at once", ylabel="last long done after (ms)", ylim=(0, 20)
+)
 plt.show()
 
 # %% [markdown]
@@ -116,11 +165,14 @@ plt.show()
 # A closer look at a part of the rush, block by block, on a few SMs. Everybody's blocks are there at once under
 # `streams`:
 
+
 # %%
 def closer(t, sms=(0, 11)):
     """From 5 to 6 ms after the first arrival."""
     start = int(t.jobs["arrival_ns"].min()) + 5_000_000
-    return t.picture("gantt", start_ns=start, end_ns=start + 1_000_000, sms=sms, size_inches=(9, 3.4))
+    return t.picture(
+        "gantt", start_ns=start, end_ns=start + 1_000_000, sms=sms, size_inches=(9, 3.4)
+    )
 
 
 closer(streams.trace)
@@ -144,10 +196,16 @@ with pp.Engine(policy="paella") as engine:
     for name in ("mlp", "cnn"):
         engine.load(demo.load(name, batch=(1, 4)))
 
-    await engine.infer("mlp", {"image": images[0]})  # the first request of all compiles what it needs
+    await engine.infer(
+        "mlp", {"image": images[0]}
+    )  # the first request of all compiles what it needs
 
     async def burst():
-        asked = [engine.infer(name, {"image": image}) for image in images[:12] for name in ("mlp", "cnn")]
+        asked = [
+            engine.infer(name, {"image": image})
+            for image in images[:12]
+            for name in ("mlp", "cnn")
+        ]
         return await asyncio.gather(*asked)
 
     with engine.trace() as t:
@@ -156,7 +214,10 @@ with pp.Engine(policy="paella") as engine:
 
 digits = [int(each["scores"].argmax()) for each in answers]
 right = np.mean(np.array(digits).reshape(-1, 2) == labels[:12, None])
-print(f"{len(t.jobs)} requests, in batches of up to {t.jobs['batch'].max()}; {right:.0%} right")
+print(
+    f"{len(t.jobs)} requests, in batches of up to {t.jobs['batch'].max()}; "
+    f"{right:.0%} right"
+)
 t.picture("requests", size_inches=(9, 4))
 
 # %% [markdown]
@@ -174,8 +235,16 @@ table(recorded)
 # who pays is the same. The part of the rush with `long` requests:
 
 # %%
-part = [t.select(end_ns=int(t.jobs["arrival_ns"].min()) + 7_000_000) for t in recorded.values()]
-pp.viz.compare_picture(*part, ["requests", "residency"], labels=("streams", "paella"), size_inches=(11, 5.2))
+part = [
+    t.select(end_ns=int(t.jobs["arrival_ns"].min()) + 7_000_000)
+    for t in recorded.values()
+]
+pp.viz.compare_picture(
+    *part,
+    ["requests", "residency"],
+    labels=("streams", "paella"),
+    size_inches=(11, 5.2),
+)
 
 # %% [markdown]
 # ## Exercises

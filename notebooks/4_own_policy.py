@@ -18,7 +18,10 @@ from paellapy.simulation import named_models
 models, shares = named_models("mix", batch=(1,), device="virtual:h200")
 models = [replace(m, target_ms=4 * m.alone_ns() / 1e6) for m in models]
 for m in models:
-    print(f"{m.name:14} {m.alone_ns() / 1e6:.2f} ms alone, {len(m.sizes[1]):2} segments, target {m.target_ms:.1f} ms")
+    print(
+        f"{m.name:14} {m.alone_ns() / 1e6:.2f} ms alone, {len(m.sizes[1]):2} "
+        f"segments, target {m.target_ms:.1f} ms"
+    )
 
 # %% [markdown]
 # Eight networks, with profiles made from times measured on an H200 (`scheduler/sim/mix.py`). A policy sees a
@@ -34,7 +37,10 @@ load = pp.Lognormal(4500, shares, duration=1.0)
 def try_policy(policy):
     r = pp.simulate(models, load, policy)
     p50, p99 = r.all.slowdown_p50, r.all.slowdown_p99
-    print(f"{r.policy}: {r.all.within_target:.1%} in target, slowdown p50 {p50:.1f}, p99 {p99:.1f}")
+    print(
+        f"{r.policy}: {r.all.within_target:.1%} in target, slowdown p50 {p50:.1f}, "
+        f"p99 {p99:.1f}"
+    )
     return r
 
 
@@ -74,9 +80,17 @@ def who_pays(runs):
     ordered = sorted(models, key=lambda m: m.alone_ns())
     _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
     width = 0.8 / len(runs)
-    for k, ((name, r), colour) in enumerate(zip(runs.items(), ("#0072B2", "#E69F00", "#009E73"), strict=False)):
+    for k, ((name, r), colour) in enumerate(
+        zip(runs.items(), ("#0072B2", "#E69F00", "#009E73"), strict=False)
+    ):
         at = np.arange(len(ordered)) + (k - (len(runs) - 1) / 2) * width
-        ax.bar(at, [r.model(m.name).slowdown_p99 for m in ordered], width, label=name, color=colour)
+        ax.bar(
+            at,
+            [r.model(m.name).slowdown_p99 for m in ordered],
+            width,
+            label=name,
+            color=colour,
+        )
     ax.axhline(4, color="#D55E00", linestyle="--", linewidth=1)
     ax.set(xticks=range(len(ordered)), ylabel="slowdown, p99 (dashed: target)")
     ax.set_xticklabels([m.name for m in ordered], rotation=20, ha="right")
@@ -133,8 +147,13 @@ plt.show()
 # lesson 3, two jobs on the GPU at a time.
 
 # %%
-seen = {p.name: pp.simulate(demo.rivals(), demo.rush(), p, trace=True, active=2).trace for p in (first_come, by_slack)}
-pp.viz.compare_picture(*seen.values(), "requests", labels=tuple(seen), size_inches=(11, 3.6))
+seen = {
+    p.name: pp.simulate(demo.rivals(), demo.rush(), p, trace=True, active=2).trace
+    for p in (first_come, by_slack)
+}
+pp.viz.compare_picture(
+    *seen.values(), "requests", labels=tuple(seen), size_inches=(11, 3.6)
+)
 
 # %% [markdown]
 # ## On an H200
@@ -147,10 +166,17 @@ recorded = pp.recordings.load("mix-paella")
 print(pp.recordings.origin(recorded))
 jobs = np.sort(recorded.jobs, order="arrival_ns")
 latest_before = np.maximum.accumulate(jobs["start_ns"])
-passed = jobs["start_ns"] < latest_before  # somebody who came earlier was launched later
+passed = (
+    jobs["start_ns"] < latest_before
+)  # somebody who came earlier was launched later
 for m, name in enumerate(recorded.models):
-    print(f"{name}: {(passed & (jobs['model'] == m)).sum()} of {(jobs['model'] == m).sum()} passed somebody")
-recorded.picture("requests", end_ns=int(jobs["arrival_ns"][0]) + 7_000_000, size_inches=(9, 3.6))
+    print(
+        f"{name}: {(passed & (jobs['model'] == m)).sum()} of "
+        f"{(jobs['model'] == m).sum()} passed somebody"
+    )
+recorded.picture(
+    "requests", end_ns=int(jobs["arrival_ns"][0]) + 7_000_000, size_inches=(9, 3.6)
+)
 
 # %% [markdown]
 # ## When it is wrong
@@ -188,9 +214,17 @@ except pp.PaellaError as error:
 image = demo.held_out()[0][0]
 with pp.Engine(policy=by_slack) as engine:
     engine.load(demo.load("mlp", batch=(1,), target_ms=50))
-    print(engine, "answers", int(engine.infer_sync("mlp", {"image": image})["scores"].argmax()))
+    print(
+        engine,
+        "answers",
+        int(engine.infer_sync("mlp", {"image": image})["scores"].argmax()),
+    )
     engine.set_policy("paella")
-    print(engine, "answers", int(engine.infer_sync("mlp", {"image": image})["scores"].argmax()))
+    print(
+        engine,
+        "answers",
+        int(engine.infer_sync("mlp", {"image": image})["scores"].argmax()),
+    )
 
 # %% [markdown]
 # ## Exercises

@@ -49,7 +49,11 @@ factory = "paellapy.demo:load"
 arguments = { name = "cnn", batch = [1, 4] }
 target_ms = 200
 """)
-paellapy = [sys.executable, "-c", "from paellapy.cli import main; main()"]  # `paellapy` on a command line
+paellapy = [
+    sys.executable,
+    "-c",
+    "from paellapy.cli import main; main()",
+]  # `paellapy` on a command line
 log = folder / "server.log"
 with log.open("w") as file:
     server = subprocess.Popen([*paellapy, "serve", str(config)], stderr=file)
@@ -87,10 +91,19 @@ with urllib.request.urlopen(f"{url}/v2/models/cnn") as answer:
 # %%
 def ask(model, image, **parameters):
     body = {
-        "inputs": [{"name": "image", "shape": [1, 8, 8], "datatype": "FP32", "data": image.ravel().tolist()}],
+        "inputs": [
+            {
+                "name": "image",
+                "shape": [1, 8, 8],
+                "datatype": "FP32",
+                "data": image.ravel().tolist(),
+            }
+        ],
         "parameters": parameters,
     }
-    request = urllib.request.Request(f"{url}/v2/models/{model}/infer", json.dumps(body).encode())
+    request = urllib.request.Request(
+        f"{url}/v2/models/{model}/infer", json.dumps(body).encode()
+    )
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["outputs"][0]["data"]
 
@@ -99,7 +112,11 @@ images, labels = demo.held_out()
 figure, axes = plt.subplots(1, 8, figsize=(9, 1.7), layout="constrained")
 for ax, image, label in zip(axes, images, labels, strict=False):
     ax.imshow(image, cmap="gray_r")
-    ax.set_title(f"mlp {np.argmax(ask('mlp', image))}, cnn {np.argmax(ask('cnn', image))}\nis {label}", fontsize=8)
+    ax.set_title(
+        f"mlp {np.argmax(ask('mlp', image))}, cnn "
+        f"{np.argmax(ask('cnn', image))}\nis {label}",
+        fontsize=8,
+    )
     ax.axis("off")
 plt.show()
 
@@ -126,7 +143,16 @@ except urllib.error.HTTPError as refusal:
 # %%
 def bench(rate):
     out = folder / f"{rate}.json"
-    options = ["--rate", str(rate), "--duration", "2", "--warmup", "1", "--json", str(out)]
+    options = [
+        "--rate",
+        str(rate),
+        "--duration",
+        "2",
+        "--warmup",
+        "1",
+        "--json",
+        str(out),
+    ]
     subprocess.run([*paellapy, "bench", url, *options], check=True, capture_output=True)
     return json.loads(out.read_text())
 
@@ -136,7 +162,10 @@ results = {rate: bench(rate) for rate in rates}
 print(f"{'rate':>5} {'model':6} {'answered':>8} {'p50 ms':>8} {'p99 ms':>8}")
 for rate, r in results.items():
     for name, m in r["models"].items():
-        print(f"{rate:5} {name:6} {m['answered']:8} {m['latency_ms']['p50']:8.2f} {m['latency_ms']['p99']:8.2f}")
+        print(
+            f"{rate:5} {name:6} {m['answered']:8} {m['latency_ms']['p50']:8.2f} "
+            f"{m['latency_ms']['p99']:8.2f}"
+        )
 
 # %% [markdown]
 # What the server itself counted, for Prometheus:
@@ -166,11 +195,19 @@ models = [replace(m, target_ms=4 * m.alone_ns() / 1e6) for m in models]
 offered = list(range(2000, 6001, 500))
 within = {}
 for policy in ("streams", "fifo", "paella", "slack"):
-    runs = [pp.simulate(models, pp.Lognormal(rate, shares, duration=1.0), policy) for rate in offered]
+    runs = [
+        pp.simulate(models, pp.Lognormal(rate, shares, duration=1.0), policy)
+        for rate in offered
+    ]
     within[policy] = [r.all.within_target for r in runs]
 
 figure, ax = plt.subplots(figsize=(8, 3.4), layout="constrained")
-colours = {"streams": "#999999", "fifo": "#56B4E9", "paella": "#E69F00", "slack": "#0072B2"}
+colours = {
+    "streams": "#999999",
+    "fifo": "#56B4E9",
+    "paella": "#E69F00",
+    "slack": "#0072B2",
+}
 for policy, met in within.items():
     ax.plot(offered, met, "o-", label=policy, color=colours[policy])
 ax.set(xlabel="requests a second", ylabel="within their target", ylim=(0, 1.02))
@@ -185,7 +222,10 @@ plt.show()
 # %%
 for policy, met in within.items():
     fine = [rate for rate, m in zip(offered, met, strict=True) if m >= 0.95]
-    print(f"{policy:8} 95% in time up to {max(fine, default=0):4} a second; at {offered[-1]}: {met[-1]:.0%}")
+    print(
+        f"{policy:8} 95% in time up to {max(fine, default=0):4} a second; at "
+        f"{offered[-1]}: {met[-1]:.0%}"
+    )
 
 # %% [markdown]
 # Batching moves all curves to the right: with `batch=(1, 2, 4, 8)` above, requests of a model that wait together
@@ -202,7 +242,8 @@ recorded = pp.recordings.load("mix-streams")
 print(pp.recordings.origin(recorded))
 worst = recorded.jobs[np.argmax(recorded.lateness_ns())]
 print(
-    f"{recorded.models[worst['model']]}, request {worst['request']}: {recorded.lateness_ns().max() / 1e6:.2f} ms late, "
+    f"{recorded.models[worst['model']]}, request {worst['request']}: "
+    f"{recorded.lateness_ns().max() / 1e6:.2f} ms late, "
     f"{(worst['end_ns'] - worst['arrival_ns']) / 1e6:.2f} ms in all"
 )
 recorded.picture("requests", size_inches=(9, 4))
