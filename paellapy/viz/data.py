@@ -335,9 +335,9 @@ class Cells:
     rows_per_sm: int
 
 
-def cells(picture: Picture, chart: Gantt, most_rows: int = ROWS) -> Cells:
+def cells(picture: Picture, chart: Gantt, most_rows: int | None = None) -> Cells:
     n_sm, n = picture.trace.device.n_sm, max(len(picture.groups.names), 1)
-    depth = min(chart.depth, max(1, most_rows // n_sm))
+    depth = min(chart.depth, max(1, (most_rows or ROWS) // n_sm))
     pooled = chart.lane * depth // chart.depth
     width = np.bincount(np.arange(chart.depth) * depth // chart.depth, minlength=depth)  # lanes in each row
     rows = n_sm * depth

@@ -175,7 +175,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
     if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
         _bars(picture, ax, colour, chart, style.ground)
     else:  # blocks are thinner than pixels: drawn one by one they would be a moiré
-        cells = data.cells(picture, chart, min(data.ROWS, int(pixels)))
+        cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
         paint = np.zeros((*cells.group.shape, 4))
         for g, name in enumerate(names):
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
