@@ -1,27 +1,27 @@
 """See and control which block of which kernel runs on which SM, from Python.
 
-import paellapy as pp
+    import paellapy as pp
 
-@pp.kernel
-@triton.jit
-def add(x, y, out, n, B: tl.constexpr): ...
+    @pp.kernel
+    @triton.jit
+    def add(x, y, out, n, B: tl.constexpr): ...
 
-with pp.trace() as t:
-    add[(grid,)](x, y, out, n, B=1024)
-print(t.summary())
+    with pp.trace() as t:
+        add[(grid,)](x, y, out, n, B=1024)
+    print(t.summary())
 """
 
 from __future__ import annotations
 
-import lazy_loader
+import lazy_loader as _lazy_loader
 
-from paellapy.instrument.queues import ask_for_all
-from paellapy.instrument.traces.above import add_methods
+from paellapy.instrument.queues import ask_for_all as _ask_for_all
+from paellapy.instrument.traces.above import add_methods as _add_methods
 
-ask_for_all()
+_ask_for_all()
 _FIGURES = ("plot", "plot_heatmap", "plot_gantt", "plot_residency", "plot_requests")
-add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES})
-add_methods(
+_add_methods("Trace", {name: f"paellapy.viz.figures:{name}" for name in _FIGURES})
+_add_methods(
     "Trace",
     {
         "explore": "paellapy.viz.explorer:explore",
@@ -33,9 +33,9 @@ add_methods(
         "to_html": "paellapy.viz.report:to_html",
     },
 )
-add_methods("Explanation", {"plot": "paellapy.viz.explain_figure:plot_explanation"})
-add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
+_add_methods("Explanation", {"plot": "paellapy.viz.explain_figure:plot_explanation"})
+_add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
 
 # `__init__.pyi` says where each public name lives. The modules are imported when a name is first used, so that
 # `import paellapy` takes a moment, and a script pays for Triton, Numba or the server only where it uses them.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

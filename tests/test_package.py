@@ -119,3 +119,15 @@ def test_every_method_from_above_has_a_home() -> None:
         for name, value in vars(owner).items():
             if isinstance(value, Above):
                 assert callable(getattr(owner, name))
+
+
+def test_the_package_offers_what_is_public_and_nothing_else() -> None:
+    code = (
+        "import types, paellapy as pp\n"
+        "for name in pp.__all__: getattr(pp, name)\n"
+        "folders = {'instrument', 'scheduler', 'serving'}\n"
+        "others = {n for n, v in vars(pp).items() if not n.startswith('_') and not isinstance(v, types.ModuleType)}\n"
+        "print(sorted(others - set(pp.__all__) - folders - {'annotations'}), sorted(dir(pp)) == sorted(pp.__all__))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "[] True"

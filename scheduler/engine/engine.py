@@ -16,6 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, Self
 
 import numpy as np
@@ -97,12 +98,12 @@ class Engine(Requester):
 
         `quantum_us` is about how long a segment takes; None: 100, and 150 with windows of SMs.
 
-        `max_active`, how many batches may share the GPU at once; None: as many as would keep two to three GPUs busy, by
-        what each was seen to take when it was loaded; more where a queue stays and each leaves most of the GPU idle.
+        `max_active`: batches that may share the GPU at once. None: until their measured demand adds up to two to three
+        GPUs, and more while a queue persists.
 
-        `sm_windows`: where more than a few batches share the GPU, each launch keeps to one of so many windows of SMs,
-        unless that would slow it much; 8, for instance. Kernels of PyTorch's libraries can be confined, those
-        loaded by paellapy itself run on all SMs of a real GPU.
+        `sm_windows`: number of windows of SMs, 8 for instance. While many batches share the GPU, each launch is
+        confined to one window unless that would slow it much. Kernels of PyTorch's libraries can be
+        confined; kernels that paellapy loads itself run on all SMs of a real GPU.
 
         `segment_shares`: measure, as a model is loaded, what its segments take of the GPU's bandwidth and tensor units;
         None: where the policy reads it. On a virtual GPU it is known anyway.
@@ -354,6 +355,7 @@ class Engine(Requester):
 
     @property
     def policy(self) -> str:
+        """The name of the policy that decides now."""
         return self._policy.name
 
     @property
@@ -465,10 +467,12 @@ class Engine(Requester):
 
     @property
     def closed(self) -> bool:
+        """Whether the engine takes no more requests because it is closed or being closed."""
         return self._closing or self._closed
 
     @property
     def uptime_s(self) -> float:
+        """Seconds since the engine was made."""
         return time.monotonic() - self._since
 
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
@@ -553,6 +557,16 @@ class Engine(Requester):
     def __repr__(self) -> str:
         what = "failed" if self._failure else "closed" if self._closed else self.policy
         return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._front.waiting} requests>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each model."""
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{', '.join(map(str, model.batch))}</td>"
+            f"<td>{'–' if model.target_ms is None else f'{model.target_ms:g}'}</td></tr>"
+            for name, model in self.models.items()
+        )
+        head = "<tr><th>model</th><th>batch sizes</th><th>target, ms</th></tr>"
+        return f"<table><caption>{escape(repr(self))}</caption>{head}{rows}</table>"
 
     # -- inside
 

@@ -128,7 +128,11 @@ class Requester(ABC):
         priority: int | None = None,
         client: Hashable = None,
     ) -> Outputs:
-        """Runs one request. Cancelling the awaiting task takes the request back."""
+        """Runs one request: arrays without the batch dimension, by name. Cancelling the awaiting task withdraws it.
+
+        `deadline_ms` counts from now; a request that is late ends with `DeadlineError`. `priority`: larger goes first,
+        for policies that read it. `client`: who asks, for policies that are fair between clients.
+        """
         loaded = self._find(name)
         return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
 
@@ -160,7 +164,7 @@ class Requester(ABC):
         priority: int | None = None,
         client: Hashable = None,
     ) -> Outputs:
-        """As `infer`, blocking this thread."""
+        """As `infer`; blocks this thread until the answer is there."""
         loaded = self._find(name)
         arrays = check_inputs(loaded.model, inputs)
         waiter = thread_waiter()

@@ -191,6 +191,7 @@ class Model:
 
     @property
     def weights_bytes(self) -> int:
+        """Memory that the weights take, once for all lanes."""
         return sum(array.nbytes for array in self.weights.values()) if self.source is None else self.source.nbytes
 
     def place(self, device: Device) -> Arrays:
@@ -218,6 +219,7 @@ class Model:
 
     @property
     def max_batch(self) -> int:
+        """The largest batch size."""
         return self.batch[-1]
 
     def __repr__(self) -> str:

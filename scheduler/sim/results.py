@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,6 +168,21 @@ class Results:
 
     def __rich__(self) -> Any:
         return self.table()
+
+    def __repr__(self) -> str:
+        done = self.all
+        return (
+            f"<Results of {self.policy} on {self.device}: {done.completed:,} of {done.submitted:,} requests in "
+            f"{self.seconds:.2f} s, p99 {_cell(done.p99_ms, '.2f')} ms>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the table."""
+        from rich.console import Console
+
+        console = Console(width=110, record=True, file=io.StringIO())
+        console.print(self.table())
+        return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")
 
 
 @dataclass(frozen=True, slots=True)
