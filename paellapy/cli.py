@@ -47,9 +47,9 @@ def paellapy(
 
 @app.command()
 def doctor(
-    verbose: Annotated[bool, typer.Option(help="also the scheduler's tuned numbers, each with its source")] = False,
+    verbose: Annotated[bool, typer.Option(help="also print the scheduler's tuned numbers and their sources")] = False,
 ) -> None:
-    """What GPU, driver, Triton, CuPy and ptxas were found, which features work here, what to install for the rest."""
+    """Show which GPU, driver and tools were found, which features work, and what to install for the others."""
     from paellapy import doctor as examination
 
     console = Console()
@@ -66,23 +66,23 @@ def doctor(
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the demo models are served")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file  [dim](the demo models)[/dim]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on  [dim](127.0.0.1)[/dim]")] = None,
-    port: Annotated[int | None, typer.Option(help="port, 0 for any that is free  [dim](8000)[/dim]")] = None,
+    port: Annotated[int | None, typer.Option(help="port; 0: any free one  [dim](8000)[/dim]")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="HTTP processes, and one for the engine; 0: all in one  [dim](0)[/dim]")
+        int | None, typer.Option(help="HTTP processes beside the engine's; 0: one for all  [dim](0)[/dim]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help='"auto", "cuda:0", "virtual:h200", …')] = None,
-    policy: Annotated[str | None, typer.Option(help='"paella", "edf", "srpt", … or "package.module:function"')] = None,
+    device: Annotated[str | None, typer.Option(help='device: "auto", "cuda:0", "virtual:h200", …')] = None,
+    policy: Annotated[str | None, typer.Option(help='policy: "edf", …, or "package.module:function"')] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="""a model: 'package.module:factory{argument="value"}'; may be repeated""")
+        list[str] | None, typer.Option(help="""model: 'package.module:factory{argument="value"}'; may be repeated""")
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", help="any setting of the file, as in server.grace_s=2; may be repeated"),
+        typer.Option("--set", "-s", help="one setting of the file, such as server.grace_s=2; may be repeated"),
     ] = None,
 ) -> None:
-    """Serve models over HTTP (Open Inference Protocol v2) until SIGTERM or Ctrl-C, which finish what is in flight."""
+    """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
     from paellapy import serve_demo
     from paellapy.serving.api import serve_config
     from paellapy.serving.config import load_config
@@ -105,13 +105,13 @@ _WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --dev
 )
 def trace_script(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="what to run; arguments after it are its own")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="where the trace goes")] = Path("trace.pptrace"),
-    device: Annotated[str | None, typer.Option(help='"cuda:0", "virtual:h200", …')] = None,
-    records_per_sm: Annotated[int, typer.Option(help="size of an SM's ring, a power of two")] = 1 << 14,
-    dark: Annotated[bool, typer.Option("--dark", help="a dark report")] = False,
+    script: Annotated[Path, typer.Argument(help="Python script to run; arguments after it are passed to it")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="trace file; report beside it")] = Path("trace.pptrace"),
+    device: Annotated[str | None, typer.Option(help='device: "cuda:0", "virtual:h200", …')] = None,
+    records_per_sm: Annotated[int, typer.Option(help="records kept per SM, a power of two")] = 1 << 14,
+    dark: Annotated[bool, typer.Option("--dark", help="dark colours")] = False,
 ) -> None:
-    """Run a script with tracing on: every pp.kernel it launches. Writes the trace and an HTML report beside it."""
+    """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report."""
     from paellapy.output_path import OutputError, check_output
     from paellapy.viz.script import run_script
 
@@ -137,12 +137,12 @@ def trace_script(
 
 @app.command()
 def view(
-    file: Annotated[Path, typer.Argument(help="a trace file, as Trace.save and paellapy trace write it")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the page goes  [dim](beside it)[/dim]")] = None,
-    open_: Annotated[bool, typer.Option("--open/--no-open", help="show it in the browser")] = True,
-    dark: Annotated[bool, typer.Option("--dark", help="a dark page")] = False,
+    file: Annotated[Path, typer.Argument(help="trace file, written by Trace.save or paellapy trace")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="page to write  [dim](beside it)[/dim]")] = None,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="open the page in the browser")] = True,
+    dark: Annotated[bool, typer.Option("--dark", help="dark colours")] = False,
 ) -> None:
-    """Show a trace file: makes one HTML page that works offline, and opens it."""
+    """Make one HTML page of a trace file, which works offline, and open it."""
     import webbrowser
 
     from paellapy import viz
@@ -172,7 +172,7 @@ def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Con
 
 @app.command()
 def version() -> None:
-    """Versions of paellapy and of what it stands on."""
+    """Show the versions of paellapy and of the packages it uses."""
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
 

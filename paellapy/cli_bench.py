@@ -18,40 +18,40 @@ DEFAULT_CONCURRENCY = 8
 
 
 def bench(
-    url: Annotated[str | None, typer.Argument(help="a v2 endpoint, as in http://127.0.0.1:8000")] = None,
+    url: Annotated[str | None, typer.Argument(help="address of a v2 server, such as http://127.0.0.1:8000")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="instead: an engine in this process, without HTTP, on this device")
+        str | None, typer.Option(help="instead of a server: an engine in this process on this device")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="its models and policy, a file as for serve  [dim](demo models)[/dim]")
+        Path | None, typer.Option(help="settings of that engine, as for serve  [dim](demo models)[/dim]")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="its policy")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="may be repeated; by default all that are ready")] = None,
+    policy: Annotated[str | None, typer.Option(help="policy of that engine")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="model; may be repeated  [dim](all)[/dim]")] = None,
     rate: Annotated[float | None, typer.Option(help="open-loop: requests a second")] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="closed-loop: clients that wait for their answer  [dim](8, where no load is said)[/dim]"),
+        typer.Option(help="closed-loop: clients that wait for each answer  [dim](8, without other load)[/dim]"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="open-loop: a CSV (t, model, …) or JSONL file says when and what")
+        Path | None, typer.Option(help="open-loop: CSV (t, model, …) or JSONL file of arrivals")
     ] = None,
-    speed: Annotated[float, typer.Option(help="of a trace: so many times as fast")] = 1.0,
+    speed: Annotated[float, typer.Option(help="play the trace this many times as fast")] = 1.0,
     arrivals: Annotated[str, typer.Option(help="open-loop: poisson, lognormal or even")] = "poisson",
-    sigma: Annotated[float, typer.Option(help="of lognormal arrivals")] = 1.5,
-    duration: Annotated[float | None, typer.Option(help="seconds that count  [dim](10)[/dim]")] = None,
-    warmup: Annotated[float | None, typer.Option(help="seconds before that do not  [dim](1)[/dim]")] = None,
-    items: Annotated[int, typer.Option(help="items in a request")] = 1,
-    binary: Annotated[bool, typer.Option(help="binary tensors, or JSON")] = True,
-    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request")] = None,
-    priority: Annotated[int | None, typer.Option(help="1 goes first, 0 or none is the default")] = None,
-    target_ms: Annotated[float | None, typer.Option(help="also show the share of answers within it")] = None,
-    connections: Annotated[int, typer.Option(help="open-loop: most of them at once")] = 512,
-    clients: Annotated[int, typer.Option(help="client processes, where one core is not enough")] = 1,
+    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger: heavier bursts")] = 1.5,
+    duration: Annotated[float | None, typer.Option(help="measured seconds  [dim](10)[/dim]")] = None,
+    warmup: Annotated[float | None, typer.Option(help="seconds before, not measured  [dim](1)[/dim]")] = None,
+    items: Annotated[int, typer.Option(help="items per request")] = 1,
+    binary: Annotated[bool, typer.Option(help="send binary tensors; else JSON")] = True,
+    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request, µs")] = None,
+    priority: Annotated[int | None, typer.Option(help="priority of each request; 1 goes first, 0: default")] = None,
+    target_ms: Annotated[float | None, typer.Option(help="also show the share of answers within this latency")] = None,
+    connections: Annotated[int, typer.Option(help="open-loop: most connections at once")] = 512,
+    clients: Annotated[int, typer.Option(help="client processes; more where one core is not enough")] = 1,
     header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
-    seed: Annotated[int, typer.Option(help="of the arrivals and inputs, zero or more")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
+    seed: Annotated[int, typer.Option(help="random seed of arrivals and inputs")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="file for the whole result")] = None,
 ) -> None:
-    """Load a v2 endpoint, or an engine, and show what clients see: latency percentiles, refusals, errors."""
+    """Put load on a v2 server or an engine and show latency percentiles, refusals and errors."""
     from paellapy import bench_report
     from paellapy.output_path import check_output
     from paellapy.serving.bench.load import ARRIVALS, BenchError, Load, read_trace

@@ -13,25 +13,25 @@ from paellapy.instrument.errors import ArgumentError
 
 
 def simulate(
-    models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
+    models: Annotated[str, typer.Argument(help="mix (eight CNNs), demo, or a JSON file of profiles")] = "mix",
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help='"edf", "package.module:function", …; may be repeated')
+        list[str] | None, typer.Option("--policy", "-p", help='"edf", … or "package.module:function"; may be repeated')
     ] = None,
-    rate: Annotated[float, typer.Option(help="requests a second, of all models together")] = 4000.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file: t, model")] = "lognormal",
-    sigma: Annotated[float, typer.Option(help="of lognormal gaps")] = 1.5,
-    seconds: Annotated[float, typer.Option(help="simulated")] = 1.0,
+    rate: Annotated[float, typer.Option(help="requests a second, all models together")] = 4000.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file (t, model)")] = "lognormal",
+    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger: heavier bursts")] = 1.5,
+    seconds: Annotated[float, typer.Option(help="simulated seconds")] = 1.0,
     batch: Annotated[
         str | None,
-        typer.Option(help="captured batch sizes, as in 1,2,4; of mix there are 1,2,4,8,16,32  [dim](1)[/dim]"),
+        typer.Option(help="batch sizes, such as 1,2,4; mix has 1,2,4,8,16,32  [dim](1)[/dim]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="a virtual part")] = "virtual:h200",
+    device: Annotated[str, typer.Option(help="virtual GPU")] = "virtual:h200",
     fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
-    admission: Annotated[bool, typer.Option(help="refuse what would miss its deadline or target, as a server")] = False,
-    seed: Annotated[int, typer.Option(help="of the arrivals, zero or more")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="write a picture of all policies here")] = None,
+    admission: Annotated[bool, typer.Option(help="refuse requests that would be late, as a server does")] = False,
+    seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="file for a picture of all policies")] = None,
 ) -> None:
-    """Try scheduling policies without a GPU: what each does to latency, slowdown, targets and throughput."""
+    """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
     from paellapy.output_path import check_picture
     from paellapy.scheduler.policies.imported import named_policy
     from paellapy.simulation import arrivals as workload_of
