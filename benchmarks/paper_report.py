@@ -1,22 +1,17 @@
-"""docs/results.md and its pictures, from paper.json and paper_twin.json. Every number there comes through here."""
+"""The tables of docs/results.md, from paper.json and paper_twin.json."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
 
 DOCS = Path(__file__).parent.parent / "docs"
-COLOURS = {
-    "streams": "#777777", "streams, 32 queues": "#000000", "srpt": "#0072B2", "slack": "#56B4E9",
-    "dynamic batcher": "#CC79A7", "srpt, batches": "#D55E00", "slack, batches": "#E69F00", "hrrn, batches": "#009E73",
-    "slack, windows": "#004488", "hrrn, batches, windows": "#117733",
-}  # fmt: skip
 BASELINES = (
     "one stream", "eager, 1 thread", "eager, 8 threads", "streams", "streams, 32 queues", "MPS, 100 % each",
     "MPS, 25 % each", "kernel by kernel, srpt", "dynamic batcher",
@@ -105,39 +100,8 @@ def fig11_text(points: dict[str, Any]) -> str:
         same = commits(full, system) == commits(full, "streams")
         row.append(spread([m / float(np.median(most_of_streams)) for m in most]) if most and same else "–")
         rows.append(row)
-    loads_at = [f"requests/s with 99 % within 4× alone, σ = {sigma}; ÷ streams" for sigma in sigmas]
+    loads_at = [f"requests/s with 99 % in time, σ = {sigma}; ÷ streams" for sigma in sigmas]
     return table(["system", *loads_at, "p99 slowdown at 4000/s", "÷ streams", "saturation", "÷ streams"], rows)
-
-
-def fig11_picture(points: dict[str, Any], path: Path) -> None:
-    sweep = series(points, "fig11")
-    sigmas = sorted({key[1] for key in sweep})
-    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(2, len(sigmas), figsize=(4.6 * len(sigmas), 5.4), sharex=True, squeeze=False)
-    for column, sigma in enumerate(sigmas):
-        for system in COLOURS:
-            rates = sorted(int(key[2]) for key in sweep if key[:2] == (system, sigma))
-            if not rates:
-                continue
-            for row, (name, scale) in enumerate((("within_4x", 100.0), ("p99_slowdown", 1.0))):
-                values = [[p[name] * scale for p in sweep[system, sigma, str(rate)]] for rate in rates]
-                ax = axes[row, column]
-                ax.plot(rates, [np.median(v) for v in values], "o-", ms=3, color=COLOURS[system], label=system)
-                low, high = [min(v) for v in values], [max(v) for v in values]
-                ax.fill_between(rates, low, high, color=COLOURS[system], alpha=0.15, lw=0)
-        axes[0, column].set_title(f"lognormal gaps, σ = {sigma}")
-        axes[0, column].set_ylim(0, 102)
-        axes[0, column].axhline(99, color="#999999", lw=0.7, ls=":")
-        axes[1, column].set_yscale("log")
-        axes[1, column].set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
-        axes[1, column].minorticks_off()
-        axes[1, column].set_xlabel("offered requests a second")
-    axes[0, 0].set_ylabel("% within 4× alone")
-    axes[1, 0].set_ylabel("p99 slowdown")
-    figure.tight_layout()
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 0.95), frameon=False)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
 
 
 def let_in_in_time(runs: list[Any]) -> str:
@@ -155,8 +119,8 @@ def beyond_text(points: dict[str, Any]) -> str:
          let_in_in_time(runs), spread([p["throughput"] for p in runs], 0)]
         for (system, rate), runs in series(points, "beyond").items()
     ]  # fmt: skip
-    head = ["system", "offered", "% answered", "their p99 slowdown", "% of them within 4×", "with those that expired",
-            "answered/s"]  # fmt: skip
+    head = ["system", "offered", "% answered", "p99 slowdown of answered", "% of answered within 4×",
+            "% of admitted within 4×", "answered/s"]  # fmt: skip
     return table(head, rows)
 
 
@@ -225,8 +189,6 @@ def disb_text(points: dict[str, Any]) -> str:
 
 
 def twin_text(path: Path) -> str:
-    if not path.exists():
-        return ""
     summary = json.loads(path.read_text())["results"]["summary"]
     systems = list(dict.fromkeys(name.split("|")[0] for name in summary))
     rows = []
@@ -252,19 +214,8 @@ def twin_beyond_text(path: Path) -> str:
                 known = [100 * each[who][figure] for each in runs if who in each]
                 row.append(spread(known, 1) if known else "–")
         rows.append(row)
-    head = ["system", "offered", "% let in, measured", "twin", "% of those in time, measured", "twin"]
+    head = ["system", "offered", "% admitted, measured", "simulated", "% of admitted in time, measured", "simulated"]
     return table(head, rows) if rows else ""
-
-
-SECTIONS = (
-    ("fig11", "Paella's mix of eight CNNs, load swept to saturation", fig11_text),
-    ("beyond", "Beyond saturation, with admission for deadlines at 4× alone", beyond_text),
-    ("active", "How many jobs at once", active_text),
-    ("light", "Light load", light_text),
-    ("best_effort", "High priority beside best effort", best_effort_text),
-    ("fig12", "Fairness threshold (resnet18 and inception_v3)", fig12_text),
-    ("disb", "DISB", disb_text),
-)
 
 
 def runs_text(measured: dict[str, str]) -> str:
@@ -280,11 +231,19 @@ def runs_text(measured: dict[str, str]) -> str:
     for commit, kinds in found.items():
         of = (where + (f" ({'; '.join(sorted(who))})" if any(who) else "") for where, who in sorted(kinds.items()))
         lines.append(f"at {commit} {', '.join(of)}")
-    others = f" Others, compared only with those of the same commit: {'; '.join(lines)}."
+    others = f" Others, compared only within their commit: {'; '.join(lines)}."
     return f"Most points were measured at commit {most}.{others}" if lines else ""
 
 
-def report(path: Path, docs: Path = DOCS) -> None:
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "sweep": ("fig11", fig11_text), "beyond": ("beyond", beyond_text), "jobs": ("active", active_text),
+    "light": ("light", light_text), "priority": ("best_effort", best_effort_text), "fairness": ("fig12", fig12_text),
+    "disb": ("disb", disb_text),
+}  # fmt: skip
+
+
+def tables(path: Path) -> dict[str, str]:
+    """What stands between the markers of docs/results.md, by name."""
     stored = json.loads(path.read_text())
     points, on = dict(stored["results"]["points"]), stored["on"]
     known = stored["results"].get("commits", {})
@@ -296,36 +255,36 @@ def report(path: Path, docs: Path = DOCS) -> None:
     for key, commit in measured.items():
         if key != "light":  # whose entries are models
             points[key] = {**points[key], "commit": commit}
-    text = [
-        "# Results on real models",
-        f"Made by `benchmarks/paper.py report` from `{path.name}`: {on['device']}, {on['date']}, "
-        + ", ".join(f"{name} {version}" for name, version in on["versions"].items() if version)
-        + f". {compared:,} outputs and more were compared with the modules' own, "
-        f"{stored['results']['wrong']} were wrong. Slowdown is latency from the intended arrival ÷ the time of one "
-        "launch alone at batch 1; where there are several seeds: median (least … most). The load with 99 % in time is "
-        "the highest of those offered that had as many, and part of the way to the next; also where a lower one had "
-        "fewer.",
-    ]
-    if runs := runs_text(measured):
-        text.append(runs)
-    for kind, title, make in SECTIONS:
-        if any(key.split("|")[0] == kind for key in points):
-            text += [f"## {title}", make(points)]
-            if kind == "fig11":
-                fig11_picture(points, docs / "results_fig11.png")
-                text.append("![share in time and p99 slowdown by offered load](results_fig11.png)")
-    if twin := twin_text(path.with_name("paper_twin.json")):
-        text += [
-            "## The virtual twin's predictions of the sweep",
-            "The same requests in simulated time, from nothing but the profiles measured when the models were loaded "
-            "(`benchmarks/paper_twin.py`). Size of the error below 90 % of saturation: median (at most); share of "
-            "points within 20 %.",
-            twin,
-        ]
-        if beyond := twin_beyond_text(path.with_name("paper_twin.json")):
-            text += ["Beyond saturation, with admission; with those that expired:", beyond]
-    notes = DOCS / "results_notes.md"
-    if notes.exists():
-        text.append(notes.read_text().strip())
-    (docs / "results.md").write_text("\n\n".join(text) + "\n")
+    versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items() if version)
+    found = {
+        "machine": f"{on['device']}, {on['date']}, {versions}. At least {compared:,} outputs were compared with the "
+        f"modules' own; {stored['results']['wrong']} were wrong.",
+        "runs": runs_text(measured) or "All points are of one run.",
+    }
+    found |= {
+        name: make(points)
+        for name, (kind, make) in TABLES.items()
+        if any(key.split("|")[0] == kind for key in points)
+    }
+    twin = path.with_name("paper_twin.json")
+    return found | ({"twin": twin_text(twin), "twin-beyond": twin_beyond_text(twin)} if twin.exists() else {})
+
+
+def filled(page: str, found: dict[str, str]) -> str:
+    """The page with each `<!-- table: name -->` … `<!-- end -->` written anew."""
+
+    def fill(marked: re.Match[str]) -> str:
+        text = found.get(marked[1])
+        return marked[0] if text is None else f"<!-- table: {marked[1]} -->\n\n{text}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+def report(path: Path, docs: Path = DOCS) -> None:
+    """Writes the tables of results.md anew, and its picture."""
+    from paper_pictures import sweep_picture
+
+    page = (DOCS / "results.md").read_text()
+    (docs / "results.md").write_text(filled(page, tables(path)))
+    sweep_picture(series(json.loads(path.read_text())["results"]["points"], "fig11"), docs / "results_fig11.png")
     print(docs / "results.md")

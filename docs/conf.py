@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -36,6 +37,15 @@ pygments_style, pygments_dark_style = "tango", "native"
 
 def setup(app: Any) -> None:
     app.connect("builder-inited", lambda _: _write_reference())
+    app.connect("source-read", _list_new_pages)
+
+
+def _list_new_pages(app: Any, name: str, source: list[str]) -> None:
+    """A page that nobody has sorted into the table of contents yet is listed under *How to*."""
+    if name == "index":
+        listed = set(re.findall(r"^[\w/-]+$", source[0], re.M)) | {"index"}
+        new = sorted(path.stem for path in HERE.glob("*.md") if path.stem not in listed)
+        source[0] = source[0].replace("\nmeasure\n", "\n".join(["", *new, "measure", ""]))
 
 
 def _write_reference() -> None:

@@ -22,7 +22,7 @@ from paellapy.viz import save_comparison, save_figure
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"
-README = ("tail-effect", "streams-paella")
+README = ("streams-paella",)
 PAGES = (DOCS.parent / "README.md", DOCS / "pictures.md")
 
 

@@ -21,12 +21,15 @@ API = Path(__file__).parent / "reference" / "api"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Kernels and traces": (
         "kernel", "trace", "Trace", "Kernel", "TritonKernel", "CudaKernel", "counts", "Counts", "instrument_torch",
-        "PreemptibleLaunch", "Turnaround", "Flag",
+        "range", "range_begin", "range_end", "PreemptibleLaunch", "Turnaround", "Flag",
     ),
-    "Devices and arrays": ("Device", "devices", "Array", "array", "empty", "Stream", "stream"),
+    "Devices and arrays": ("Device", "devices", "Array", "array", "empty", "empty_like", "zeros", "Stream", "stream"),
     "Models and engines": ("Engine", "Model", "TensorSpec", "ModelProfile", "save_profiles", "load_profiles", "Tuning"),
-    "Policies": ("policy", "Policy", "policy_names"),
-    "Simulation": ("simulate", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload"),
+    "Policies": ("policy", "Policy", "policy_names", "Where", "Tenant", "tune", "Tuned"),
+    "Simulation": (
+        "simulate", "simulate_cluster", "Poisson", "Lognormal", "ClosedLoop", "TraceWorkload", "Background", "Failure",
+        "Straggler",
+    ),
     "Serving": ("serve",),
     "Pictures": ("compare", "live", "viz", "recordings"),
 }  # fmt: skip
@@ -107,7 +110,12 @@ def _class(found: type, name: str) -> Iterator[str]:
     members = "\n".join(line for member in _members(found) for line in member)
     bases = [base.__name__ for base in found.__bases__ if base.__name__ in paellapy.__all__]
     above = f"A kind of {', '.join(f'{{py:class}}`~paellapy.{base}`' for base in bases)}.\n\n" if bases else ""
-    yield from _directive(kind, [called], f"{_docstring(found)}\n\n{above}{members}", ":module: paellapy")
+    made = found.__dict__.get("__init__")
+    options = _docstring(made) if made is not None and (made.__doc__ or "").strip() else ""
+    if options.startswith("Initialize self"):  # Python's own
+        options = ""
+    parts = "\n\n".join(filter(None, (_docstring(found), options, above + members)))
+    yield from _directive(kind, [called], parts, ":module: paellapy")
 
 
 def _members(owner: type) -> Iterator[list[str]]:

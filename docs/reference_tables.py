@@ -109,12 +109,21 @@ def metric_names() -> dict[str, tuple[str, str]]:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             pair = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else ()
-            texts = [each.value for each in pair[:2] if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            texts = [text for each in pair[:2] if (text := _text(each, tree))]
             if len(texts) == 2 and re.match(r"(paellapy|nv)_", texts[0]):
                 kind = _family(node, tree)
                 name = texts[0] + ("_total" if kind == "counter" else "")
                 found.setdefault(name, (kind, texts[1]))
     return found
+
+
+def _text(node: ast.AST, tree: ast.Module) -> str:
+    """A text, or the text that a name stands for."""
+    if isinstance(node, ast.Name):
+        for outer in ast.walk(tree):
+            if isinstance(outer, ast.Assign) and any(getattr(each, "id", "") == node.id for each in outer.targets):
+                return _text(outer.value, tree)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _family(node: ast.AST, tree: ast.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import shlex
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from paellapy.serving.config import load_config
 
 NEEDED = ("torch", "plotly", "matplotlib", "perfetto", "anywidget")
 RUN = ("simulate", "doctor", "version")  # other commands serve, or need a server: their options are looked up
+GROUPS = ("cluster",)  # commands with commands of their own
+OTHERS = {"cluster", "profiles"}  # settings that are not a server's
 QUICK = {"simulate": ["--seconds", "0.05"]}
 
 
@@ -53,6 +56,8 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("page", with_snippets("toml"), ids=named)
 def test_settings_are_right(page: Path, tmp_path: Path) -> None:
     for number, (_, text) in enumerate(blocks(page, "toml")):
+        if OTHERS & set(tomllib.loads(text)):
+            continue  # of a cluster, or of a plan
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
         load_config(path)
@@ -64,7 +69,7 @@ def command_lines() -> list[str]:
         for _, text in blocks(page, "(?:sh|console|)"):
             joined = text.replace("\\\n", " ")
             lines += [line.partition("  #")[0].rpartition("&& ")[2] for line in joined.splitlines()]
-    ours = (line.removeprefix("../").removeprefix(".venv/bin/") for line in lines)
+    ours = (line.removeprefix("../").removeprefix(".venv/bin/").removesuffix("&") for line in lines)
     return sorted({line.strip() for line in ours if line.startswith("paellapy ")})
 
 
@@ -72,7 +77,8 @@ def command_lines() -> list[str]:
 def test_command_lines_are_right(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, command, *given = shlex.split(line)
     runner = CliRunner()
-    shown = runner.invoke(app, [command, "--help"], terminal_width=200).output
+    which = [command, given[0]] if command in GROUPS else [command]
+    shown = runner.invoke(app, [*which, "--help"], terminal_width=200).output
     for option in (each.partition("=")[0] for each in given if each.startswith("-")):
         assert option in shown, option
     files = [each for each in given if each.endswith(".json")]

@@ -17,7 +17,7 @@ from paellapy.serving.config import load_config
 
 EXAMPLES = ROOT / "examples"
 SERVED = {"client.py", "aiohttp_app.py"}  # run against a server, below
-TORCH = {"two_torch_models.py"}
+TORCH = {"two_torch_models.py", "train_beside.py"}
 
 
 @pytest.fixture

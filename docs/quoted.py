@@ -1,0 +1,147 @@
+"""Figures in the prose of README.md and the pages, each tied to the file that it comes from.
+
+    python docs/quoted.py        writes them anew
+
+A figure is followed by a comment with its name, which nobody sees: 2.3<!--=load.hrrn-windows-->. Tables between
+`<!-- table: name -->` and `<!-- end -->` are made here too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import paper_report  # noqa: E402
+import quoted_scheduling  # noqa: E402
+
+MARK = re.compile(r"([\d][\d.,]*)<!--=([\w.%/, -]+)-->")
+
+
+@functools.cache
+def stored(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+@functools.cache
+def sweep() -> paper_report.Series:
+    return paper_report.series(stored("paper")["points"], "fig11")
+
+
+def load(system: str, base: str = "streams", sigma: str = "1.5") -> float:
+    """Load with 99 % in time ÷ another system's, median over the seeds."""
+    ours, other = (paper_report.sustained(sweep(), each, sigma) for each in (system, base))
+    return float(np.median([ours[seed] / other[seed] for seed in ours]))
+
+
+def slower(system: str) -> float:
+    """p99 slowdown at 4000/s ÷ streams', median over the seeds."""
+    both = (sweep()[each, "1.5", "4000"] for each in (system, "streams"))
+    ours, streams = ({p["seed"]: p["p99_slowdown"] for p in points} for points in both)
+    return float(np.median([ours[seed] / streams[seed] for seed in ours]))
+
+
+def full(system: str) -> float:
+    found = paper_report.series(stored("paper")["points"], "saturation")
+    most, streams = (float(np.median([p["throughput"] for p in found[each,]])) for each in (system, "streams"))
+    return most / streams
+
+
+def high_priority(beside: str) -> tuple[float, float]:
+    """p99 ÷ alone, and best effort ÷ one job alone, with two best-effort jobs behind a gate."""
+    points = stored("paper")["points"]
+    found = [points[f"best_effort|{beside}|gate, two best-effort jobs|{k}"] for k in range(5, 10)]
+    alone = [points[f"best_effort|{beside}|alone|{k}"]["hp_p99_us"] for k in range(5, 10)]
+    p99 = [p["hp_p99_us"] / a for p, a in zip(found, alone, strict=True)]
+    return float(np.median(p99)), float(np.median([p["be_share_1"] for p in found]))
+
+
+def aims() -> str:
+    """What the project aimed at before it measured, and what it reached: plain, and with windows of SMs."""
+    points = stored("paper")["points"]
+    one, many, batcher = ("slack", "slack, windows"), ("hrrn, batches", "hrrn, batches, windows"), "dynamic batcher"
+    rows = [
+        _aim("load with 99 % in time ÷ streams, `slack`", "≥ 1.4", [load(each) for each in one]),
+        _aim("p99 slowdown at 4000/s ÷ streams, `slack`", "≤ 0.40", [slower(each) for each in one]),
+        _aim("throughput at saturation ÷ streams, `slack`", "≥ 1.02", [full(each) for each in one]),
+        _aim("load with 99 % in time ÷ streams, batched `hrrn`", "≥ 2.0", [load(each) for each in many]),
+        _aim("load with 99 % in time ÷ dynamic batcher, batched `hrrn`", "≥ 1.25", [load(n, batcher) for n in many]),
+        _aim("throughput at saturation ÷ streams, batched `hrrn`", "≥ 2.2", [full(each) for each in many]),
+        _aim("p99 slowdown at 4000/s ÷ streams, batched `hrrn`", "≤ 0.33", [slower(each) for each in many]),
+        _aim("light load: latency ÷ a copy and one launch, slowest model", "≤ 1.01",
+             [max(each["ratio"] for each in points["light"].values())]),
+    ]  # fmt: skip
+    for beside, most in (("resnet50 x64", 1.10), ("vgg19 x32", 1.20)):
+        p99, share = high_priority(beside)
+        rows.append(_aim(f"p99 of high priority ÷ alone, beside two {beside}", f"≤ {most:.2f}", [p99]))
+        rows.append(_aim(f"throughput of these two ÷ one of them alone, {beside}", "≥ 0.85", [share]))
+    beyond = [p for key, p in points.items() if key.startswith("beyond|")]
+    in_time = min(p["within_4x"] * p["offered"] / p["answered"] for p in beyond)
+    rows.append(_aim("answered in time beyond saturation, worst point", "≥ 0.99", [in_time]))
+    return paper_report.table(["figure", "aim", "reached", "with windows of SMs"], rows)
+
+
+def _aim(what: str, aim: str, reached: list[float]) -> list[str]:
+    """A value that misses its aim is said to."""
+    sign, limit = aim.split()
+    cells = []
+    for each in reached:
+        value = round(each, 3 if len(limit) > 4 or what.startswith("light") else 2)
+        good = value >= float(limit) if sign == "≥" else value <= float(limit)
+        cells.append(f"{value:.3f}" if what.startswith("light") else f"{value:.2f}")
+        cells[-1] += "" if good else ", missed"
+    return [what, aim, *cells, *["–"] * (2 - len(cells))]
+
+
+def costs() -> str:
+    kinds = ("count", "trace", "notify", "one counter")
+    rows = [
+        [name, f"{row['plain_us']:.1f}", *(f"{row[kind]['ratio']:.3f}" for kind in kinds)]
+        for name, row in stored("report_cost").items()
+    ]
+    head = ["kernel", "plain, µs", "`count`", "`trace`", "`notify`", "all blocks on one counter"]
+    return paper_report.table(head, rows)
+
+
+@functools.cache
+def tables() -> dict[str, str]:
+    ours = {"aims": aims(), "costs": costs()}
+    return ours | paper_report.tables(RESULTS / "paper.json") | quoted_scheduling.tables()
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
+    "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
+    "load.slack": lambda: f"{load('slack'):.2f}",
+    "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
+    "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
+}
+
+
+def updated(page: str) -> str:
+    """The page with every figure and every table as the result files have them."""
+    page = paper_report.filled(page, tables())
+    return MARK.sub(lambda found: f"{FIGURES[found[2]]()}<!--={found[2]}-->", page)
+
+
+def main() -> None:
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = page.read_text()
+        if (new := updated(text)) != text:
+            page.write_text(new)
+            print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
