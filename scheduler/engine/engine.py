@@ -130,7 +130,6 @@ class Engine(Requester):
         set_capacity(self.state, Capacity.of(self.device.sm_count, self.device.limits))
         install_windows(self.state, self._backend.open_windows(sm_windows, self.tuning.window_share))
         self.state.core["hold"][0] = 1
-        wake_fd = self._open_wake_fd()
         self._policy = self._attach(policy)
         self.memory = MemoryPlan(memory_bytes or self._backend.default_memory_bytes())
         self._residents = None if memory_bytes is None else self._manage_memory(host_bytes)
@@ -139,7 +138,7 @@ class Engine(Requester):
         self._jobs: dict[str, Job] = {}
         self._by_row: dict[int, LoadedModel] = {}
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
-        self._front = FrontEnd(self.state, self.limits, 0, self.bell, wake_fd)
+        self._front = FrontEnd(self.state, self.limits, 0, self.bell, self._open_wake_fd())
         self._tap = Tap(self.state) if self.limits.fronts > 1 else None
         self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()

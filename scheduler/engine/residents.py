@@ -70,11 +70,12 @@ class Residents:
         self.store = HostStore(host_bytes, backend.host_block)
         self._rows: dict[int, LoadedModel] = {}
         self._taken: dict[str, int] = {}  # bytes that models hold for good: lanes, and weights while they are loaded
+        self._loading = ""  # the model that is being loaded
         self._placing = 0  # bytes of the weights of the model that is being loaded
         self._lock = threading.Lock()
         self.berths = Berths(
             backend.berth,
-            lambda nbytes: self.claim(_SHARED, nbytes, codes.NEVER, "lanes"),
+            lambda nbytes: self.claim(_SHARED, nbytes, codes.NEVER, f"lanes of model {self._loading!r}"),
             lambda nbytes: self.give(_SHARED, nbytes),
         )
         manage(state, budget_bytes)
@@ -180,6 +181,7 @@ class Residents:
 
     def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
         """Where the model's lanes run: by turns with other models'."""
+        self._loading = model.name
         count = model.lanes or min(wanted, LANES)
         most = max(wanted, count)
 

@@ -87,10 +87,6 @@ def simulate(
     _check_all_done(state, chosen)
     jobs = f.records[: f.sim["records"][0]].copy()
     end_ns = float(jobs["finish_ns"].max()) if len(jobs) else 0.0
-    counters = {name: int(state.core[name][0]) for name in ("launches", "steps", "decisions", "preemptions")}
-    counters["segment_events"] = int(f.sim["events"][0])
-    if asked.memory_bytes is not None:
-        counters |= weight_counters(state)
     return Results(
         policy=chosen.name,
         device=device,
@@ -99,12 +95,18 @@ def simulate(
         seconds=end_ns / 1e9,
         occupancy=f.bins[: math.ceil(end_ns / f.sim["bin_ns"][0])] / f.sim["bin_ns"][0],
         bin_ms=float(f.sim["bin_ns"][0]) / 1e6,
-        counters=counters,
+        counters=_counters(state, f, asked),
         admission=asked.admission,
         trace=trace,
         clients=tuple(tenants),
         gpu_ms=_gpu_times(state, models, tenants),
     )
+
+
+def _counters(state: st.State, f: fluid.Fluid, asked: SimulationOptions) -> dict[str, int]:
+    counters = {name: int(state.core[name][0]) for name in ("launches", "steps", "decisions", "preemptions")}
+    counters["segment_events"] = int(f.sim["events"][0])
+    return counters if asked.memory_bytes is None else counters | weight_counters(state)
 
 
 def _load(workload: Workload, models: Sequence[ModelProfile], seed: int) -> tuple[Table, Table, list[str]]:
