@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.scheduler.engine.requests import check_ranges
 from paellapy.scheduler.models.model import Model, TensorSpec
 from paellapy.serving.datatypes import check_datatype, datatype
 from paellapy.serving.errors import RequestError, short
@@ -111,6 +112,8 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
         found = repeated.arrays(tail) if len(tail) else _known_numbers(repeated, text)
         if found is not None:
             number, items, outputs, level, timeout_us = repeated.meaning
+            if model.ranges:
+                check_ranges(model, found)
             priority = engine_priority(model, level)
             return Request(number, items, True, found, outputs, priority, timeout_us, repeated)
     try:
@@ -129,6 +132,8 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     if missing := [key for key in model.inputs if key not in arrays]:
         raise RequestError(f"model {model.name!r} also needs the input {', '.join(missing)}")
     binary.check_used()
+    if model.ranges:
+        check_ranges(model, arrays)
     items, batched = _batch(model, arrays)
     if not batched:
         arrays = {key: array[np.newaxis] for key, array in arrays.items()}

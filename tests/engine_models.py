@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import paellapy as pp
+from paellapy.scheduler.backends.virtual_faults import Faults
 from paellapy.scheduler.models.model import Model, TensorSpec
 
 
@@ -49,6 +50,13 @@ def fault_if(x, out, n, B: tl.constexpr):
     values = tl.load(x + i)
     far = tl.where(tl.max(values, 0) > 0, 1 << 40, 0)
     tl.store(out + i + far, values)
+
+
+@pp.kernel
+@triton.jit
+def look_up(index, table, out, B: tl.constexpr):
+    row, i = tl.program_id(0), tl.arange(0, B)
+    tl.store(out + row * B + i, tl.load(table + tl.load(index + row) * B + i))
 
 
 Reference = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
@@ -126,6 +134,38 @@ def faulty_model(name: str = "faulty", **options: Any) -> Model:
 
     options.setdefault("batch", (1,))
     return Model(name, fn, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, **options)
+
+
+def lookup_model(name: str = "lookup", rows: int = 16, **options: Any) -> Model:
+    """Row `i` of a table, which is all `i`: without a check, as kernels are. Two kernels, so that it has segments."""
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        n = inputs["i"].shape[0]
+        found = pp.empty((n, 32))
+        look_up[(n,)](inputs["i"], weights["table"], found, B=32)
+        scale[(n,)](found, outputs["y"], 1.0, n * 32, B=32)
+
+    table = np.repeat(np.arange(rows, dtype=np.float32)[:, None], 32, axis=1)
+    options.setdefault("inputs", {"i": TensorSpec((1,), np.int64)})
+    return Model(name, fn, outputs={"y": TensorSpec((32,))}, weights={"table": table}, **options)
+
+
+def lose_the_gpu_on_faults(monkeypatch: Any = None) -> None:
+    """From now on a fault is on the virtual GPU what it is on a real one: the end of the engine."""
+
+    def isolate(self: Faults, k: int, size: int, lane: Any, program: Any, cause: Exception) -> None:
+        raise cause
+
+    if monkeypatch is None:
+        Faults.isolate = isolate  # type: ignore[method-assign]
+    else:
+        monkeypatch.setattr(Faults, "isolate", isolate)
+
+
+def gpu_losing_model(name: str = "faulty") -> Model:
+    """For a configuration: a model that takes the GPU with it, as a fault does on a real one."""
+    lose_the_gpu_on_faults()
+    return faulty_model(name)
 
 
 def random_inputs(model: Model, rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -207,6 +207,9 @@ class Backend(ABC):
     sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
     shared_slots = False  # lanes' host memory is made for other processes to map
 
+    # Called with lane, slot and error, in the loop's thread, where a model failed on the values in one slot.
+    on_fault: Callable[[int, int, BaseException], None]
+
     def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:
         """Around a run whose scratch memory is counted: other libraries' allocations count too."""
         return contextlib.nullcontext()
@@ -222,5 +225,6 @@ class Backend(ABC):
     def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:
         pair = []
         for specs in (model.inputs, model.outputs):
-            pair.append({k: self.device.array(np.zeros((batch, *s.shape), s.dtype)) for k, s in specs.items()})
+            made = {k: np.full((batch, *s.shape), s.neutral, s.dtype) for k, s in specs.items()}
+            pair.append({k: self.device.array(array) for k, array in made.items()})
         return pair[0], pair[1]

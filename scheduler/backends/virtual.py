@@ -32,6 +32,7 @@ from paellapy.instrument.errors import TraceError
 from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
+from paellapy.scheduler.backends.virtual_faults import Faults
 from paellapy.scheduler.backends.virtual_loop import new_loop, serve
 from paellapy.scheduler.backends.virtual_memory import VirtualMemory
 from paellapy.scheduler.backends.virtual_pieces import Piece, PieceTracer
@@ -69,6 +70,7 @@ class VirtualBackend(Backend):
         self._pools: dict[int, int] = {}  # rows of streams, by priority
         self._pieces: dict[int, Piece] = {}
         self._grants: dict[int, ctypes.c_uint64] = {}
+        self._lanes: dict[int, Lane] = {}  # of each piece
         self._next = 1
         self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
         self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
@@ -223,14 +225,14 @@ class VirtualBackend(Backend):
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
         windows = [self._windows[k] for k in lane.windows] if confine else []
         with self._sm_model():
-            (handles, whole), *confined = (self._cut(program, bounds, window) for window in (0, *windows))
+            (handles, whole), *confined = (self._cut(program, bounds, window, lane) for window in (0, *windows))
         return Launches(program, bounds, handles, whole, [], frozenset(program.marks.values()), confined)
 
-    def _cut(self, program: Program, bounds: Bounds, window: int) -> tuple[list[int], int]:
-        handles = [self._piece(program, first, end, window) for first, end in bounds]
-        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window)
+    def _cut(self, program: Program, bounds: Bounds, window: int, lane: Lane) -> tuple[list[int], int]:
+        handles = [self._piece(program, first, end, window, lane) for first, end in bounds]
+        return handles, handles[0] if len(bounds) == 1 else self._piece(program, 0, len(program.nodes), window, lane)
 
-    def _piece(self, program: Program, first: int, end: int, window: int) -> int:
+    def _piece(self, program: Program, first: int, end: int, window: int, lane: Lane) -> int:
         if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
             return 0  # there is nothing to confine
         key = (program.content(), first, end, window)
@@ -238,6 +240,7 @@ class VirtualBackend(Backend):
             self._programs[key] = self._steps(program, first, end, window)
         handle, self._next = self._next, self._next + 1
         self._pieces[handle] = Piece(program.body[first:end], self._programs[key])
+        self._lanes[handle] = lane
         return handle
 
     def _steps(self, program: Program, first: int, end: int, window: int = 0) -> list[SmProgram | tuple[str, int]]:
@@ -318,6 +321,7 @@ class VirtualBackend(Backend):
                 for handle in (*handles, whole):
                     self._pieces.pop(handle, None)
                     self._grants.pop(handle, None)
+                    self._lanes.pop(handle, None)
 
     def pool(self, state: State, priority: int) -> int:
         # As many levels as an H200's driver offers: CUDA takes what lies beyond for the nearest.
@@ -334,6 +338,7 @@ class VirtualBackend(Backend):
 
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
         self._state, self._bell, self._failed = state, bell, failed
+        self._faults = Faults(state, self.on_fault)
         self._offset_ns = time.monotonic_ns() - self.sm.now_ns
         self._shared = new_loop(len(state.out))._replace(stop=self._stop_word)
         self._thread = threading.Thread(target=self._loop, name="paellapy-virtual", daemon=True)
@@ -436,7 +441,14 @@ class VirtualBackend(Backend):
         self._await("flight", placed.last, word)
         if draining:
             self._await("drain", placed.kernel, draining)
-        piece.run()
+        faults = self._faults
+        if faults.skips(lane, segment):
+            return
+        try:
+            piece.run()
+        except Exception as e:
+            whole = self._pieces[int(self._state.whole["handle"][lane, size])]
+            faults.isolate(lane, size, self._lanes[handle], whole.items, e)
 
     def _await(self, table: str, handle: int, word: int) -> None:
         """Have the loop set the word once the launch, or the kernel, has come so far."""

@@ -44,9 +44,9 @@ class Piece:
         The arrays are the lane's, so what can be worked out beforehand is, once.
         """
         if self._runs < _PREPARE_AFTER:
-            self._runs += 1
             for item in self.items:
                 item.run()
+            self._runs += 1  # one that fails has not seen all of it
             if self._runs == _PREPARE_AFTER:
                 self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
             return

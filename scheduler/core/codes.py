@@ -21,9 +21,11 @@ FREE, FILLING, READY_WAIT, RUNNING, HELD = range(5)
 UNUSED, QUEUED, SLOTTED = range(3)
 
 # done.status
-OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED, NO_WEIGHTS = range(9)
+# FAILED: the GPU is lost. SUSPECTED: it was lost while this request was on it, which may be why. FAULTED: the model
+# failed on the values of this one request; its neighbours did not.
+OK, CANCELLED, EXPIRED, QUEUE_FULL, DRAINING, FAILED, NO_MODEL, MODEL_CLOSED, NO_WEIGHTS, FAULTED, SUSPECTED = range(11)
 STATUS = ("ok", "cancelled", "expired", "queue full", "draining", "failed", "no such model", "model closed",
-          "weights not there")  # fmt: skip
+          "weights not there", "faulted", "failed while it ran")  # fmt: skip
 
 # submit.kind
 SUBMIT, CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL = range(6)

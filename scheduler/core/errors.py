@@ -40,6 +40,18 @@ class EngineFailedError(PaellaError):
     """The GPU failed under the engine; its cause is the `__cause__`. A new process is needed on a real GPU."""
 
 
+class SuspectError(EngineFailedError):
+    """The GPU failed while this request was on it, with `others` beside it; `digest` is of its inputs."""
+
+    def __init__(self, message: str, digest: int = 0, others: int = 0) -> None:
+        super().__init__(message)
+        self.digest, self.others = digest, others
+
+
+class RequestFailedError(PaellaError):
+    """The model failed on the values of this request, and of no other; why is the `__cause__`, where it is known."""
+
+
 class EngineAwayError(PaellaError):
     """The engine's own process has ended, and the next one is not there yet."""
 

@@ -50,6 +50,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     row["n_inputs"] = 0
     row["generation"] += 1
     state.outcome[m] = 0
+    state.model["trial_ns"][m] = 0.0
     give_params(state, m, profile.params)
     chunk = int(state.tuning["chunk_bytes"][0])
     for k, (batch, program) in enumerate(profile.sizes.items()):

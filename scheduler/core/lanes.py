@@ -15,6 +15,7 @@ from paellapy.scheduler.core.codes import (
     CLOSED,
     CLOSING,
     FAIL_MODE,
+    FAULTED,
     FILLING,
     FREE,
     GENERATION_MASK,
@@ -128,6 +129,7 @@ def fill_lane(s: State, m: int) -> None:
         lane = s.free_lane[m, model.free_n]
         a = s.lane[lane]
         a.state, a.size, a.taken, a.live, a.issued, a.done, a.whole = FILLING, 0, 0, 0, 0, 0, 0
+        a.faulty = 0
         a.segments = NONE
         a.started_ns = NEVER
         a.generation = (a.generation + 1) & GENERATION_MASK
@@ -221,6 +223,12 @@ def take_berth(s: State, lane: int, holder: int) -> None:
 
 
 @part
+def is_faulty(s: State, lane: int, slot: int) -> bool:
+    """The model failed on the values in this slot."""
+    return bool(s.lane[lane].faulty and s.lane_fault[lane, slot >> 6] & bit_of(slot) != _ZERO)
+
+
+@part
 def end_lane(s: State, lane: int, now: int) -> None:
     """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
     core = s.core[0]
@@ -230,7 +238,7 @@ def end_lane(s: State, lane: int, now: int) -> None:
     if core.hold and a.live > 0:
         # Set before the first completion shows: front ends clear their bits from then on.
         for k in range(a.taken):
-            if s.slot[lane, k] >= 0:
+            if s.slot[lane, k] >= 0 and not is_faulty(s, lane, k):
                 s.lane_hold[lane, k >> 6] |= bit_of(k)
         a.state = HELD
         s.held[core.held] = lane
@@ -240,7 +248,7 @@ def end_lane(s: State, lane: int, now: int) -> None:
         row = s.slot[lane, k]
         s.slot[lane, k] = NONE
         if row >= 0:
-            complete(s, row, OK, now)
+            complete(s, row, FAULTED if is_faulty(s, lane, k) else OK, now)
     a.live = 0
 
 

@@ -156,6 +156,8 @@ class State(TableSet):
     # a bit for every slot whose outputs are still to be read. Atomic
     lane_hold: Words = table(WORD, "lanes", MASK_WORDS)
     lane_known: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot the core has heard of
+    # a bit for every slot on whose values the model failed; by the backend, where the lane is `faulty`
+    lane_fault: Words = table(WORD, "lanes", MASK_WORDS)
     slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty or its request is completed
     # who reserved it; of the last one, the lane's word says it. Atomic
     slot_front: Words = table(WORD, "lanes", "batch")

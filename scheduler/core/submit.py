@@ -33,6 +33,7 @@ from paellapy.scheduler.core.codes import (
     SLOTTED,
     SUBMIT,
     SUBMIT_HEAD,
+    SUSPECTED,
     UNUSED,
 )
 from paellapy.scheduler.core.heaps import heap_add, queue_add
@@ -173,16 +174,29 @@ def closed(s: State, m: int) -> None:
 
 
 @part
+def was_on_gpu(s: State, row: int) -> bool:
+    """Something was launched for the request that has not ended."""
+    r = s.request[row]
+    if r.state != SLOTTED:
+        return False
+    a = s.lane[r.lane]
+    return bool(a.state == RUNNING and a.issued > a.done)
+
+
+@part
 def fail_all(s: State, now: int) -> None:
     """The GPU is gone: everybody gets an answer, and nothing is launched again."""
     core = s.core[0]
     core.mode = FAIL_MODE
     for row in range(s.request.shape[0]):
+        core.suspects += was_on_gpu(s, row)
+    for row in range(s.request.shape[0]):
         if s.request[row].state != UNUSED:
+            suspected = was_on_gpu(s, row)
             if s.request[row].state == SLOTTED:
                 wait_for_copy(s, row)
                 s.slot[s.request[row].lane, s.request[row].slot] = NONE
-            complete(s, row, FAILED, now)
+            complete(s, row, SUSPECTED if suspected else FAILED, now)
     for m in range(s.model.shape[0]):
         s.model[m].root = s.model[m].first = s.model[m].last = NONE
         s.model[m].queued = 0

@@ -56,6 +56,7 @@ CORE = np.dtype(
         # how things stand
         ("mode", "i8"),  # RUN_MODE …
         ("error", "i8"),  # the backend's latest
+        ("suspects", "i8"),  # requests that were on the GPU when it was lost
         ("sequence", "i8"),  # of the next request
         ("live", "i8"),  # requests accepted and not completed
         ("queued", "i8"),  # requests without a slot
@@ -160,6 +161,7 @@ MODEL = np.dtype(
         ("n_sizes", "i8"),
         ("n_lanes", "i8"),
         ("n_inputs", "i8"),
+        ("trial_ns", "f8"),  # in which a full batch was answered when it was loaded: 0 where nobody tried
         # written by the core
         ("free_n", "i8"),  # lanes on the stack free_lane[m]
         ("filling", "i8"),  # the core's own copy of State.filling[m]
@@ -216,6 +218,7 @@ LANE = np.dtype(
         ("done", "i8"),
         ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
         ("whole", "i8"),
+        ("faulty", "i8"),  # 1: some of its slots are in State.lane_fault; by the backend, in the loop
         ("rank", "f8"),
         ("demand", "f8"),  # as counted in core.demand while it is active
         ("gpu_demand", "f8"),  # and in core.gpu_demand while it is in flight

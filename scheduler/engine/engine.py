@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -33,6 +34,7 @@ from paellapy.scheduler.core.errors import (
     EngineFailedError,
     MemoryPlanError,
     ModelError,
+    RequestFailedError,
     UnknownModelError,
     WeightsError,
 )
@@ -46,7 +48,7 @@ from paellapy.scheduler.core.tenants import checked_tenants, give_tenant, tenant
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine.background import Job, Reports, check_memory
 from paellapy.scheduler.engine.feed import Feed
-from paellapy.scheduler.engine.front_end import FrontEnd, Waiter
+from paellapy.scheduler.engine.front_end import FrontEnd, Waiter, thread_waiter
 from paellapy.scheduler.engine.guests import Guests
 from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
@@ -143,8 +145,7 @@ class Engine(Requester):
         self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
-        step.attach_loop(self.state)
-        self._backend.start(self.state, self.bell, self._fail)
+        self._start()
         self._turns, self._guests = Turns(self), Guests(self)
         _engines.add(self)
 
@@ -158,6 +159,12 @@ class Engine(Requester):
         self.memory.account = residents.account
         residents.start(lambda: os.eventfd_write(self.bell.fd, 1))
         return residents
+
+    def _start(self) -> None:
+        """The loop, and who is told what it meets."""
+        step.attach_loop(self.state)
+        self._faults = self._backend.on_fault = Faults(self)
+        self._backend.start(self.state, self.bell, self._fail)
 
     def _open_wake_fd(self) -> int:
         """Closed with the last reference and not by close(): loops of other threads let go of it in their own time."""
@@ -328,6 +335,25 @@ class Engine(Requester):
         if self._residents is None:
             raise ModelError(f"model {name!r}: this engine keeps all weights on the GPU; give it memory_bytes")
         return self._residents
+
+    def try_batch(self, name: str) -> float:
+        """Runs a full batch of requests and notes how long that took (ns): admission begins with it."""
+        loaded = self._find(name)
+        model, waiter, done = loaded.model, thread_waiter(), itertools.count(1)
+        batch = min(model.max_batch, codes.OWN_ROWS // 2)
+        inputs = {key: np.full(spec.shape, spec.neutral, spec.dtype) for key, spec in model.inputs.items()}
+
+        def finish(_: Any) -> None:
+            if next(done) == batch:
+                waiter.set()
+
+        began = time.monotonic_ns()
+        for _ in range(batch):
+            self._submit(loaded, inputs, None, None, None, finish)
+        self._front.wait(waiter)
+        took = (time.monotonic_ns() - began) * model.max_batch / batch
+        self.state.model["trial_ns"][loaded.row] = took
+        return took
 
     @property
     def models(self) -> dict[str, Model]:
@@ -620,9 +646,34 @@ class Engine(Requester):
             self._failure = self._backend.failure(status)
         return self._failed_error()
 
+    def on_fault(self, told: Callable[[str, BaseException], None]) -> None:
+        """Calls `told(model, error)` where a model fails on the values of one request: in the loop's thread."""
+        self._faults.told = told
+
+    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
+        cause = self._faults.latest.pop((lane, slot), None)
+        error = RequestFailedError(f"model {name!r} failed on the values of this request: {cause}")
+        error.__cause__ = cause
+        return error
+
     @property
     def over(self) -> bool:
         return self._closed
+
+
+class Faults:
+    """Why a model failed on the values in a slot, the latest of each; called by the backend."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+        self.latest: dict[tuple[int, int], BaseException] = {}
+        self.told: Callable[[str, BaseException], None] | None = None
+
+    def __call__(self, lane: int, slot: int, error: BaseException) -> None:
+        self.latest[lane, slot] = error
+        loaded = self._engine.loaded_rows().get(int(self._engine.state.lane["model"][lane]))
+        if self.told is not None and loaded is not None:
+            self.told(loaded.model.name, error)
 
 
 def _forget_all() -> None:

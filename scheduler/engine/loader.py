@@ -73,6 +73,8 @@ class Loader:
                     memory = backend.lane_memory(plan, None if berth is None else berth.memory)
                     lanes.append(Lane(k, model, plan, memory, self._windows(k)))
                     lanes[-1].berth = berth
+                    for key, spec in model.ranges.items():  # a batch that is not full runs with what is there
+                        lanes[-1].inputs[key][...] = spec.neutral
             self._loads += 1
             made += ([] for _ in lanes)
             loaded = LoadedModel(model, weights, reservation, lanes, [], made, range=found)

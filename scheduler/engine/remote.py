@@ -6,6 +6,7 @@ there (`attach`) every request is refused. Each has memory of its own: a late co
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -157,6 +158,8 @@ class RemoteEngine(Requester):
     def lose(self) -> None:
         """The process is gone. Whoever waits is told; nothing of it is used again."""
         front, self.link = self._front, None
+        with contextlib.suppress(Exception):  # of a caller's; the others are answered all the same
+            front.drain()  # what the process said before it ended: who made the GPU fail, for instance
         left = front.abandon()
         front.detach_all()
         self._models, self._by_row = {}, {}

@@ -11,6 +11,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from hashlib import blake2b
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +24,8 @@ from paellapy.scheduler.core.errors import (
     EngineClosedError,
     InputError,
     QueueFullError,
+    RequestFailedError,
+    SuspectError,
     UnknownModelError,
     WeightsError,
 )
@@ -85,7 +88,24 @@ def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
         if array.dtype != spec.dtype:
             raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it takes {spec.dtype.name}")
         arrays[key] = array
+    if model.ranges:
+        check_ranges(model, arrays)
     return arrays
+
+
+def check_ranges(model: Model, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Values of inputs that have a range; an InputError names the first that is not in it."""
+    for key, spec in model.ranges.items():
+        if (wrong := spec.outside(arrays[key])) is not None:
+            raise InputError(f"model {model.name!r}, input {key!r} {wrong}")
+
+
+def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
+    """A number for one item of a model's: the same inputs have the same."""
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8)
+    for array in inputs.values():
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return int.from_bytes(digest.digest(), "little") or 1
 
 
 class Requester(ABC):
@@ -114,6 +134,23 @@ class Requester(ABC):
     def _no_weights(self, row: int, name: str) -> Exception:
         """The weights of the model in this row could not come."""
         return WeightsError(f"the weights of model {name!r} could not be brought to the GPU; the engine's log says why")
+
+    def _suspected(self, loaded: Loaded | None, entry: Entry) -> Exception:
+        """The GPU failed while this request was on it: its inputs are still in its slot."""
+        failed = self._failed(entry[E_ERROR])
+        lane = None if loaded is None else loaded.lane_of.get(entry[E_LANE])
+        if loaded is None or lane is None:
+            return failed
+        inputs = {key: array[entry[E_SLOT]] for key, array in lane.inputs.items()}
+        error = SuspectError(
+            str(failed), digest_of(loaded.model.name, inputs), int(self.state.core["suspects"][0]) - 1
+        )
+        error.__cause__ = failed.__cause__
+        return error
+
+    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
+        """The model failed on the values in this slot."""
+        return RequestFailedError(f"model {name!r} failed on the values of this request; the engine's log says why")
 
     @property
     @abstractmethod
@@ -245,6 +282,10 @@ class Requester(ABC):
             return DeadlineError(f"model {name!r}: the deadline passed after {late_ms:.1f} ms")
         if status == codes.FAILED:
             return self._failed(entry[E_ERROR])
+        if status == codes.SUSPECTED:
+            return self._suspected(loaded, entry)
+        if status == codes.FAULTED:
+            return self._faulted(name, entry[E_LANE], entry[E_SLOT])
         if status == codes.QUEUE_FULL:
             return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
         if status == codes.NO_MODEL:
@@ -333,6 +374,13 @@ class Slot:
     def _go(self, finish: Callable[[Entry], None]) -> None:
         if not self._open:
             raise InputError("this slot has been submitted or cancelled already; reserve another")
+        try:
+            check_ranges(self._loaded.model, self.inputs)
+        except InputError:
+            for key, spec in self._loaded.model.ranges.items():  # its batch runs, with what is in the slot
+                self.inputs[key][...] = spec.neutral
+            self.cancel()
+            raise
         self._open = False
         with self._front.answering:
             early, self._pending.finish = self._early.entry, finish

@@ -20,7 +20,7 @@ def model_stats(state: State, row: int) -> dict[str, Any]:
         "cancelled": int(outcomes[codes.CANCELLED]),
         "expired": int(outcomes[codes.EXPIRED]),
         "refused": int(outcomes[[codes.QUEUE_FULL, codes.DRAINING, codes.NO_MODEL]].sum()),
-        "failed": int(outcomes[codes.FAILED]),
+        "failed": int(outcomes[[codes.FAILED, codes.FAULTED, codes.SUSPECTED]].sum()),
         "mean_batch": int(outcomes[-1]) / done if done else 0.0,
     }
     recent = state.recent_ns[row, : min(done, codes.RECENT)]

@@ -69,6 +69,7 @@ class Model:
         self.fn = fn
         self.inputs = _specs(name, "inputs", inputs)
         self.outputs = _specs(name, "outputs", outputs)
+        self.ranges = {key: spec for key, spec in self.inputs.items() if spec.has_range}
         arrays = weights if isinstance(weights, Mapping) else {}
         self.weights = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
         self.source = None if isinstance(weights, Mapping) else weights  # of weights that are no arrays

@@ -20,6 +20,7 @@ from paellapy.scheduler.models.capture import Counting
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 from paellapy.scheduler.models.torch_ops import record_or_run
 from paellapy.scheduler.models.torch_pool import refusing_to_wait
+from paellapy.scheduler.models.torch_ranges import Range, find_ranges
 from paellapy.scheduler.models.torch_state import Kept, state_behind
 
 
@@ -305,20 +306,25 @@ def torch_module(
     inputs = {key: TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype)) for key, t in given.items()}
     made = TorchModule(title, call, Signature(inputs, {}, keywords), options)
     with made.preserved():
-        made.signature.outputs.update(_example_outputs(torch, title, call, made.signature, given, options))
+        outputs, ranges = _example_outputs(torch, title, call, made.signature, given, options)
+    made.signature.outputs.update(outputs)
+    for key, (low, high) in ranges.items():
+        inputs[key] = TensorSpec(inputs[key].shape, inputs[key].dtype, low=low, high=high)
     return made
 
 
 def _example_outputs(
     torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
-) -> dict[str, TensorSpec]:
-    """What one request of the example gives."""
+) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
+    """What one request of the example gives, and the ranges of its inputs that are seen on the way."""
     kind = next(iter(given.values())).device.type
     try:
         with torch.no_grad():
             cast = torch.autocast(kind, options.autocast) if options.autocast is not None else contextlib.nullcontext()
             with cast:
-                results = _tensors(signature.call(call, options.arrange(torch, given)))
+                arranged = options.arrange(torch, given)
+                returned, ranges = find_ranges(torch, arranged, lambda: signature.call(call, arranged))
+                results = _tensors(returned)
     except ModelError as e:
         raise ModelError(f"model {title!r}: {e}") from None
     except Exception as e:
@@ -331,7 +337,7 @@ def _example_outputs(
                 "the batch"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
-    return outputs
+    return outputs, ranges
 
 
 def _named_inputs(

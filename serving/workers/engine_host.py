@@ -30,8 +30,8 @@ def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
     """Everything a worker needs to write inputs and to read outputs. The lanes' memory goes beside it."""
     model = loaded.model
     return {
-        "inputs": [[key, list(s.shape), datatype(s.dtype)] for key, s in model.inputs.items()],
-        "outputs": [[key, list(s.shape), datatype(s.dtype)] for key, s in model.outputs.items()],
+        "inputs": [[key, list(s.shape), datatype(s.dtype), s.low, s.high] for key, s in model.inputs.items()],
+        "outputs": [[key, list(s.shape), datatype(s.dtype), None, None] for key, s in model.outputs.items()],
         "batch": list(model.batch),
         "target_ms": model.target_ms,
         "priority": model.priority,

@@ -99,7 +99,9 @@ def _no_factory() -> Model:
 
 def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteModel:
     def specs(tensors: list[list[Any]]) -> dict[str, TensorSpec]:
-        return {key: TensorSpec(tuple(shape), DTYPES[kind]) for key, shape, kind in tensors}
+        return {
+            key: TensorSpec(tuple(shape), DTYPES[kind], low=low, high=high) for key, shape, kind, low, high in tensors
+        }
 
     model = Model(
         name,

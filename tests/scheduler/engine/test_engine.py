@@ -11,7 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_models import faulty_model, mlp_model, mlp_reference, random_inputs, scale_model, scale_reference
+from engine_models import (
+    faulty_model,
+    lookup_model,
+    lose_the_gpu_on_faults,
+    mlp_model,
+    mlp_reference,
+    random_inputs,
+    scale_model,
+    scale_reference,
+)
 
 import paellapy as pp
 from paellapy.instrument.errors import OutOfBoundsError, PaellaError, TraceError
@@ -26,6 +35,7 @@ from paellapy.scheduler.core.errors import (
     MemoryPlanError,
     ModelError,
     QueueFullError,
+    RequestFailedError,
     UnknownModelError,
 )
 from paellapy.scheduler.core.state import Limits
@@ -630,7 +640,53 @@ def test_an_idle_engine_sleeps(loaded):
 # -- faults
 
 
-def test_a_fault_answers_everybody_and_nothing_hangs():
+@pytest.mark.parametrize("together", [1, 5])
+def test_a_bad_value_fails_its_own_request_and_no_other(engine, together):
+    engine.load(lookup_model(batch=(1, 8), lanes=1))
+    engine.load(scale_model(batch=(1,)))
+    told = []
+    engine.on_fault(lambda name, error: told.append((name, type(error))))
+
+    async def main(bad):
+        values = [bad if k == together // 2 else k for k in range(together)]
+        inputs = [{"i": np.array([v], np.int64)} for v in values]
+        beside = engine.infer("scale", {"x": np.ones(64, np.float32)})
+        found = await asyncio.gather(*(engine.infer("lookup", each) for each in inputs), beside, return_exceptions=True)
+        assert found.pop()["y"][0] == 2
+        return values, found
+
+    for bad in (1 << 20, -5, 1 << 40):
+        values, found = asyncio.run(main(bad))
+        for value, answer in zip(values, found, strict=True):
+            if value == bad:
+                assert isinstance(answer, RequestFailedError)
+                assert isinstance(answer.__cause__, OutOfBoundsError)
+                assert "look_up" in str(answer)
+            else:
+                assert set(answer["y"]) == {value}
+    assert told == [("lookup", OutOfBoundsError)] * 3
+    assert engine.stats()["models"]["lookup"]["failed"] == 3
+    check_at_rest(engine.state)
+
+
+def test_what_a_bad_value_left_in_a_lane_harms_nobody(engine):
+    """A batch of three runs in the program for eight: the other slots hold what was in them last."""
+    engine.load(lookup_model(batch=(8,), lanes=1))
+
+    async def main(*values):
+        inputs = [{"i": np.array([v], np.int64)} for v in values]
+        return await asyncio.gather(*(engine.infer("lookup", each) for each in inputs), return_exceptions=True)
+
+    found = asyncio.run(main(*[1 << 20] * 8))
+    assert all(isinstance(each, RequestFailedError) for each in found)
+    told = []
+    engine.on_fault(lambda name, error: told.append(error))
+    assert [set(each["y"]) for each in asyncio.run(main(3, 4, 5))] == [{3}, {4}, {5}]
+    assert not told
+
+
+def test_a_fault_answers_everybody_and_nothing_hangs(monkeypatch):
+    lose_the_gpu_on_faults(monkeypatch)
     engine = Engine(DEVICE)
     engine.load(faulty_model())
     engine.load(scale_model(steps=30, batch=(1,), lanes=1))
@@ -811,3 +867,20 @@ def test_an_answer_that_fails_is_told_by_who_reads_next_and_not_by_a_request_bes
 
     np.testing.assert_array_equal(asyncio.run(main())["y"], 2 * x["x"])
     assert [type(each) for each in told] == [ZeroDivisionError]
+
+
+def test_a_value_outside_its_range_is_refused_before_it_runs(engine):
+    inputs = {"i": pp.TensorSpec((1,), np.int64, low=0, high=15)}
+    engine.load(lookup_model(batch=(1, 4), inputs=inputs))
+    told = []
+    engine.on_fault(lambda name, error: told.append(error))
+    for bad in (16, -1, 1 << 40):
+        with pytest.raises(InputError, match="it takes 0 to 15"):
+            engine.infer_sync("lookup", {"i": np.array([bad])})
+        slot = engine.reserve("lookup")
+        slot.inputs["i"][...] = bad
+        with pytest.raises(InputError, match=f"has the value {bad}"):
+            slot.submit_sync()
+    assert set(engine.infer_sync("lookup", {"i": np.array([15])})["y"]) == {15}
+    assert not told
+    check_at_rest(engine.state)

@@ -94,3 +94,24 @@ def test_a_model_is_changed_in_part_and_stays_what_it_is():
     assert (first.fn({}, {}, {}), second.fn({}, {}, {})) == ("a", "b")
     with pytest.raises(ModelError, match="lanes=0"):
         first.changed(lanes=0)
+
+
+def test_a_range_is_checked_and_shown():
+    spec = TensorSpec((2,), np.int64, low=0, high=9)
+    assert spec.outside(np.array([0, 9])) is None
+    assert spec.outside(np.array([[3, 4], [5, 10]])) == "has the value 10; it takes 0 to 9"
+    assert spec.outside(np.array([-1, 3])) == "has the value -1; it takes 0 to 9"
+    assert "low=0, high=9" in repr(spec)
+    assert "1.5 and above" in str(TensorSpec((2,), low=1.5).outside(np.array([2.0, np.nan])))
+    assert TensorSpec((2,), low=1.5).neutral == 1.5
+    assert TensorSpec((2,), high=-2).neutral == -2
+    assert not TensorSpec((2,)).has_range
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bounds"),
+    [("int64", {"low": 3, "high": 2}), ("int64", {"low": "a"}), ("bool", {"high": 1}), ("float32", {"low": np.nan})],
+)
+def test_a_range_that_cannot_be_is_refused(dtype, bounds):
+    with pytest.raises(ModelError, match=r"low|high|range"):
+        TensorSpec((2,), dtype, **bounds)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import paellapy as pp
-from paellapy.scheduler.core.errors import CaptureError, ModelError
+from paellapy.scheduler.core.errors import CaptureError, InputError, ModelError, RequestFailedError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
 
@@ -377,3 +377,33 @@ def test_counting_operations_leaves_pytorchs_compiler_alone():
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+class Lookups(torch.nn.Module):
+    """Indices on several ways to their tables: as they come, converted, reshaped, into two tables, and computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(100, 4), torch.nn.Embedding(7, 4)
+        self.register_buffer("table", torch.zeros(20, 4))
+
+    def forward(self, word, place, row, shifted):
+        found = self.words(word.long()) + self.places(place) + self.words(place)
+        found = found + self.table[row.flatten()].view(found.shape) + self.words(shifted + 1)
+        return found.sum(1) + torch.gather(self.table, 0, place[:, :1].expand(-1, 4))
+
+
+def test_the_ranges_of_indices_are_those_of_their_tables(engine):
+    whole = torch.zeros(1, 3, dtype=torch.int64)
+    example = {"word": whole.int(), "place": whole, "row": whole, "shifted": whole}
+    model = pp.Model.from_torch(Lookups(), example, name="lookups", batch=(1, 2))
+    found = {key: (spec.low, spec.high) for key, spec in model.inputs.items()}
+    assert found == {"word": (0, 99), "place": (0, 6), "row": (-20, 19), "shifted": (None, None)}
+    engine.load(model)
+    good = {key: np.zeros(3, spec.dtype) for key, spec in model.inputs.items()}
+    engine.infer_sync("lookups", good)
+    with pytest.raises(InputError, match=r"'word' has the value 100; it takes 0 to 99"):
+        engine.infer_sync("lookups", {**good, "word": np.array([0, 100, 3], np.int32)})
+    with pytest.raises(RequestFailedError):  # what could not be seen fails by itself
+        engine.infer_sync("lookups", {**good, "shifted": np.array([0, 99, 3])})
+    engine.infer_sync("lookups", good)

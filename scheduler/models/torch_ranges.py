@@ -1,0 +1,82 @@
+"""Ranges of a PyTorch module's inputs: an input that is an index into a table must lie within it.
+
+A GPU does not check an index: beyond the table it reads other memory, or the device is lost for everybody. So where the
+example run shows that an input, as it came or only reshaped or converted, is what `embedding`, `gather` and their like
+look up, the size of the table is the input's range.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Range = tuple[int, int]
+
+# Operations by where their table and their indices are among the arguments. Last, the argument that names the table's
+# dimension; None: it is the first.
+_LOOKUPS: dict[str, tuple[int, int, int | None]] = {
+    "aten::embedding": (0, 1, None),
+    "aten::_embedding_bag": (0, 1, None),
+    "aten::_embedding_bag_forward_only": (0, 1, None),
+    "aten::index_select": (0, 2, 1),
+    "aten::gather": (0, 2, 1),
+    "aten::scatter": (0, 2, 1),
+    "aten::scatter_add": (0, 2, 1),
+    "aten::index_add": (0, 2, 1),
+    "aten::index_copy": (0, 2, 1),
+}
+# Operations that leave values as they are.
+_SAME = {
+    "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand", "aten::flatten",
+    "aten::lift_fresh", "aten::permute", "aten::repeat", "aten::reshape", "aten::select", "aten::slice", "aten::split",
+    "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unsqueeze", "aten::view",
+    "aten::_unsafe_view",
+}  # fmt: skip
+
+
+def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
+    """What the run returns, and the ranges of its inputs as far as they can be seen."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
+    kept: list[Any] = []  # an id is a tensor's own as long as the tensor is there
+    found: dict[str, Range] = {}
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return "torch._dynamo" in sys.modules
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            name = func._schema.name
+            if name in _SAME and args and (source := whose.get(id(args[0]))) is not None:
+                for each in out if isinstance(out, tuple | list) else (out,):
+                    if not each.is_floating_point():
+                        whose[id(each)] = source
+                        kept.append(each)
+            for indices, least, most in _looked_up(name, args):
+                if (source := whose.get(id(indices))) is not None:
+                    low, high = found.get(source, (least, most))
+                    found[source] = max(low, least), min(high, most)
+            return out
+
+    if not whose:
+        return run(), {}
+    with Watch():
+        results = run()
+    return results, found
+
+
+def _looked_up(name: str, args: Any) -> list[tuple[Any, int, int]]:
+    """Indices of an operation, each with the least and the largest that its table has."""
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"):
+        table, indices = args[0], args[1]
+        return [(each, -table.shape[k], table.shape[k] - 1) for k, each in enumerate(indices) if each is not None]
+    if name not in _LOOKUPS:
+        return []
+    table_at, index_at, along_at = _LOOKUPS[name]
+    table = args[table_at]
+    size = int(table.shape[0 if along_at is None else args[along_at]])
+    return [(args[index_at], 0, size - 1)]
