@@ -30,6 +30,7 @@ from paellapy.serving.errors import RefusedError
 Mode = Literal["targets", "deadlines", "off"]
 
 _reach_ns: Any = admission.reach_ns.py_func  # type: ignore[attr-defined]
+_room: Any = admission.room.py_func  # type: ignore[attr-defined]
 _note_latency: Any = admission.note_latency.py_func  # type: ignore[attr-defined]
 
 
@@ -43,15 +44,22 @@ class Allowance(ctypes.Structure):
     size: float
     in_flight: int
     shortest_ns: float
+    rate: float
 
     def __init__(self, max_batch: int, tuning: Tuning, generation: int = 0) -> None:
         super().__init__(*admission.new_allowances([max_batch], tuning)[0].item())
         self.tuning, self.generation = tuning, generation
         self.table = np.frombuffer(self, admission.ALLOWANCE)  # type: ignore[call-overload]
 
-    @property
-    def full(self) -> bool:
-        return self.in_flight >= self.size
+    def begin(self, batch: int, trial_ns: float, workers: int) -> None:
+        """A trial took so long for one full batch. Until real requests tell, as many are let in as it had time for."""
+        if trial_ns > 0:
+            t = self.tuning
+            self.rate = t.few_margin / (t.late_share * t.first_margin) * batch / trial_ns / max(1, workers)
+
+    def is_full(self, limit_ns: float) -> bool:
+        """For a request with so much time."""
+        return self.in_flight >= self.size and self.in_flight >= _room((self,), 0, limit_ns, self.tuning)
 
     def reach_ns(self, limit_ns: float, alone_ns: float, live: int, now_ns: int) -> float:
         """Longest predicted latency still admitted."""
@@ -112,7 +120,7 @@ class Admission:
         """
         if self.mode == "targets" and model.target_ms is not None:
             allowance = self.allowances.get(model.name)
-            if allowance is not None and allowance.full:
+            if allowance is not None and allowance.is_full(model.target_ms * 1e6):
                 raise _overloaded(model, allowance, "target", model.target_ms)
 
     def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
@@ -128,6 +136,7 @@ class Admission:
         if allowance is None or allowance.generation != generation:  # of another model of that name
             tuning = Tuning.of_row(state.tuning[0])
             allowance = self.allowances[model.name] = Allowance(model.max_batch, tuning, generation)
+            allowance.begin(model.max_batch, float(state.model["trial_ns"][row]), len(state.wake) - 1)
         asked = self._asked
         asked.model, asked.entered_ns, asked.now_ns, asked.limit_ns = row, now_ns, now_ns, limit_ms * 1e6
         asked.priority = int(state.model["priority"][row]) if priority is None else priority

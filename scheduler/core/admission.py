@@ -49,6 +49,10 @@ ALLOWANCE = np.dtype(  # [model]
         ("margin_ns", "i8"),  # as of when (0: nobody has asked yet, whatever the clock says),
         ("lowered_ns", "i8"),  # when the first of a row of late ones lowered it, after some in time (0: none yet),
         ("floor", "f8"),  # and what the others of the row leave of it
+        ("rate", "f8"),  # requests a nanosecond that were done of late while there were any; 0: no trial has begun it
+        ("counted", "i8"),  # requests done since that was last worked out,
+        ("counted_ns", "i8"),  # in so much time with requests in flight,
+        ("done_ns", "i8"),  # the last of them when
     ],
     align=True,
 )
@@ -62,8 +66,8 @@ def new_allowances(slots: Iterable[int], tuning: Tuning) -> Table:
     return found
 
 
-# The next two call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own. `tuning`
-# is a row of TUNING, or a `Tuning`.
+# The next three call nothing, so that Python can run them too (`.py_func`), on rows that are objects of its own.
+# `tuning` is a row of TUNING, or a `Tuning`.
 
 
 @part
@@ -83,10 +87,28 @@ def reach_ns(allowance: Any, m: int, limit: float, alone: float, live: int, now:
 
 
 @part
+def room(allowance: Any, m: int, limit: float, tuning: Any) -> float:
+    """How many of the model's may be in flight, whose time is limited so.
+
+    By latencies, a stall of the machine makes it few: as many as are done in part of the time there is, at the rate of
+    late, are let in all the same.
+    """
+    w = allowance[m]
+    return float(max(w.size, tuning.late_share * w.margin * w.rate * limit))
+
+
+@part
 def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, number: int, tuning: Any) -> None:
     """A request, one of so many in flight, is done, or its deadline has passed: the allowance follows."""
     w = allowance[m]
     took = float(now - entered)
+    w.counted += 1
+    w.counted_ns += max(0, now - max(w.done_ns, entered))
+    w.done_ns = max(now, w.done_ns)
+    if w.rate > 0.0 and w.counted_ns >= tuning.rate_ns and w.counted >= tuning.few_requests:
+        rate = w.counted / w.counted_ns
+        w.rate = max(rate, w.rate + tuning.rate_back * (rate - w.rate))  # a stall is forgotten: the best counts
+        w.counted = w.counted_ns = 0
     if took <= limit:
         w.shortest_ns = min(w.shortest_ns, took)
     known = w.shortest_ns < np.inf
@@ -113,7 +135,7 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
 @part
 def lets_in(s: State, allowance: Table, m: int, asked: Any) -> int:
     """Whether a request has room in row m of the allowances and would be in time by the prediction: then it is in."""
-    if allowance[m].in_flight >= allowance[m].size:
+    if allowance[m].in_flight >= room(allowance, m, asked.limit_ns, s.tuning[0]):
         return NO_ROOM
     row, now = asked.model, asked.now_ns
     asked.reach_ns = reach_ns(allowance, m, asked.limit_ns, s.size[row, 0].total_ns, s.core[0].live, now, s.tuning[0])

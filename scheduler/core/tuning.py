@@ -94,6 +94,8 @@ class Tuning:
     margin_back_ns: float = _number("time without requests in which the margin grows from nothing to all")
     quiet_ns: float = _number("time without requests before the margin grows")
     room_factor: float = _number("times the shortest latency: a limit below says nothing of predictions")
+    rate_ns: float = _number("time with requests in flight over which the rate of completions is counted")
+    rate_back: float = _number("part of a difference by which the rate falls when fewer were done")
     # -- weights that come and go
     link_gbps: float = _number("rate at which weights come from the host's pinned memory")
     file_gbps: float = _number("rate at which they come from a file, until it was measured")

@@ -255,3 +255,53 @@ def test_a_full_server_refuses_before_it_reads_the_body():
             connection.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
             assert connection.recv(1000).startswith(b"HTTP/1.1 503")
         assert server.service.counters.of("m").refused["overloaded"] == 1
+
+
+def test_a_machine_that_stalls_does_not_close_a_model_that_is_fast():
+    """Eight clients of a model that takes 2 ms of its 50, on a machine that stands still for 30 ms now and then."""
+    allowance = Allowance(8, TUNING)
+    allowance.begin(8, 2e6, 1)
+    limit_ns, now_ns, refused = 50e6, 10**9, 0
+    for k in range(4000):
+        took_ns = 2_000_000 + (30_000_000 if k % 100 == 0 else 0)
+        entered = []
+        for _ in range(8):
+            if allowance.is_full(limit_ns):
+                refused += 1
+                continue
+            allowance.in_flight += 1
+            entered.append(allowance.in_flight)
+        for n, number in enumerate(entered):
+            allowance.in_flight -= 1
+            allowance.done(now_ns, now_ns + took_ns * (n + 1) // 8, limit_ns, number)
+        now_ns += took_ns
+    assert refused == 0
+
+
+def test_a_flood_that_cannot_be_done_in_time_is_still_refused():
+    allowance = Allowance(8, TUNING)
+    allowance.begin(8, 16e6, 1)
+    limit_ns, now_ns, one_ns = 50e6, 10**9, 2_000_000  # 25 in the time of one
+    most = 0
+    for _ in range(200):
+        entered = []
+        while not allowance.is_full(limit_ns) and allowance.in_flight < 1000:
+            allowance.in_flight += 1
+            entered.append(allowance.in_flight)
+        most = max(most, len(entered))
+        for number in entered:
+            allowance.in_flight -= 1
+            allowance.done(now_ns, now_ns + number * one_ns, limit_ns, number)
+        now_ns += len(entered) * one_ns
+    assert most <= 30
+    assert len(entered) <= 25
+
+
+def test_a_model_begins_with_the_batches_that_its_trial_had_time_for(engine):
+    row, model = rows(engine)["fast"], engine.models["fast"].changed(target_ms=100.0)
+    engine.state.model["trial_ns"][row] = 4e6
+    admission = Admission(engine)
+    tickets = [admission.enter(model, row, None, None) for _ in range(int(0.8 * 25 * model.max_batch))]
+    assert all(tickets)
+    with pytest.raises(RefusedError, match="in flight"):
+        admission.enter(model, row, None, None)
