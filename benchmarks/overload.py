@@ -168,7 +168,7 @@ class Recovery(threading.Thread):
         await asyncio.to_thread(self.load_ended.wait)
         begin = time.perf_counter()
         while (now := time.perf_counter()) < begin + self._for_s:
-            status, _ = await target.ask(name, self.asked, None, None)
+            status, *_ = await target.ask(name, self.asked, None, None)
             self.asked += 1
             if status != 200 or (time.perf_counter() - now) * 1e3 > self._target_ms:
                 self.recovered_s = time.perf_counter() - begin

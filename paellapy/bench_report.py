@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from paellapy.scheduler.sim.number_table import number_table
 from paellapy.serving.bench.load import Load
 from paellapy.serving.bench.run import run_bench
 
+TRIAL_S, MOST_REFUSED = 1.0, 0.02
 LATE_MS = 10.0  # a timer and a turn of the loop take less, also on a busy machine
 
 
@@ -29,6 +31,19 @@ def run(target: str | Engine, load: Load, console: Console, clients: int = 1) ->
             bar.update(task, completed=elapsed_s, description=phase, counts=f"{counted} done, {refused} refused")
 
         return run_bench(target, load, progress, clients)
+
+
+def bearable(target: str | Engine, load: Load, console: Console, clients: int) -> Load:
+    """As many clients as are hardly ever refused, by short trials: where nobody has said how many."""
+    assert load.concurrency is not None
+    while load.concurrency > clients:
+        trial = run_bench(target, replace(load, warmup_s=TRIAL_S / 2, duration_s=TRIAL_S), None, clients)["all"]
+        if trial["refused"] <= MOST_REFUSED * (trial["answered"] + trial["refused"]):
+            return load
+        fewer = max(clients, load.concurrency // 2)
+        console.print(f"{load.concurrency} clients at once are more than this server takes: trying {fewer}")
+        load = replace(load, concurrency=fewer)
+    return load
 
 
 def table(result: dict[str, Any]) -> Table:

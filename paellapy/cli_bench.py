@@ -48,6 +48,7 @@ def bench(
     connections: Annotated[int, typer.Option(help="open-loop: most connections at once")] = 512,
     clients: Annotated[int, typer.Option(help="client processes; more where one core is not enough")] = 1,
     header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file of certificates to trust, for https")] = None,
     seed: Annotated[int, typer.Option(help="random seed of arrivals and inputs")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="file for the whole result")] = None,
 ) -> None:
@@ -68,7 +69,8 @@ def bench(
         raise BenchError(
             "a --trace says itself how long it takes: leave --duration and --warmup out, or change --speed"
         )
-    if rate is None and concurrency is None and trace is None:
+    by_itself = rate is None and concurrency is None and trace is None
+    if by_itself:
         concurrency = max(DEFAULT_CONCURRENCY, clients)
     headers = {}
     for each in header or []:
@@ -81,7 +83,7 @@ def bench(
         speed=speed, arrivals=ARRIVALS[arrivals], sigma=sigma, duration_s=10.0 if duration is None else duration,
         warmup_s=1.0 if warmup is None else warmup, items=items,
         binary=binary, timeout_us=timeout_us, priority=priority, target_ms=target_ms, connections=connections,
-        seed=seed, headers=headers,
+        seed=seed, headers=headers, ca=None if ca is None else str(ca),
     )  # fmt: skip
     load.check()
     if json_file is not None:
@@ -89,10 +91,14 @@ def bench(
     console = Console()
     with contextlib.nullcontext(url) if engine is None else _engine(engine, config, policy, console) as target:
         assert target is not None
+        if by_itself:
+            load = bench_report.bearable(target, load, console, clients)
         result = bench_report.run(target, load, console, clients)
     console.print(bench_report.table(result))
     if note := bench_report.lateness(result):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for reason, count in result["all"]["refused_because"].items():
+        console.print(f"{count} refused: {reason}", markup=False, highlight=False, soft_wrap=True)
     for problem, count in result["all"]["errors"].items():
         console.print(f"{count} × {problem}", markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:

@@ -52,6 +52,7 @@ class Load:
     connections: int = 512
     seed: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    ca: str | None = None  # PEM file of certificates to trust
 
     def check(self) -> None:
         if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:

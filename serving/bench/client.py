@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections import deque
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from paellapy.instrument.errors import PaellaError
@@ -28,8 +28,9 @@ class Endpoint:
     tls: ssl.SSLContext | None
 
     @staticmethod
-    def of(url: str) -> Endpoint:
-        """
+    def of(url: str, ca: str | None = None) -> Endpoint:
+        """`ca`: a PEM file of certificates that are trusted beside the machine's own.
+
         >>> Endpoint.of("127.0.0.1:8000/v2").path
         ''
         """
@@ -37,6 +38,13 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BenchError(f"{url!r} is no address: give one such as http://127.0.0.1:8000")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
+        if ca is not None:
+            if tls is None:
+                raise BenchError(f"{url!r} is not https, so there is no certificate to check: leave --ca out")
+            try:
+                tls.load_verify_locations(ca)
+            except (OSError, ssl.SSLError) as e:
+                raise BenchError(f"{ca}: no certificates can be read from it: {e}") from None
         path = parts.path.rstrip("/").removesuffix("/v2")
         return Endpoint(parts.hostname, parts.port or (443 if tls else 80), path, tls)
 
@@ -45,6 +53,14 @@ class Endpoint:
         lines += [f"{key}: {value}" for key, value in (headers or {}).items()]
         lines += [f"Content-Length: {len(body)}", "", ""]
         return "\r\n".join(lines).encode() + body
+
+
+class Reply(NamedTuple):
+    """Status and body of an answer, and how long a client that is refused is asked to wait."""
+
+    status: int
+    body: bytes
+    retry_after_s: float = 0.0
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -59,12 +75,13 @@ class Connection(asyncio.BufferedProtocol):
         self._head = b""  # as far as it has come
         self._status, self._left = 0, 0  # of the answer whose body is being read, and how much of it is to come
         self._kept, self._most = bytearray(), 0
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._answer: asyncio.Future[Reply] | None = None
         self._transport: asyncio.Transport | None = None
+        self._retry_after_s = 0.0
         self._last = False  # the server closes after this answer
         self.usable = True
 
-    def ask(self, request: bytes, most: int) -> asyncio.Future[tuple[int, bytes]]:
+    def ask(self, request: bytes, most: int) -> asyncio.Future[Reply]:
         """`most` bytes of the body are kept."""
         assert self._transport is not None
         self._answer, self._most = asyncio.get_running_loop().create_future(), most
@@ -110,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
             kept, self._kept = bytes(self._kept), bytearray()
             if self._last:
                 self.close()
-            self._answer.set_result((self._status, kept))
+            self._answer.set_result(Reply(self._status, kept, self._retry_after_s))
 
     def _read_head(self, nbytes: int) -> int:
         """Where the body begins in what has come; -1: not yet."""
@@ -133,6 +150,9 @@ class Connection(asyncio.BufferedProtocol):
             return -1
         self._status, self._left = int(head[9:12]), int(head[found + 17 :].split(b"\r\n", 1)[0])
         self._last = b"\r\nconnection: close" in head
+        again = head.find(b"\r\nretry-after:") if self._status != 200 else -1
+        said = head[again + 14 :].split(b"\r\n", 1)[0].strip() if again >= 0 else b""
+        self._retry_after_s = float(said) if said.isdigit() else 0.0
         return end + 4 - before
 
 
@@ -144,7 +164,7 @@ class Pool:
         self._shared = memoryview(bytearray(READ_BYTES))
         self._room = asyncio.Semaphore(limit)
 
-    async def ask(self, request: bytes, most: int = LONGEST_ANSWER) -> tuple[int, bytes]:
+    async def ask(self, request: bytes, most: int = LONGEST_ANSWER) -> Reply:
         """Status and body, `most` bytes of it."""
         async with self._room:
             connection = await self._take()

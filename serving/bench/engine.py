@@ -36,14 +36,14 @@ class EngineTarget:
             await self._engine.infer(name, self._inputs[name][0])  # what is compiled on the way is not measured
         return names
 
-    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]:
+    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
         deadline_ms = None if timeout_us is None else timeout_us * 1e-3
         priority = engine_priority(self._engine.models[name], level)
         try:
             await self._engine.infer(name, self._inputs[name][k % BODIES], deadline_ms, priority)
         except PaellaError as e:
-            return status_of(e)[0], str(e)[:120]
-        return 200, ""
+            return status_of(e)[0], str(e)[:240], 0.0
+        return 200, "", 0.0
 
     def close(self) -> None:
         """The engine is its owner's to close."""

@@ -14,7 +14,7 @@ from paellapy.serving.bench.client import BenchError, Endpoint, Pool
 from paellapy.serving.datatypes import DTYPES
 
 BODIES = 16  # different inputs per model, made beforehand
-SAID_BYTES = 120  # of an error are kept
+SAID_BYTES = 240  # of an error are kept
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -24,7 +24,7 @@ class HttpTarget:
 
     def __init__(self, url: str, load: Load) -> None:
         self.url, self.load = url, load
-        self._endpoint = Endpoint.of(url)
+        self._endpoint = Endpoint.of(url, load.ca)
         self._pool = Pool(self._endpoint, load.connections if load.concurrency is None else load.concurrency)
         self._inputs: dict[str, list[tuple[list[dict[str, Any]], Inputs]]] = {}
         self._requests: dict[tuple[str, int, int | None, int | None], bytes] = {}
@@ -44,17 +44,20 @@ class HttpTarget:
                 self._request(name, k, self.load.timeout_us, self.load.priority)
         return names
 
-    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]:
-        """Status and, where it is an error, what is said."""
-        status, body = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level), SAID_BYTES)
-        return status, "" if status == 200 else body.decode(errors="replace")
+    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
+        """Status; where it is an error, what is said; and when to come again."""
+        found = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level), SAID_BYTES)
+        if found.status == 200:
+            return 200, "", 0.0
+        said = found.body.decode(errors="replace")
+        return found.status, said.removeprefix('{"error":"').removesuffix('"}'), found.retry_after_s
 
     def close(self) -> None:
         self._pool.close()
 
     async def _get(self, method: str, path: str) -> Any:
         try:
-            status, body = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
+            status, body, _ = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
         except OSError as e:
             raise BenchError(f"{self.url} cannot be reached: {e}") from e
         if status != 200:

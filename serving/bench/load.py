@@ -7,6 +7,7 @@ when it was to be sent: a server that stalls cannot make its own load lighter, n
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ Progress = Callable[[float, int, int], None]  # seconds, requests counted, refus
 PERCENTILES = (50, 90, 95, 99, 99.9, 99.99)
 HALVES = 18  # of the distance to 100 %: down to 4 in a million
 TICKS = 4  # in each
+_NUMBER = re.compile(r"\d[\d.,e+-]*")  # in what is said of a refusal: the rest is the same every time
 PAUSE_S = 0.1  # of a client that found nobody to ask
 
 
@@ -34,7 +36,7 @@ class Target(Protocol):
 
     async def prepare(self, rng: np.random.Generator) -> list[str]: ...
 
-    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str]: ...
+    async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]: ...
 
     def close(self) -> None: ...
 
@@ -46,11 +48,13 @@ class Outcome:
     latencies_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # of refusals
 
     def add(self, other: Outcome) -> None:
         self.latencies_s += other.latencies_s
         self.refused_s += other.refused_s
         self.errors += other.errors
+        self.reasons += other.reasons
 
     def summary(self, seconds: float, target_ms: float | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -58,6 +62,7 @@ class Outcome:
             "answered_per_s": len(self.latencies_s) / seconds,
             "refused": len(self.refused_s),
             "errors": dict(self.errors),
+            "refused_because": dict(self.reasons.most_common()),
         }
         if self.latencies_s:
             found["latency_ms"] = _milliseconds(self.latencies_s)
@@ -118,7 +123,7 @@ class Bench:
 
     async def _open(self, names: list[str], begin: float) -> None:
         clock, count = time.perf_counter, begin + self.load.uncounted_s
-        tasks: set[asyncio.Task[bool]] = set()
+        tasks: set[asyncio.Task[float]] = set()
         for each in arrivals(self.load, names, self._rng):
             at = begin + each.at_s
             if (wait := at - clock()) > 0:
@@ -140,21 +145,23 @@ class Bench:
         async def client() -> None:
             while (now := clock()) < end:
                 name = names[0] if len(names) == 1 else names[int(self._rng.integers(len(names)))]
-                if not await self._one(name, load.timeout_us, load.priority, now, now >= count):
-                    await asyncio.sleep(min(PAUSE_S, max(0.0, end - clock())))
+                pause_s = await self._one(name, load.timeout_us, load.priority, now, now >= count)
+                if pause_s:
+                    await asyncio.sleep(min(pause_s, max(0.0, end - clock())))
 
         await asyncio.gather(*(client() for _ in range(load.concurrency)))
         self.seconds = clock() - count
 
-    async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> bool:
-        """Whether there was an answer, of whatever kind."""
+    async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> float:
+        """Seconds that a client which waits for its answers is to pause now: as it is told, or for want of a server."""
         self._sent += 1
+        again_s = PAUSE_S
         try:
-            status, said = await self.target.ask(name, self._sent, timeout_us, level)
+            status, said, again_s = await self.target.ask(name, self._sent, timeout_us, level)
         except (OSError, BenchError) as e:
             status, said = 0, str(e)
         if not counted:
-            return status != 0
+            return again_s
         took = time.perf_counter() - intended
         outcome = self.outcomes[name]
         self._counted += 1
@@ -163,9 +170,10 @@ class Bench:
         elif status in (429, 503):
             self._refused += 1
             outcome.refused_s.append(took)
+            outcome.reasons[_NUMBER.sub("…", said)] += 1
         else:
             outcome.errors[f"{status or 'connection'}: {said}"] += 1
-        return status != 0
+        return again_s
 
     async def _tick(self, begin: float) -> None:
         while self._progress is not None:
@@ -182,7 +190,8 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
             outcomes.setdefault(name, Outcome()).add(each)
             everything.add(each)
     seconds = max(each[1] for each in runs)
-    settings = {key: value for key, value in asdict(load).items() if key not in ("headers", "trace")}  # keys, and long
+    left_out = ("headers", "trace", "ca")  # keys, long, and of this machine
+    settings = {key: value for key, value in asdict(load).items() if key not in left_out}
     return {
         "url": url,
         "load": {**settings, "trace": len(load.trace) or None},

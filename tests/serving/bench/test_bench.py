@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +40,8 @@ from paellapy.serving.bench.load import (
 from paellapy.serving.bench.run import run_bench
 from paellapy.serving.protocol import DEFAULT_LEVEL
 
+CERTIFICATE = Path(__file__).parents[2] / "tls" / "certificate.pem"
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -66,11 +69,36 @@ def test_it_measures_every_model(server, how, binary):
 
 
 def test_refusals_are_not_errors(server):
-    result = run_bench(server.url, Load(("one",), concurrency=2, timeout_us=1, **QUICK))
+    result = run_bench(
+        server.url, Load(("one",), concurrency=2, timeout_us=1, duration_s=0.3, warmup_s=0.0, headers=QUICK["headers"])
+    )
     assert result["all"]["answered"] == 0
     assert result["all"]["refused"] > 0
     assert not result["all"]["errors"]
+    (said,) = result["all"]["refused_because"]
+    assert "deadline" in said
+    assert result["all"]["refused_because"][said] == result["all"]["refused"]
+    assert result["all"]["refused"] <= 4  # told to come again in a second, its clients do
     assert table(result).row_count == 1
+
+
+def test_the_load_that_nobody_asked_for_is_one_the_server_takes(monkeypatch, capsys):
+    def run(target, load, progress, clients):
+        refused = 50 if load.concurrency > 2 else 0
+        return {"all": {"answered": 100, "refused": refused}}
+
+    monkeypatch.setattr(bench_report, "run_bench", run)
+    found = bench_report.bearable("http://127.0.0.1:1", Load(concurrency=8), Console(), 1)
+    assert found.concurrency == 2
+    assert "trying 4" in capsys.readouterr().out
+
+
+def test_certificates_to_trust_are_read_and_asked_for_where_they_make_sense(tmp_path):
+    with pytest.raises(BenchError, match="not https"):
+        Endpoint.of("http://127.0.0.1:1", str(tmp_path / "ca.pem"))
+    with pytest.raises(BenchError, match="no certificates can be read"):
+        Endpoint.of("https://127.0.0.1:1", str(tmp_path / "ca.pem"))
+    assert Endpoint.of("https://localhost:1", str(CERTIFICATE)).tls is not None
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "lognormal", "even"])
@@ -274,6 +302,7 @@ def ended(monkeypatch):
             return summarize(target, load, [({"one": outcome}, 1.0, late_s)])
 
         monkeypatch.setattr(bench_report, "run", run)
+        monkeypatch.setattr(bench_report, "bearable", lambda target, load, console, clients: load)
         return loads
 
     return set_up
@@ -345,7 +374,7 @@ def answered_by(*pieces, ask=1, most=1 << 20):
     async def main(port):
         pool = Pool(Endpoint("127.0.0.1", port, "", None), 1)
         try:
-            return [await pool.ask(b"GET / HTTP/1.1\r\n\r\n", most) for _ in range(ask)]
+            return [(await pool.ask(b"GET / HTTP/1.1\r\n\r\n", most))[:2] for _ in range(ask)]
         finally:
             pool.close()
             await asyncio.sleep(0)
