@@ -15,6 +15,7 @@ export function makeTiles() {
     busy: tile("SMs busy", "of the time"),
   };
   const history = [];
+  const refusals = [];
 
   function update(snapshot) {
     const { models, sms } = snapshot;
@@ -36,6 +37,12 @@ export function makeTiles() {
       draw(one, history.map(([at, all]) => [at, all[key]]).filter(([, v]) => v !== null), snapshot.time_s);
     }
     mark(tiles.within.value, "pp-late", values.within !== null && values.within < 0.99);
+    const refused = models.reduce((sum, m) => sum + (m.refused ?? 0), 0);
+    refusals.push([snapshot.time_s, refused]);
+    while (refusals[0][0] < snapshot.time_s - KEPT_S) refusals.shift();
+    const lately = Math.max(0, refused - refusals[0][1]);
+    say(tiles.within.unit, lately ? `of answers; ${count(lately)} refused` : "of answers");
+    mark(tiles.within.unit, "pp-late", lately > 0);
     say(tiles.occupancy.unit, sms.occupancy ? "of warps" : "not reported");
     say(tiles.busy.unit, sms.busy ? "of the time" : "not reported");
   }

@@ -50,7 +50,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
 
   function update(snapshot) {
     latest = snapshot;
-    say(device, snapshot.device);
+    say(device, snapshot.virtual ? `${snapshot.device}: this host computes the data, and latencies show it` : snapshot.device);
     body.hidden = choice.hidden = false;
     waiting.hidden = true;
     tiles.update(snapshot);
