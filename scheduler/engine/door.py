@@ -84,10 +84,11 @@ class Pulse:
     def beats(self) -> bool:
         """Whether all has been read that was there at the last look that found nothing unread.
 
-        True also where there is no engine: who asks is told so when it asks.
+        True also where there is no engine, of which who asks is told; and before its core's first step: what it runs
+        may still be compiled then, which is no reason to end it.
         """
         front = self._engine._front
-        if front.closed:
+        if front.closed or not front.state.core["steps"][0]:
             return True
         ring = front.state.ring[front.front]
         if front is self._front and int(ring[codes.SUBMIT_HEAD, 0]) < self._posted:

@@ -97,3 +97,13 @@ def test_an_engine_that_works_has_a_pulse_and_one_that_stands_still_has_none():
         front = engine._front
         pulse._front, pulse._posted = front, pulse._posted + 1000  # as if the core had read nothing since
         assert not pulse.beats()
+
+
+def test_an_engine_whose_core_is_still_compiled_is_not_silent():
+    class Starting:
+        closed = False
+        state = SimpleNamespace(core={"steps": [0]}, ring=None)
+
+    engine = SimpleNamespace(_front=Starting())
+    pulse = Pulse(engine)
+    assert all(pulse.beats() for _ in range(5))
