@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 
@@ -21,6 +23,24 @@ def cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
 
 
+@functools.cache
+def trusted(folder: Path) -> bool:
+    """Whether nobody else can have put something there: what is read from it is run."""
+    try:
+        found = folder.stat()
+    except OSError:  # there is none yet
+        return True
+    others = found.st_mode & 0o002 or (found.st_mode & 0o020 and found.st_gid != os.getgid())
+    if found.st_uid in (os.getuid(), 0) and not others:
+        return True
+    warnings.warn(
+        f"{folder} can be written by others, so nothing compiled is kept there: chmod go-w it, or set "
+        "PAELLAPY_CACHE_DIR to a folder of your own",
+        stacklevel=2,
+    )
+    return False
+
+
 def digest(*parts: str | bytes) -> str:
     """A key for results that depend on nothing but `parts`."""
     h = hashlib.sha256()
@@ -33,6 +53,8 @@ def digest(*parts: str | bytes) -> str:
 
 def read(key: str) -> bytes | None:
     """What was stored under `key`, or None."""
+    if not trusted(cache_dir()):
+        return None
     try:
         data = (cache_dir() / key[:2] / key).read_bytes()
     except OSError:
@@ -44,8 +66,11 @@ def read(key: str) -> bytes | None:
 def write(key: str, data: bytes) -> None:
     """Stores `data` under `key`. A cache that cannot be written costs time, not correctness: errors are ignored."""
     folder = cache_dir() / key[:2]
+    if not trusted(cache_dir()):
+        return
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
             try:
                 f.write(hashlib.sha256(data).digest() + data)

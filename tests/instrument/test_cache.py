@@ -111,3 +111,19 @@ def as_bytes(given_parts: list[str | bytes]) -> list[bytes]:
 @given(parts, parts)
 def test_keys_are_equal_exactly_when_all_parts_are(a: list[str | bytes], b: list[str | bytes]) -> None:
     assert (cache.digest(*a) == cache.digest(*b)) == (as_bytes(a) == as_bytes(b))
+
+
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAELLAPY_CACHE_DIR", str(tmp_path / "open"))
+    key = cache.digest("code")
+    cache.write(key, b"code")
+    assert cache.read(key) == b"code"
+    assert (tmp_path / "open").stat().st_mode & 0o077 == 0
+    (tmp_path / "open").chmod(0o777)
+    cache.trusted.cache_clear()
+    with pytest.warns(UserWarning, match="can be written by others"):
+        assert cache.read(key) is None
+    other = cache.digest("other")
+    cache.write(other, b"other")
+    assert not (tmp_path / "open" / other[:2] / other).exists()
+    cache.trusted.cache_clear()
