@@ -1,0 +1,279 @@
+"""The protocol between front ends and the core: any order of their steps, a death between any two, real threads.
+
+The machine has two front ends whose requests are each at one of their steps: claimed a slot, posted, written, answered,
+read. Whatever comes next, the core's tables hold together; a request of one that lives is answered once, with its own
+slot; and in the end everything is free.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+from core_bench import LIMITS, Bench, profile
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paellapy.scheduler.core import codes, step
+from paellapy.scheduler.core import state as st
+from paellapy.scheduler.core.check import check_integrity
+from paellapy.scheduler.core.rings import SLOTS, STAGED, Message
+from paellapy.scheduler.engine import front_calls as calls
+
+FRONTS = st.Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, "fronts": 3})
+WHO = some.sampled_from((1, 2))
+
+
+class Front:
+    """A process that hands in requests, one instruction at a time. `holder` is what a slot's inputs would be."""
+
+    def __init__(self, bench: Bench, number: int, holder: dict[tuple[int, int], int]) -> None:
+        self.bench, self.number, self.holder = bench, number, holder
+        self.line = calls.make_line(bench.state, number, 0)
+        self.rows = list(st.front_rows(FRONTS, number))
+        self.serial = number << 20
+        self.claimed: list[tuple[int, int]] = []
+        self.unwritten: list[tuple[tuple[int, int], int]] = []
+        self.posted: dict[int, tuple[int, tuple[int, int] | None]] = {}  # serial → row, place
+        self.unread: list[tuple[int, int]] = []
+        self.ended: Counter[int] = Counter()  # serial → answers
+        self.statuses: Counter[int] = Counter()
+        self._taken = np.zeros((64, calls.COMPLETION_WORDS), np.int64)
+
+    def claim(self) -> None:
+        found = calls.claim(self.line, 0)
+        if found != STAGED:
+            self.claimed.append(divmod(found, SLOTS))
+
+    def post(self, written: bool) -> None:
+        """What was claimed, or a request that has no slot yet."""
+        place = self.claimed.pop(0) if self.claimed else None
+        self.serial += 1
+        row = self.rows.pop()
+        lane, slot = place or (codes.NONE, codes.NONE)
+        self.posted[self.serial] = row, place
+        message = Message(
+            kind=codes.SUBMIT, request=row, serial=self.serial, lane=lane, slot=slot, arrival_ns=self.bench.now
+        )
+        if place is not None:
+            self.holder[place] = self.serial
+        if place is not None and written:
+            assert calls.post_written(self.line, message.address, *place)
+        else:
+            assert calls.post(self.line, message.address)
+            if place is not None:
+                self.unwritten.append((place, self.serial))
+
+    def write(self) -> None:
+        place, serial = self.unwritten.pop(0)
+        assert self.holder[place] == serial, "a slot was given to another before it was written"
+        calls.ready(self.line, *place)
+
+    def cancel(self, serial: int) -> None:
+        row, _ = self.posted[serial]
+        assert calls.post(self.line, Message(kind=codes.CANCEL, request=row, serial=serial).address)
+
+    def take(self) -> None:
+        n = calls.take(self.line, self._taken)
+        for entry in self._taken[:n].tolist():
+            row = entry[calls.E_REQUEST]
+            serial = next(s for s, (r, _) in self.posted.items() if r == row)
+            _, place = self.posted.pop(serial)
+            self.ended[serial] += 1
+            self.statuses[entry[calls.E_STATUS]] += 1
+            assert self.ended[serial] == 1
+            self.rows.append(row)
+            if entry[calls.E_STATUS] == codes.OK:
+                where = entry[calls.E_LANE], entry[calls.E_SLOT]
+                if place is not None:
+                    assert place == where
+                    assert self.holder[where] == serial, "its slot was given to another before its answer was read"
+                self.unread.append(where)
+
+    def read(self) -> None:
+        calls.release(self.line, *self.unread.pop(0))
+
+    def die_publishing(self) -> None:
+        """Between taking a cell of the ring and publishing it: the core sees a gap, and waits for its death."""
+        ring = self.bench.state.ring[self.number]
+        ring[codes.SUBMIT_TAIL, 0] += np.uint64(1)
+
+
+class Protocol(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True)
+        self.holder: dict[tuple[int, int], int] = {}
+        self.fronts = {k: Front(self.bench, k, self.holder) for k in (1, 2)}
+        self.failed = False
+
+    @rule(who=WHO)
+    def claim(self, who: int) -> None:
+        front = self.fronts[who]
+        if len(front.rows) > len(front.claimed):
+            front.claim()
+
+    @rule(who=WHO, written=some.booleans())
+    def post(self, who: int, written: bool) -> None:
+        if self.fronts[who].rows:
+            self.fronts[who].post(written)
+
+    @rule(who=WHO)
+    def write(self, who: int) -> None:
+        if self.fronts[who].unwritten:
+            self.fronts[who].write()
+
+    @rule(who=WHO, which=some.integers(0, 7))
+    def cancel(self, who: int, which: int) -> None:
+        front = self.fronts[who]
+        if front.posted:
+            front.cancel(sorted(front.posted)[which % len(front.posted)])
+
+    @rule(who=WHO)
+    def take(self, who: int) -> None:
+        self.fronts[who].take()
+
+    @rule(who=WHO)
+    def read(self, who: int) -> None:
+        if self.fronts[who].unread:
+            self.fronts[who].read()
+
+    @rule()
+    def step(self) -> None:
+        self.bench.step(1000)
+
+    @rule()
+    def finish(self) -> None:
+        for lane in self.bench.running:
+            self.bench.finish_segment(lane)
+        self.bench.step(1000)
+
+    @rule(slot=some.integers(0, 3))
+    def fault(self, slot: int) -> None:
+        """The backend marks a slot on whose values the model failed."""
+        for lane in self.bench.running:
+            self.bench.state.lane_fault[lane] = 0
+            self.bench.state.lane_fault[lane, 0] = np.uint64(1 << slot)
+            self.bench.state.lane["faulty"][lane] = 1
+
+    @rule(who=WHO, publishing=some.booleans())
+    def die(self, who: int, publishing: bool) -> None:
+        """Wherever its requests are; then another process takes its place."""
+        if publishing:
+            self.fronts[who].die_publishing()
+            self.bench.step(1000)
+        step.reclaim(self.bench.state, who, self.bench.now)
+        self.fronts[who] = Front(self.bench, who, self.holder)
+        self.bench.step()
+
+    @precondition(lambda self: not self.failed)
+    @rule(often=some.integers(0, 15))
+    def lose_the_gpu(self, often: int) -> None:
+        if often == 0:
+            self.failed = True
+            self.bench.tell(codes.FAIL, tag=719)
+            self.bench.step()
+            self.bench.launched.clear()
+
+    @invariant()
+    def holds_together(self) -> None:
+        check_integrity(self.bench.state)
+
+    def teardown(self) -> None:
+        """Everybody does what is left to do, and nothing is left."""
+        for front in self.fronts.values():
+            while front.claimed and front.rows:
+                front.post(True)
+            while front.unwritten:
+                front.write()
+        for _ in range(60):
+            for lane in self.bench.running:
+                self.bench.finish_segment(lane)
+            self.bench.step(1000)
+            for front in self.fronts.values():
+                front.take()
+                while front.unread:
+                    front.read()
+        state = self.bench.state
+        assert state.core["live"][0] == 0
+        assert self.failed or state.model["free_n"][0] + (state.model["filling"][0] >= 0) == 2
+        for who, front in self.fronts.items():
+            assert not front.posted
+            assert sorted(front.rows) == list(st.front_rows(FRONTS, who))
+            lost = {codes.FAILED, codes.SUSPECTED} if self.failed else set()
+            assert set(front.statuses) <= {codes.OK, codes.CANCELLED, codes.FAULTED} | lost
+
+
+Protocol.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+test_any_order_of_steps_and_deaths = Protocol.TestCase
+
+
+def test_real_threads_that_stop_anywhere_and_die():
+    """Four lives of each of two front ends, each a thread with pauses between any two of its steps; one core."""
+    bench, holder = Bench([profile(batch=(1, 4), lanes=2)], limits=FRONTS, hold=True), {}
+    over, dead, problems = threading.Event(), {}, []
+    finished: Counter[int] = Counter()
+
+    def live(number: int, life: int) -> None:
+        front, rng = Front(bench, number, holder), random.Random(100 * number + life)
+        last = life == 3
+        wanted = 150 if last else rng.randrange(20, 120)
+        began = 0
+        try:
+            while began < wanted or (last and front.posted):
+                for act in ("claim", "post", "write", "take", "read"):
+                    if rng.random() < 0.2:
+                        time.sleep(rng.random() * 2e-4)  # between any two of its steps
+                    if act == "claim" and began < wanted and len(front.rows) > len(front.claimed):
+                        front.claim()
+                    elif act == "post" and began < wanted and front.rows:
+                        began += 1
+                        front.post(rng.random() < 0.5)
+                    elif act == "write" and front.unwritten:
+                        front.write()
+                    elif act == "take":
+                        front.take()
+                    elif act == "read" and front.unread:
+                        front.read()
+            if last:
+                while front.unread:
+                    front.read()
+                finished[number] = sum(front.ended.values())
+        except BaseException as e:
+            problems.append(e)
+        dead[number] = life
+
+    def run(number: int) -> None:
+        for life in range(4):
+            thread = threading.Thread(target=live, args=(number, life))
+            thread.start()
+            thread.join()
+            while life < 3 and number in dead and not over.is_set():  # until the core has taken back what it had
+                time.sleep(1e-4)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    for each in threads:
+        each.start()
+    rng = random.Random(7)
+    end = time.monotonic() + 60
+    while any(each.is_alive() for each in threads) and time.monotonic() < end and not problems:
+        for number, life in list(dead.items()):
+            if life < 3:
+                step.reclaim(bench.state, number, bench.now)
+                del dead[number]
+        for lane in bench.running:
+            if rng.random() < 0.7:
+                bench.finish_segment(lane)
+        bench.step(1000)
+    over.set()
+    for each in threads:
+        each.join(10)
+    assert not problems, problems
+    assert finished == {1: 150, 2: 150}
+    bench.step(1000)
+    check_integrity(bench.state)
+    assert bench.state.core["live"][0] == 0
