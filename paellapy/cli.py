@@ -84,6 +84,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
     from paellapy import serve_demo
+    from paellapy.serve_ready import announce_for
     from paellapy.serving.api import serve_config
     from paellapy.serving.config import load_config
 
@@ -93,7 +94,28 @@ def serve(
     overrides = [f"{key}={value}" for key, value in named.items() if value is not None] + (setting or [])
     with_demo = config is None and not model
     loaded, source = load_config(config, overrides, serve_demo.settings() if with_demo else None, model or ())
-    serve_config(loaded, source, announce=serve_demo.announce if with_demo else None)
+    announce = announce_for(loaded, source, serve_demo.announce if with_demo else None)
+    serve_config(loaded, source, announce=announce)
+
+
+@app.command()
+def reload(config: Annotated[Path, typer.Argument(help="the file that a server of yours runs with")]) -> None:
+    """Have a running server take up its configuration, its models' code and its certificates as they stand now."""
+    from paellapy.serving.config import load_config
+    from paellapy.serving.errors import ConfigError
+    from paellapy.serving.reload import ask_to_reload
+
+    load_config(config)  # a mistake is told here, and the server left alone
+    told = ask_to_reload(config)
+    if "error" in told:
+        raise ConfigError(f"nothing was changed: {told['error']}")
+    for what, names in told.items():
+        shown = "; ".join(f"{k}: {v}" for k, v in names.items()) if isinstance(names, dict) else names
+        typer.echo(f"{what}: {', '.join(shown) if isinstance(shown, list) else shown}")
+    if not told:
+        typer.echo("nothing has changed")
+    if "could not be loaded" in told:
+        raise typer.Exit(1)
 
 
 _WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --device names"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,15 @@ def picture(image: NDArray[np.float32]) -> str:
     return "\n".join("  " + "".join(_SHADES[k] * 2 for k in row) for row in levels)
 
 
-def announce(url: str) -> None:
-    """What to do with a demo server that is ready."""
+def announce(url: str, loaded: Sequence[str]) -> None:
+    """What to do with a demo server that is ready, with the models that it has."""
     images, labels = demo.held_out()
     console = Console(soft_wrap=True, highlight=False)
-    names = ", ".join(demo.names())
-    console.print(f"\nServing {names} at [bold]{url}/v2[/bold]")
+    console.print(f"\nServing {', '.join(loaded)} at [bold]{url}/v2[/bold]")
     for what, path in (("dashboard", "/"), ("documentation", "/docs"), ("metrics", "/metrics")):
         console.print(f"  {what:14s} {url}{path}")
+    if "cnn" not in loaded:
+        return
     console.print()
     console.print(f"A handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
     console.print("Classify it (the answer is score:digit):\n")

@@ -91,6 +91,10 @@ class Access:
         self._keys, self._control = Keys(keys), control
         self._hosts = {"localhost", socket.gethostname().lower(), *(each.lower() for each in hosts)}
 
+    def set_keys(self, keys: Mapping[str, str | Key]) -> None:
+        """Those that open the server from now on. Whether it needs any at all stays as it is."""
+        self._keys = Keys(keys)
+
     def client(self, request: web.Request, client_header: str) -> str:
         """Who asks; "": nobody in particular. RequestError where it must not."""
         # By the handler that was found: a path may be spelled in many ways.

@@ -53,9 +53,14 @@ def serve_config(
 ) -> None:
     """Serves what a configuration describes, and models that exist already beside it."""
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
+    from paellapy.serving.logs import configure
+    from paellapy.serving.machine import check_machine
     from paellapy.serving.registry import Registry, entry_of
+    from paellapy.serving.reload import Reloader, noted
     from paellapy.serving.server import Server, run_server, warn_of_neighbours
 
+    configure(config.server.log_format, config.server.log_level)
+    check_machine()
     if config.server.workers:
         from paellapy.serving.workers.processes import serve_workers
 
@@ -68,7 +73,14 @@ def serve_config(
     engine = build_engine(config, source)
     registry = Registry(engine, entries)
     warn_of_neighbours(config.server, keys)
-    run_server(engine, lambda: Server(registry, config.server, keys, tls), config.server, announce)
+
+    def server() -> Server:
+        made = Server(registry, config.server, keys, tls)
+        made.source, made.reloader = source, Reloader(registry, config, source)
+        return made
+
+    with noted(source):
+        run_server(engine, server, config.server, announce)
 
 
 __all__ = ["serve", "serve_config"]

@@ -20,6 +20,7 @@ from paellapy.serving.registry import Catalogue, registry_of
 from paellapy.serving.routes import add_routes
 from paellapy.serving.service import Service
 
+ACCESS = web.AppKey("access", Access)
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 30.0
 CLIENT_HEADER = "X-Client-Id"
@@ -60,6 +61,7 @@ def create_app(
         registry = engine if isinstance(engine, Catalogue) else registry_of(engine)
         service = Service(registry, o.admission, o.max_body_bytes, o.body_timeout_s)
     app[SERVICE] = service
+    app[ACCESS] = access
     add_routes(app)
     add_metrics(app)
     add_docs(app)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import ssl
-import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from paellapy.instrument.errors import PaellaError
@@ -18,8 +17,9 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy
 from paellapy.serving.access import Key
-from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source
+from paellapy.serving.config import Config, KeyConfig, ModelConfig, Path_, Source, TlsConfig
 from paellapy.serving.errors import ConfigError
+from paellapy.serving.factories import find_factory
 from paellapy.serving.registry import Entry
 
 
@@ -82,8 +82,8 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for k, each in enumerate(config.models):
         path: Path_ = ("models", k)
-        factory = _import(each.factory, (*path, "factory"), source)
-        make = partial(make_model, factory, each)
+        _import(each.factory, (*path, "factory"), source)
+        make = partial(make_model, each, source.folder)
         if each.name is not None:
             name = each.name
         else:
@@ -93,12 +93,13 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
                 raise source.error(path, f"the model could not be made: {type(e).__name__}: {e}") from e
         if name in entries:
             raise source.error(path, f"another model is named {name!r} too: give this one a name of its own")
-        entries[name] = Entry(name, make, wanted=each.load)
+        entries[name] = Entry(name, make, wanted=each.load, factory=each.factory)
     return list(entries.values())
 
 
-def make_model(factory: Any, config: ModelConfig) -> Model:
-    """The factory's model, with what the configuration says otherwise."""
+def make_model(config: ModelConfig, folder: Path) -> Model:
+    """The factory's model, by its code as it stands now, with what the configuration says otherwise."""
+    factory = find_factory(config.factory, folder)
     found = factory if isinstance(factory, Model) else factory(**config.arguments)
     if not isinstance(found, Model):
         raise ModelError(f"{config.factory} gave a {type(found).__name__}, not a Model")
@@ -135,27 +136,26 @@ def build_tls(config: Config, source: Source) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificates(context, config.tls, source)
+    return context
+
+
+def load_certificates(context: ssl.SSLContext, tls: TlsConfig, source: Source) -> None:
+    """Also into a context that is in use: connections from now on are greeted with what the files hold now."""
     key = "certificate"
     try:
-        context.load_cert_chain(source.folder / config.tls.certificate, source.folder / config.tls.key)
-        if config.tls.client_ca is not None:
+        context.load_cert_chain(source.folder / tls.certificate, source.folder / tls.key)
+        if tls.client_ca is not None:
             key = "client_ca"
-            context.load_verify_locations(source.folder / config.tls.client_ca)
+            context.load_verify_locations(source.folder / tls.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as e:
         raise source.error(("tls", key), f"the certificate and its key cannot be loaded: {e}") from e
-    return context
 
 
 def _import(dotted: str, path: Path_, source: Source) -> Any:
     """`package.module:name`, also from the folder of the configuration."""
-    module, _, name = dotted.partition(":")
-    if (folder := str(source.folder)) not in sys.path:
-        sys.path.append(folder)
     try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return find_factory(dotted, source.folder)
     except Exception as e:
         raise source.error(path, f"{dotted} cannot be imported: {type(e).__name__}: {e}") from e
-    return found

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -124,6 +125,10 @@ class Source:
 
     def __init__(self, name: str = "", text: str = "", overrides: Sequence[Path_] = ()) -> None:
         self.name, self.text, self.overrides = name, text, overrides
+        self.again: Callable[[], tuple[Config, Source]] = self._nothing  # reads it once more
+
+    def _nothing(self) -> tuple[Config, Source]:
+        raise ConfigError("there is no configuration file to read again: the server was given its settings")
 
     @property
     def folder(self) -> Path:
@@ -168,6 +173,8 @@ def load_config(
     if models:
         paths.append(("models",))
     source = Source(str(file) if file is not None else "", text, paths)
+    if file is not None:
+        source.again = partial(load_config, file, overrides, defaults, models)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:

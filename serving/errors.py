@@ -16,6 +16,7 @@ from paellapy.scheduler.core.errors import (
     MemoryPlanError,
     ModelError,
     QueueFullError,
+    RequestFailedError,
     UnknownModelError,
     WeightsError,
 )
@@ -109,6 +110,10 @@ class ErrorAnswer:
 def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
     """What is our own fault is logged, and told only by the request's number."""
     status = status_of(error)[0] if isinstance(error, PaellaError) else 500
+    if isinstance(error, RequestFailedError):
+        log.error("a model failed on a request's values", extra={"fields": {"request": number, "error": str(error)}})
+        said = "the model failed on the values of this request, and would again"
+        return ErrorAnswer(500, f"{said}; the server's log has it under request {number}")
     if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": path}})
         return ErrorAnswer(500, f"internal error; the server's log has it under request {number}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from numpy.typing import NDArray
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, UnknownModelError
+from paellapy.scheduler.core.errors import DeadlineError, EngineAwayError, SuspectError, UnknownModelError
 from paellapy.scheduler.engine.door import Call
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.admission import Ticket
@@ -34,7 +35,8 @@ _reading = ThreadPoolExecutor(2, thread_name_prefix="json")  # threads are start
 class Inference(ABC):
     """A way calls `look`, then `start`; it hears `answered` or `refused` once, unless it calls `leave` before."""
 
-    __slots__ = ("_call", "_model", "_request", "_ticket", "client", "name", "over", "service", "started_ns", "version")
+    __slots__ = ("_call", "_model", "_request", "_suspected", "_ticket", "client", "name", "over",
+                 "service", "started_ns", "version")  # fmt: skip
 
     def __init__(self, service: Service, name: str, version: str | None, client: str) -> None:
         self.service, self.name, self.version, self.client = service, name, version, client
@@ -44,6 +46,7 @@ class Inference(ABC):
         self._request: Request
         self._ticket: Ticket | None = None
         self._call: Call | None = None
+        self._suspected: Sequence[int] = ()  # digests of its items that were on the GPU when it failed
         service.counters.enter()
 
     @abstractmethod
@@ -96,6 +99,8 @@ class Inference(ABC):
         row = service.registry.entries[self.name].row
         self._ticket = service.admission.enter(model, row, request.priority, deadline_ms)
         service.live.add(self)
+        if service.suspects:
+            self._suspected = service.suspects.check(model, request.inputs, request.items)
         try:
             self._call = service.door.submit(
                 self.name, request.inputs, request.items, deadline_ms, request.priority, self.client or None, self
@@ -109,12 +114,18 @@ class Inference(ABC):
         if self.over:
             return
         self._end(in_time_or_late=True)
+        if self._suspected:
+            self.service.suspects.acquit(self._suspected)
         pieces, json_length = encode(self._model, VERSION, self._request, outputs)
         self.service.counters.of(self.name).note_answer(time.monotonic_ns() - self.started_ns)
         self.answered(pieces, json_length)
 
     def failed(self, error: Exception) -> None:
-        self.fail(_met_unload(self.name) if isinstance(error, UnknownModelError) else error)
+        if isinstance(error, UnknownModelError):
+            error = _met_unload(self.name)
+        elif isinstance(error, SuspectError) and not self.over:
+            error = self.service.suspects.judge(error, self.name)
+        self.fail(error)
 
     # -- the end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def file_with_options(file: str | Path, options: Mapping[str, Any]) -> tuple[Con
     if not options:
         return config, source
     config, _ = load_config(defaults=_merged(tomllib.loads(source.text), options))
-    return config, _Source(source, options)
+    merged = _Source(source, options)
+    merged.again = partial(file_with_options, file, options)
+    return config, merged
 
 
 def _merged(file: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

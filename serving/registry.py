@@ -22,6 +22,7 @@ from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.datatypes import check_servable
 from paellapy.serving.errors import RefusedError, short
+from paellapy.serving.factories import code_number
 from paellapy.serving.logs import log
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class Entry:
     model: Model | None = None
     row: int = -1  # in the core
     number: int = -1  # in the order of the configuration
+    factory: str = ""  # where a file names one: it may be read again
+    code: int = 0  # the number of the code that made its model
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -97,6 +100,7 @@ class Registry(Catalogue):
     def __init__(self, engine: Engine, entries: Iterable[Entry] = ()) -> None:
         super().__init__()
         self.engine = engine
+        engine.on_fault(_tell_of_fault)
         self.changed: list[Callable[[], None]] = []  # called after every change, in the thread that made it
         for entry in entries:
             self.add(entry)
@@ -118,24 +122,20 @@ class Registry(Catalogue):
         entry = self.find(name)
         with entry.lock:
             if entry.state == READY:
+                model = _made(entry)  # a factory that fails leaves the one that is there
                 self._unload(entry, ANEW, ANEW)
+            else:
+                model = None
             entry.state, entry.reason = LOADING, ""
             self.tell()
             try:
-                model = entry.make()
-                if model.name != name:
-                    raise ModelError(f"the factory of model {name!r} made one named {model.name!r}")
-                check_servable(model)
+                model = model or _made(entry)
                 self.engine.load(model)
                 entry.row = self._try(model)
             except PaellaError as e:
                 entry.state, entry.reason = UNAVAILABLE, str(e)
                 self.tell()
                 raise
-            except Exception as e:  # the factory's own
-                entry.state, entry.reason = UNAVAILABLE, f"{type(e).__name__}: {e}"
-                self.tell()
-                raise ModelError(f"model {name!r} could not be made: {entry.reason}") from e
             self.by_row = {**self.by_row, entry.row: model}
             entry.model, entry.state, entry.wanted = model, READY, True
             self.tell()
@@ -166,13 +166,17 @@ class Registry(Catalogue):
             each()
 
     def _try(self, model: Model) -> int:
-        """One request of zeros on the way every request takes, so that no client waits for what is compiled on it."""
+        """One request of zeros on the way every request takes, so that no client waits for what is compiled on it. And
+        full batches, to see how many there is time for.
+        """
         row = _row(self.engine, model)
         predict_finish(self.engine.state, row, time.monotonic_ns())
         slot = self.engine.reserve(model.name)
-        for array in slot.inputs.values():
-            array[...] = 0
+        for key, array in slot.inputs.items():
+            array[...] = model.inputs[key].neutral
         slot.submit_sync()
+        for _ in range(2):  # the second is what the next ones will take
+            self.engine.try_batch(model.name)
         return row
 
     def load_by_hand(self, name: str) -> float:
@@ -200,6 +204,12 @@ class Registry(Catalogue):
         await asyncio.shield(_background(self.unload_by_hand, name))
 
 
+def _tell_of_fault(model: str, error: BaseException) -> None:
+    """In the engine's process, which knows why; whoever asked hears that there is something in the log."""
+    said = f"{type(error).__name__}: {error}"
+    log.error("a model failed on the values of one request", extra={"fields": {"model": model, "error": said}})
+
+
 def registry_of(engine: Engine) -> Registry:
     """A registry of the models an engine has loaded already."""
     registry = Registry(engine)
@@ -208,6 +218,21 @@ def registry_of(engine: Engine) -> Registry:
         entry = Entry(name, partial(_same, model), state=READY, reason="", model=model, row=_row(engine, model))
         registry.add(entry)
     return registry
+
+
+def _made(entry: Entry) -> Model:
+    """By its factory, whose own errors are told as such."""
+    try:
+        model = entry.make()
+    except PaellaError:
+        raise
+    except Exception as e:
+        raise ModelError(f"model {entry.name!r} could not be made: {type(e).__name__}: {e}") from e
+    if model.name != entry.name:
+        raise ModelError(f"the factory of model {entry.name!r} made one named {model.name!r}")
+    check_servable(model)
+    entry.code = code_number(entry.factory)
+    return model
 
 
 def entry_of(model: Model) -> Entry:

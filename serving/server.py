@@ -23,8 +23,9 @@ from paellapy.scheduler.core.errors import EngineFailedError
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.remote import RemoteEngine
 from paellapy.serving.access import Key, is_loopback
-from paellapy.serving.app import create_app
-from paellapy.serving.config import ServerConfig
+from paellapy.serving.app import ACCESS, create_app
+from paellapy.serving.build import build_keys, load_certificates
+from paellapy.serving.config import ServerConfig, Source
 from paellapy.serving.connections import Connection, Runner
 from paellapy.serving.fast_path.connection import FastConnection
 from paellapy.serving.fast_path.inference import ShortWay
@@ -33,6 +34,7 @@ from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import Catalogue, Registry
+from paellapy.serving.reload import Reloader
 from paellapy.serving.service import Service
 from paellapy.serving.warm import warm_up
 
@@ -76,6 +78,9 @@ class Server:
         )
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
+        self.source: Source | None = None  # of its configuration, where there is a file
+        self.reloader: Reloader | None = None  # of its models, where they are loaded by this process
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -127,6 +132,25 @@ class Server:
         """The models that are to be there from the start."""
         assert isinstance(self.registry, Registry)
         await load_models(self.registry, lambda: self.service.draining)
+
+    def hang_up(self) -> None:
+        """SIGHUP: the configuration is taken up as it stands now."""
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self.reload())
+
+    async def reload(self) -> None:
+        """Keys and certificates for connections from now on; models and policy where they are this process's."""
+        if self.source is not None:
+            try:
+                config, source = self.source.again()
+                if self._keys:
+                    self.app[ACCESS].set_keys(build_keys(config, source))
+                if self.tls is not None and config.tls is not None:
+                    load_certificates(self.tls, config.tls, source)
+            except PaellaError as e:
+                log.error("keys and certificates stay as they are", extra={"fields": {"error": str(e)}})
+        if self.reloader is not None:
+            await asyncio.to_thread(self.reloader.reload)
 
     async def stop(self) -> None:
         """Not ready, then nothing new, then what is in flight is finished."""
@@ -205,6 +229,7 @@ async def run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping)
+    loop.add_signal_handler(signal.SIGHUP, server.hang_up)
     await server.start()
     log.log(level, "listening", extra={"fields": {"url": server.url}})
     loading = asyncio.create_task(server.load())

@@ -15,6 +15,7 @@ from paellapy.serving.calls import Calls, LoggedMonitor
 from paellapy.serving.counters import Counters
 from paellapy.serving.registry import READY, Catalogue, Registry
 from paellapy.serving.remote_monitor import RemoteMonitor
+from paellapy.serving.suspects import Suspects
 
 Call = Callable[..., Awaitable[Any]]
 
@@ -42,8 +43,10 @@ class Service:
         counters: Counters | None = None,
         call: Call | None = None,
         since: float | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         """`call` asks the engine's process, where that is another one; `since`: when the server began, if not now."""
+        self.suspects = suspects or Suspects()
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)

@@ -7,7 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
-from engine_models import scale_model
+from engine_models import lookup_model, lose_the_gpu_on_faults, scale_model
 from serving_server import echo_model
 
 from paellapy import demo
@@ -20,6 +20,12 @@ SMALL = ("BOOL", "UINT8", "UINT16", "INT8", "INT16", "FP16", "BF16")
 def pair() -> list[Model]:
     """Twice x; and x itself, but after many kernels, one request at a time."""
     return [scale_model(batch=(1, 4)), scale_model("long", factor=1.0, steps=300, batch=(1,), lanes=1)]
+
+
+def losing_the_gpu() -> list[Model]:
+    """A fault is the end of the engine, as on a real GPU."""
+    lose_the_gpu_on_faults()
+    return [lookup_model(batch=(1, 4)), scale_model(batch=(1,))]
 
 
 def every_datatype() -> list[Model]:

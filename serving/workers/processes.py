@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import signal
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 from paellapy.serving.access import Key
@@ -21,7 +22,9 @@ from paellapy.serving.config import Config, Source
 from paellapy.serving.counters import Counters, Numbers, counter_table
 from paellapy.serving.listening import Shares, url_of
 from paellapy.serving.logs import configure, log
-from paellapy.serving.registry import Registry, entry_of
+from paellapy.serving.machine import own_folder
+from paellapy.serving.registry import Entry, Registry, entry_of
+from paellapy.serving.reload import Reloader, noted
 from paellapy.serving.server import (
     Announce,
     Server,
@@ -36,6 +39,7 @@ from paellapy.serving.server import (
     warn_of_neighbours,
 )
 from paellapy.serving.service import Service
+from paellapy.serving.suspects import Suspects, suspect_table
 from paellapy.serving.warm import warm_up
 from paellapy.serving.workers.engine_host import EngineHost
 from paellapy.serving.workers.engine_link import EngineLink
@@ -69,38 +73,66 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
     warm_up(policies.configured)
     shares = Shares(options.host, options.port, options.workers)
     url = url_of(shares.address, tls is not None)
-    table, since = counter_table(options.workers), time.time()
-    with tempfile.TemporaryDirectory(prefix="paellapy-") as folder:
-        path = Path(folder) / SOCKET
+    table, suspects, since = counter_table(options.workers), suspect_table(), time.time()
+    with own_folder() as folder:
+        path = folder / SOCKET
         workers = [
             Process(
                 f"worker {k}",
                 f"work{k}",
-                _Worker(k, config, keys, tls, policies, path, table, shares, since).main,
+                _Worker(k, config, source, keys, tls, policies, path, table, suspects, shares, since).main,
                 share=k - 1,
             )
             for k in range(1, options.workers + 1)
         ]
-        engine = Process("engine", "engine", partial(_engine, config, source, models, policies, path))
-        supervisor = Supervisor(workers, [engine], shares, options.grace_s + options.drain_s)
+        latest = _Latest(config, source)
+        engine = Process("engine", "engine", partial(_engine, latest, models, policies, path))
+        supervisor = Supervisor(workers, [engine], shares, options.grace_s + options.drain_s, latest.read_again)
         log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
 
         def ready() -> None:
             if announce is not None:
                 announce(url)
 
-        supervisor.run(ready)
+        with noted(source):
+            supervisor.run(ready)
     log.info("stopped")
 
 
 # -- the engine's process
 
 
-def _engine(config: Config, source: Source, models: Sequence[Model], policies: Policies, path: Path, tell: Tell) -> int:
-    configure(config.server.log_format, config.server.log_level, process="engine")
+class _Latest:
+    """The configuration that the next process of the engine begins with: as it was last taken up."""
+
+    def __init__(self, config: Config, source: Source) -> None:
+        self._first = config, source
+        self.config, self.source = config, source
+
+    def read_again(self) -> None:
+        """One that is wrong is told by whoever was to take it up."""
+        with contextlib.suppress(PaellaError):
+            self.config, self.source = self.source.again()
+
+    def entries(self) -> list[Entry]:
+        """Also where what the file names cannot be imported any more: then as it was at the start."""
+        try:
+            return build_entries(self.config, self.source)
+        except PaellaError as e:
+            if self.config is self._first[0]:
+                raise
+            log.error("the configuration of the start is used", extra={"fields": {"error": str(e)}})
+            self.config, self.source = self._first
+            return build_entries(self.config, self.source)
+
+
+def _engine(latest: _Latest, models: Sequence[Model], policies: Policies, path: Path, tell: Tell) -> int:
+    options = latest.config.server
+    configure(options.log_format, options.log_level, process="engine")
     entries = [entry_of(model) for model in models]
-    if config.models or not entries:
-        entries += build_entries(config, source)
+    if latest.config.models or not entries:
+        entries += latest.entries()
+    config, source = latest.config, latest.source
     engine = build_engine(config, source, policies.configured)
     registry = Registry(engine, entries)
 
@@ -111,7 +143,9 @@ def _engine(config: Config, source: Source, models: Sequence[Model], policies: P
             tell(STOPPING)
             stop.set()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping)
+        loop, reloader = asyncio.get_running_loop(), Reloader(registry, config, source)
+        loop.add_signal_handler(signal.SIGTERM, stopping)
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, reloader.reload))
         await host.start()
         loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
         stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
@@ -146,11 +180,13 @@ class _Worker:
 
     front: int
     config: Config
+    source: Source
     keys: Mapping[str, Key]
     tls: ssl.SSLContext | None
     policies: Policies
     path: Path
     table: Numbers
+    suspects: Any
     shares: Shares
     since: float  # when the server began
 
@@ -182,11 +218,12 @@ class _WorkerServer(Server):
         o = worker.config.server
         counters = Counters(link.registry, worker.table, worker.front - 1)
         service = Service(
-            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since
-        )
+            link.registry, o.admission, o.max_body_bytes, o.body_timeout_s, counters, link.call, worker.since,
+            Suspects(worker.suspects),
+        )  # fmt: skip
         own = worker.shares[worker.front - 1]
         super().__init__(link.registry, o, worker.keys, worker.tls, service=service, listening=own)
-        self._link, self._give_up = link, give_up
+        self._link, self._give_up, self.source = link, give_up, worker.source
         self._virtual = worker.config.device.startswith("virtual")
 
     def _is_virtual(self) -> bool:

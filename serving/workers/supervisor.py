@@ -61,7 +61,16 @@ class Process:
 class Supervisor:
     """Runs processes until it is told to stop: then `first` ones, and after them the others."""
 
-    def __init__(self, first: list[Process], then: list[Process], shares: Shares, drain_s: float) -> None:
+    def __init__(
+        self,
+        first: list[Process],
+        then: list[Process],
+        shares: Shares,
+        drain_s: float,
+        hung_up: Callable[[], None] | None = None,
+    ) -> None:
+        """`hung_up` is called on SIGHUP, before the processes get it too."""
+        self._on_hang_up = hung_up
         self._first, self._then, self._shares, self._drain_s = first, then, shares, drain_s
         self._processes = [*then, *first]  # the engine is started first and stopped last
         self._stopping_since = 0.0
@@ -74,6 +83,7 @@ class Supervisor:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._open |= {wake_read, wake_write}
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
         old_fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             while True:
@@ -104,6 +114,12 @@ class Supervisor:
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals += 1
+
+    def _hung_up(self, number: int, frame: object) -> None:
+        """Who listens takes up the configuration as it stands now; those that are being started have it."""
+        if self._on_hang_up is not None:
+            self._on_hang_up()
+        self._signal(self._processes, signal.SIGHUP)
 
     # -- starting
 
@@ -253,6 +269,7 @@ def _child(process: Process, supervisor: int, status: socket.socket, close: set[
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it knows what to do
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the supervisor passes it on
         die_with_parent(signal.SIGTERM)
         name_process(f"paellapy-{process.short}")

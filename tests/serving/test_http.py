@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from engine_models import faulty_model, scale_model
+from engine_models import faulty_model, lookup_model, lose_the_gpu_on_faults, scale_model
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +24,7 @@ from serving_server import DEVICE, ask, infer_body, running
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.state import Limits
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import TensorSpec
 from paellapy.serving.app import create_app
 from paellapy.serving.openapi import document
 from paellapy.serving.registry import Entry
@@ -365,12 +366,25 @@ def test_it_lives_under_another_application():
 # -- faults
 
 
-def test_a_lost_gpu_is_a_503_and_not_ready():
+def test_a_value_that_a_model_fails_on_is_a_500_of_its_own_and_not_to_be_tried_again():
+    with running([faulty_model(), scale_model(batch=(1,))]) as server:
+        for _ in range(2):
+            status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
+            assert status == 500
+            assert "Retry-After" not in headers
+            assert headers["X-Request-Id"] in content["error"]
+            assert ".py" not in content["error"]
+            assert ask(server, "POST", INFER, RIGHT)[0] == 200
+            assert ask(server, "GET", "/v2/health/ready")[0] == 200
+
+
+def test_a_lost_gpu_is_a_503_and_not_ready(monkeypatch):
+    lose_the_gpu_on_faults(monkeypatch)
     with running([faulty_model(), scale_model(batch=(1,))]) as server:
         assert ask(server, "GET", "/v2/health/ready")[0] == 200
-        status, _, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
-        assert status == 503
-        assert "the server's log says why" in content["error"]
+        status, headers, content = ask(server, "POST", "/v2/models/faulty/infer", RIGHT)
+        assert status == 500  # nobody else was on the GPU
+        assert "Retry-After" not in headers
         assert ".py" not in content["error"]  # nothing of the server's own code
         status, headers, _ = ask(server, "POST", INFER, RIGHT)
         assert status == 503
@@ -397,3 +411,15 @@ def test_a_full_queue_is_a_503():
         assert "requests are waiting" in refused[0]["error"]
         assert {status for status, _ in found} == {200, 503}
         assert server.service.counters.of("long").refused["queue_full"] == len(refused)
+
+
+def test_a_value_outside_its_range_is_a_400_on_both_ways():
+    indices = {"i": TensorSpec((1,), np.int64, low=0, high=15)}
+    with running([lookup_model(batch=(1, 4), inputs=indices)]) as server:
+        for more in ({}, {"Connection": "close"}):  # the short way, and aiohttp's
+            for value, status in ((15, 200), (16, 400), (15, 200), (-1, 400)):
+                body = json.dumps(infer_body("i", np.array([[value]]), "INT64")).encode()
+                found, _, content = ask(server, "POST", "/v2/models/lookup/infer", body, more)
+                assert found == status
+                if status == 400:
+                    assert f"has the value {value}; it takes 0 to 15" in content["error"]

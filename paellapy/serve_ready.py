@@ -1,0 +1,88 @@
+"""What `paellapy serve config.toml` prints once it is ready: where it is, and a line that asks its first model."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.serving.build import build_keys
+from paellapy.serving.config import Config, Source
+
+SHORT = 64  # values that a command line still shows
+
+
+Told = Callable[[str, list[str]], None]  # the address, and models that are loaded
+
+
+def announce_for(config: Config, source: Source, told: Told | None = None) -> Callable[[str], None]:
+    """Asks the server itself what it has: with workers, no other process of it knows. `told` prints something else."""
+
+    def announce(url: str) -> None:
+        if config.server.workers:
+            _tell(url, config, source, told)
+        else:  # this is the loop's own thread, which is to answer
+            threading.Thread(target=_tell, args=(url, config, source, told), daemon=True).start()
+
+    return announce
+
+
+def _tell(url: str, config: Config, source: Source, told: Told | None) -> None:
+    key, flags = "", ""
+    for each in build_keys(config, source).values():
+        if "infer" in each.roles:
+            key, flags = each.secret, ' -H "X-API-Key: $KEY"'
+            break
+    if config.tls is not None:
+        flags += f" --cacert {source.folder / config.tls.certificate}"
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        index = _get(f"{url}/v2/repository/index", key, b"{}")
+        names = [each["name"] for each in index if each["state"] == "READY"]
+        if told is not None:
+            told(url, names)
+            return
+        console.print(f"\nServing {', '.join(names)} at [bold]{url}/v2[/bold]; dashboard {url}/, API {url}/docs")
+        console.print(curl_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags), markup=False)
+    except (OSError, PaellaError, ValueError, LookupError):  # it is ready all the same
+        console.print(f"\nServing at [bold]{url}/v2[/bold]")
+    sys.stdout.flush()
+
+
+def curl_line(url: str, model: dict[str, Any], flags: str = "") -> str:
+    """A request of zeros for a model as its metadata describe it.
+
+    >>> curl_line("http://h", {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]})
+    'curl -s http://h/v2/models/m/infer -d \\'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0,0]}]}\\''
+    """
+    tensors, count = [], 0
+    for each in model["inputs"]:
+        shape = [1 if extent < 0 else extent for extent in each["shape"]]
+        n = 1
+        for extent in shape:
+            n *= extent
+        count += n
+        zero = "false" if each["datatype"] == "BOOL" else "0"
+        told = json.dumps({"name": each["name"], "shape": shape, "datatype": each["datatype"]}, separators=(",", ":"))
+        tensors.append((told[:-1] + ',"data":[', zero, n))
+    where = f"curl -s{flags} {url}/v2/models/{model['name']}/infer -d"
+    if count <= SHORT:
+        body = ",".join(head + ",".join([zero] * n) + "]}" for head, zero, n in tensors)
+        return f"""{where} '{{"inputs":[{body}]}}'"""
+    parts = ",".join(f"""{head}'"$(yes {zero} | head -{n} | paste -sd,)"']}}""" for head, zero, n in tensors)
+    return f"""echo '{{"inputs":[{parts}]}}' | {where} @-"""
+
+
+def _get(url: str, key: str, body: bytes | None = None) -> Any:
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE  # it is our own
+    request = urllib.request.Request(url, body, {"X-API-Key": key} if key else {})
+    with urllib.request.urlopen(request, timeout=10, context=trusting) as answer:
+        return json.loads(answer.read())

@@ -1,0 +1,151 @@
+"""A running server takes up its configuration as it stands now: on SIGHUP, or `paellapy reload config.toml`.
+
+Models come, go and change; keys, certificates and the policy too. What needs a new process is named and left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.models.model import Model
+from paellapy.serving.build import build_entries, build_policy
+from paellapy.serving.config import Config, Source
+from paellapy.serving.errors import ConfigError
+from paellapy.serving.factories import code_number
+from paellapy.serving.logs import log
+from paellapy.serving.machine import born, is_alive
+from paellapy.serving.registry import Registry
+
+GONE = "it is not in the configuration any more"
+PATIENCE_S = 120.0
+_FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "max_queue", "server", "tls")
+
+
+class Reloader:
+    """The configuration a registry was made from, and how it becomes the next one. `again` reads the file."""
+
+    def __init__(self, registry: Registry, config: Config, source: Source) -> None:
+        self._registry, self._config, self._source = registry, config, source
+        names = [name for name, entry in registry.entries.items() if entry.factory]
+        self._models = dict(zip(names, config.models, strict=True))  # what the file says of each
+
+    def reload(self) -> dict[str, Any]:
+        """Blocks while models are loaded. What was done; nothing is changed where the file is wrong."""
+        told: dict[str, Any] = {}
+        try:
+            config, source = self._source.again()
+            entries = {each.name: each for each in build_entries(config, source)} if config.models else {}
+            policy = build_policy(config, source) if config.policy != self._config.policy else None
+        except PaellaError as e:
+            log.error("not reloaded", extra={"fields": {"error": str(e)}})
+            return self._note({"error": str(e)})
+        if needs := [name for name in _FIXED if getattr(config, name) != getattr(self._config, name)]:
+            told["needs a restart"] = needs
+        if policy is not None:
+            self._registry.engine.set_policy(policy)
+            told["policy"] = policy.name
+        before = self._models
+        after = dict(zip(entries, config.models, strict=True))
+        for name in before.keys() - after.keys():
+            told.setdefault("unloaded", []).append(name)
+            entry = self._registry.find(name)
+            entry.make = _gone
+            self._registry.unload(name)
+            entry.reason = GONE
+        for name, made in entries.items():
+            known = self._registry.entries.get(name)
+            if known is not None and before.get(name) == after[name] and known.code == code_number(made.factory):
+                continue
+            if known is None:
+                self._registry.add(made)
+            else:
+                known.make, known.factory = made.make, made.factory
+            if made.wanted or (known is not None and known.model is not None):
+                self._load(name, told)
+        self._config, self._source, self._models = config, source, after
+        self._registry.tell()
+        log.info("reloaded", extra={"fields": told})
+        return self._note(told)
+
+    def _load(self, name: str, told: dict[str, Any]) -> None:
+        try:
+            self._registry.load(name)
+            told.setdefault("loaded", []).append(name)
+        except PaellaError as e:
+            told.setdefault("could not be loaded", {})[name] = str(e)
+
+    def _note(self, told: dict[str, Any]) -> dict[str, Any]:
+        if self._source.name:
+            write_outcome(self._source.name, told)
+        return told
+
+
+def _gone() -> Model:
+    raise ModelError(GONE)
+
+
+# -- who runs with which file
+
+
+def _path(file: str | Path, suffix: str) -> Path:
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to somebody else: set XDG_RUNTIME_DIR to a folder of your own")
+    return folder / f"{sha256(str(Path(file).resolve()).encode()).hexdigest()[:16]}.{suffix}"
+
+
+@contextlib.contextmanager
+def noted(source: Source) -> Iterator[None]:
+    """Inside, this process serves that file: `ask_to_reload` finds it."""
+    if not source.name:
+        yield
+        return
+    path = _path(source.name, "pid")
+    try:
+        path.write_text(json.dumps([os.getpid(), born(os.getpid())]))
+    except OSError as e:
+        log.warning("paellapy reload will not find this server", extra={"fields": {"error": str(e)}})
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write_outcome(file: str, told: dict[str, Any]) -> None:
+    path = _path(file, "said")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(told))
+    os.replace(new, path)
+
+
+def ask_to_reload(file: Path) -> dict[str, Any]:
+    """Tells the server of a file to take it up; what it did. ConfigError: there is none, or it does not answer."""
+    try:
+        pid, since = json.loads(_path(file, "pid").read_text())
+        running = is_alive(pid, since)
+    except (OSError, ValueError):
+        running = False
+    if not running:
+        raise ConfigError(f"no server of this user runs with {file}: start one with paellapy serve {file}")
+    said = _path(file, "said")
+    said.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGHUP)
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if said.exists():
+            found: dict[str, Any] = json.loads(said.read_text())
+            return found
+        time.sleep(0.05)
+    raise ConfigError(f"the server (process {pid}) has not said anything for {PATIENCE_S:.0f} s: its log may say why")

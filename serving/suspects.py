@@ -1,0 +1,88 @@
+"""Requests that were on the GPU when it failed, by their content: whoever did it once is not let in again.
+
+On a real GPU a stray address ends the engine for everybody, and the driver does not say whose it was. A request that
+was alone on the GPU did it. Of several, each is suspected; who is suspected twice did it, and who is answered later did
+not. The table is shared by all workers and outlives the engine's process.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
+from paellapy.scheduler.engine.requests import digest_of
+from paellapy.scheduler.models.model import Model
+from paellapy.serving.logs import log
+
+MOST = 1024  # remembered; beyond, the oldest give way
+GUILTY = 2
+_KEY, _SCORE = range(2)
+_SAID = "the GPU failed on the values of this request, and would again"
+
+
+def suspect_table() -> Any:
+    """In memory that processes forked from this one share. The last row counts what was written."""
+    memory = mmap.mmap(-1, (MOST + 1) * 16)
+    return np.frombuffer(memory, np.int64).reshape(MOST + 1, 2)
+
+
+class Suspects:
+    def __init__(self, table: Any = None) -> None:
+        self._table = suspect_table() if table is None else table
+        self._written = self._table[MOST].data  # asked for every request, and read ten times as fast as an array
+
+    def __bool__(self) -> bool:
+        return bool(self._written[0])
+
+    def check(self, model: Model, inputs: dict[str, Any], items: int) -> list[int]:
+        """Before a request runs; RequestFailedError where one of its items is known. Which items are only suspected."""
+        found = []
+        for digest in _digests(model, inputs, items):
+            score = self._score(digest)
+            if score >= GUILTY:
+                raise RequestFailedError(_SAID)
+            if score:
+                found.append(digest)
+        return found
+
+    def judge(self, error: SuspectError, model: str) -> Exception:
+        """What the client is told: that it was its request, or to try again."""
+        row = self._row(error.digest)
+        row[_SCORE] += 1 if error.others else GUILTY
+        guilty = bool(row[_SCORE] >= GUILTY)
+        said = "its request made the GPU fail" if guilty else "its request was one of several when the GPU failed"
+        fields = {"model": model, "content": f"{error.digest:016x}", "beside": error.others}
+        log.error(said, extra={"fields": fields})
+        return RequestFailedError(_SAID) if guilty else error
+
+    def acquit(self, digests: Sequence[int]) -> None:
+        """These were answered: it was somebody else."""
+        for digest in digests:
+            self._row(digest)[_SCORE] = 0
+
+    def _score(self, digest: int) -> int:
+        at = np.flatnonzero(self._table[:MOST, _KEY] == _signed(digest))
+        return int(self._table[at[0], _SCORE]) if len(at) else 0
+
+    def _row(self, digest: int) -> Any:
+        known = np.flatnonzero(self._table[:MOST, _KEY] == _signed(digest))
+        if len(known):
+            return self._table[known[0]]
+        number = int(self._table[MOST, 0])
+        self._table[MOST, 0] = number + 1
+        row = self._table[number % MOST]
+        row[:] = _signed(digest), 0
+        return row
+
+
+def _signed(digest: int) -> int:
+    return digest - (1 << 64) if digest >= 1 << 63 else digest
+
+
+def _digests(model: Model, inputs: dict[str, Any], items: int) -> Iterator[int]:
+    for k in range(items):
+        yield digest_of(model.name, {key: inputs[key][k] for key in model.inputs})

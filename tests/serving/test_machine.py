@@ -1,0 +1,64 @@
+"""What a server needs of its machine is looked at before it starts, and what killed ones left is removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.serving import machine
+from paellapy.serving.machine import born, check_machine, is_alive, own_folder
+
+
+def test_too_few_descriptors_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(PaellaError, match=r"may open 64 files.*ulimit -n"):
+        check_machine()
+
+
+def test_as_many_descriptors_as_there_may_be(monkeypatch):
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    check_machine()
+    assert asked == [(4096, 4096)]
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(machine.log, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        check_machine()
+    (said,) = {each.message for each in caplog.records}
+    assert "TRITON_CACHE_DIR" in said
+    assert "Not a directory" in said
+
+
+def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from paellapy.serving.machine import own_folder\nwith own_folder() as f: print(f, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    left = Path(other.stdout.readline().strip())
+    (tmp_path / "paellapy-strange").mkdir()
+    with own_folder() as ours:
+        assert left.is_dir()
+        other.kill()
+        other.communicate()
+        assert ours.is_dir()
+    assert not ours.exists()
+    assert left.is_dir()
+    with own_folder():
+        assert not left.exists()
+    assert (tmp_path / "paellapy-strange").is_dir()
+    assert is_alive(os.getpid(), born(os.getpid()))
+    assert not is_alive(os.getpid(), "1")

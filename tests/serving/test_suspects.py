@@ -1,0 +1,58 @@
+"""Requests that were on the GPU when it failed: who is blamed, and who is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_models import lookup_model
+
+from paellapy.scheduler.core.errors import RequestFailedError, SuspectError
+from paellapy.scheduler.engine.requests import digest_of
+from paellapy.serving.suspects import MOST, Suspects, suspect_table
+
+MODEL = lookup_model()
+
+
+def inputs(*values):
+    return {"i": np.array(values, np.int64)[:, None]}
+
+
+def seen(suspects, value, others):
+    """It was on the GPU with so many others; whether it is told that it was its fault."""
+    error = SuspectError("lost", digest_of("lookup", {"i": np.array([value])}), others)
+    return isinstance(suspects.judge(error, "lookup"), RequestFailedError)
+
+
+def test_who_was_alone_did_it():
+    suspects = Suspects()
+    assert not suspects
+    assert seen(suspects, 99, others=0)
+    assert suspects
+    with pytest.raises(RequestFailedError, match="would again"):
+        suspects.check(MODEL, inputs(1, 99), 2)
+    assert suspects.check(MODEL, inputs(1, 98), 2) == []
+
+
+def test_of_several_it_is_who_was_there_twice_unless_it_was_answered_in_between():
+    suspects = Suspects()
+    assert [seen(suspects, value, others=2) for value in (1, 2, 99)] == [False] * 3
+    suspected = suspects.check(MODEL, inputs(1), 1)
+    assert len(suspected) == 1
+    suspects.acquit(suspected)  # it came again, and was answered
+    assert [seen(suspects, value, others=1) for value in (1, 99)] == [False, True]
+    assert suspects.check(MODEL, inputs(2), 1)
+    with pytest.raises(RequestFailedError):
+        suspects.check(MODEL, inputs(99), 1)
+
+
+def test_all_workers_know_and_the_oldest_are_forgotten():
+    table = suspect_table()
+    one, other = Suspects(table), Suspects(table)
+    seen(one, 99, others=0)
+    with pytest.raises(RequestFailedError):
+        other.check(MODEL, inputs(99), 1)
+    for value in range(100, 100 + MOST):
+        seen(other, value, others=0)
+    assert one.check(MODEL, inputs(99), 1) == []
+    with pytest.raises(RequestFailedError):
+        one.check(MODEL, inputs(100), 1)

@@ -1,0 +1,65 @@
+"""A request that ends the engine, as a stray address does on a real GPU: named, answered, and not let in again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import numpy as np
+from serving_processes import processes
+from serving_server import ask, infer_body
+
+LOOKUP = "/v2/models/lookup/infer"
+
+
+def body(value, n=1):
+    return json.dumps(infer_body("i", np.full((n, 1), value), "INT64")).encode()
+
+
+def is_ready(server):
+    return ask(server, "GET", "/v2/health/ready")[0] == 200
+
+
+def test_who_made_the_gpu_fail_is_named_and_refused_when_it_comes_again():
+    with processes("served_models:losing_the_gpu", workers=2) as server:
+        (before,) = server.pids("engine")
+        status, headers, said = ask(server, "POST", LOOKUP, body(1 << 20))
+        assert status == 500
+        assert "Retry-After" not in headers
+        assert "this request" in said["error"]
+        server.wait_until(lambda: server.pids("engine") not in ([], [before]))
+        server.wait_until(lambda: is_ready(server))
+        (after,) = server.pids("engine")
+        for _ in range(6):  # whichever worker is asked
+            assert ask(server, "POST", LOOKUP, body(1 << 20))[0] == 500
+            assert ask(server, "POST", LOOKUP, body(3))[0] == 200
+        assert server.pids("engine") == [after]
+        assert any("made the GPU fail" in line["message"] and line["model"] == "lookup" for line in server.lines())
+
+
+def test_whoever_asks_meanwhile_is_told_to_come_again_and_the_server_is_not_ready():
+    with processes("served_models:losing_the_gpu", workers=1) as server:
+        found, stop = [], threading.Event()
+
+        def look():
+            while not stop.is_set():
+                status, headers, _ = ask(server, "POST", LOOKUP, body(5))
+                found.append((status, "Retry-After" in headers, is_ready(server)))
+                time.sleep(0.002)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        (before,) = server.pids("engine")
+        assert ask(server, "POST", LOOKUP, body(1 << 20))[0] in (500, 503)  # alone, or beside the other one
+        server.wait_until(lambda: server.pids("engine") not in ([], [before]))
+        server.wait_until(lambda: is_ready(server))
+        count = len(found)
+        server.wait_until(lambda: len(found) > count + 5)
+        stop.set()
+        thread.join()
+        away = [each for each in found if each[0] != 200]
+        assert away
+        assert all(status == 503 and again for status, again, _ in away)
+        assert any(not ready for _, _, ready in away)
+        assert found[-1][0] == 200
