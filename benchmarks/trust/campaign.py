@@ -1,0 +1,156 @@
+"""Checked requests over mixed models, sizes, encodings, priorities and deadlines; faults one after the other meanwhile.
+
+    python benchmarks/trust/campaign.py [--requests 20000] [--clients 16] [--faults all|none|NAME,…] [--device D]
+        [--resume FILE] [--out DIR]
+
+Every answer is compared with what NumPy computes. A fault is injected while the clients go on; `recovery_s` is the time
+from its injection to the end of the last moment in which a prober, that asks every model in turn, was not answered
+right. The result is written every few seconds; --resume goes on from one that was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from faults import FAULTS
+from load import Counts, exchange, judge, run_clients
+from served import Checked, Served, requests, served
+from store import save
+
+QUIET_S = 0.6  # of right answers before and after a fault
+LONGEST_S = 30.0  # that a recovery is waited for
+
+
+class Prober:
+    """Asks every model in turn, on new connections, and notes when it was not answered right."""
+
+    def __init__(self, server: Served, work: list[Checked]) -> None:
+        self._port = server.port
+        self._work = [next(w for w in work if w.model == m and b"timeout" not in w.request and w.kind == "json")
+                      for m in sorted({w.model for w in work})]  # fmt: skip
+        self.since = 0.0  # when the last failure was over
+        self.good_since = time.monotonic()
+        self.failures: list[str] = []
+
+    async def run(self) -> None:
+        k, counts = 0, Counts()
+        while True:
+            k += 1
+            each = self._work[k % len(self._work)]
+            said = ""
+            try:
+                async with asyncio.timeout(1.0):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                    try:
+                        status, head, body = await exchange(reader, writer, each.request)
+                    finally:
+                        writer.close()
+                outcome, _ = judge(each, status, head, body, counts)
+                # A refusal for want of room is an answer: the load is there on purpose.
+                no_room = outcome == "refused" and (b"in flight" in body or b"would take" in body)
+                if outcome != "right" and not no_room:
+                    said = f"{each.model} {status}: {body[:100].decode(errors='replace')}"
+            except (OSError, EOFError, TimeoutError) as e:
+                said = f"{each.model}: {type(e).__name__}"
+            if said:
+                self.good_since = self.since = time.monotonic()
+                self.failures.append(said)
+            await asyncio.sleep(0.02)
+
+    async def quiet(self, for_s: float, at_most_s: float) -> bool:
+        """Waits until all was right for so long."""
+        end = time.monotonic() + at_most_s
+        while time.monotonic() - self.good_since < for_s:
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+
+async def inject(names: list[str], server: Served, prober: Prober, found: list[dict[str, Any]]) -> None:
+    for name in names:
+        await prober.quiet(QUIET_S, LONGEST_S)
+        prober.failures.clear()
+        began = time.monotonic()
+        entry: dict[str, Any] = {"fault": name, "what": FAULTS[name].__doc__}
+        try:
+            entry["seen"] = await asyncio.wait_for(FAULTS[name](server), LONGEST_S)
+        except Exception as e:
+            entry["seen"] = f"{type(e).__name__}: {e}"
+        prober.good_since = time.monotonic()  # what it did may not show at once
+        recovered = await prober.quiet(QUIET_S, LONGEST_S)
+        entry["recovery_s"] = round(max(0.0, prober.since - began), 2) if recovered else None
+        entry["probes_failed"] = len(prober.failures)
+        entry["first_failure"] = prober.failures[0] if prober.failures else None
+        found.append(entry)
+        shown = f"recovery {entry['recovery_s']} s, {entry['probes_failed']} probes failed; {entry['seen']}"
+        print(f"{name:28s} {shown}", flush=True)
+
+
+async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], write: Any) -> None:
+    work = requests(np.random.default_rng(args.seed), 2000, f"127.0.0.1:{server.port}")
+    counts, end = Counts(), asyncio.Event()
+    counts.outcomes.update(result["load"].get("outcomes", {}))
+    counts.kinds.update(result["load"].get("kinds", {}))
+    prober = Prober(server, work)
+    done_before = sum(counts.outcomes.values())
+    probing = asyncio.create_task(prober.run())
+    load = asyncio.create_task(
+        run_clients(server.port, work, counts, args.clients, end, max(0, args.requests - done_before))
+    )
+    known = {each["fault"] for each in result["faults"]}
+    wanted = [name for name in (FAULTS if args.faults == "all" else args.faults.split(",")) if name not in known]
+    names = [] if args.faults == "none" else wanted
+    faults = asyncio.create_task(inject(names, server, prober, result["faults"]))
+    began = time.monotonic()
+
+    def note() -> None:
+        result["load"] = counts.summary()
+        result["server"] = {"memory_bytes": server.memory_bytes(), "descriptors": server.descriptors()}
+        write()
+
+    while not (load.done() and faults.done()):
+        await asyncio.wait((load, faults), timeout=5.0, return_when=asyncio.ALL_COMPLETED)
+        note()
+        if args.seconds and time.monotonic() - began > args.seconds:
+            end.set()
+            faults.cancel()
+        if load.done() and not faults.done() and not end.is_set():  # faults are to meet a load
+            load = asyncio.create_task(run_clients(server.port, work, counts, args.clients, end, 1000))
+    probing.cancel()
+    note()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="virtual:h200")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, default=0.0, help="at most; 0: as long as it takes")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--faults", default="all", help=", ".join(FAULTS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--name", default="trust_campaign")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"load": {}, "faults": []}
+    if args.resume is not None:
+        result = json.loads(args.resume.read_text())["results"]
+    result["settings"] = {k: getattr(args, k) for k in ("device", "workers", "requests", "clients", "seed")}
+    with served(args.device, args.workers) as server:
+        asyncio.run(run(server, args, result, lambda: save(args.name, result, folder=args.out)))
+    path = save(args.name, result, folder=args.out)
+    counted = result["load"]["outcomes"]
+    print(json.dumps(result["load"], indent=1))
+    print(f"{counted.get('wrong', 0)} wrong, {counted.get('lost', 0)} lost, {counted.get('500', 0)} of 500; {path}")
+
+
+if __name__ == "__main__":
+    main()
