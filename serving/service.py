@@ -46,7 +46,7 @@ class Service:
         suspects: Suspects | None = None,
     ) -> None:
         """`call` asks the engine's process, where that is another one; `since`: when the server began, if not now."""
-        self.suspects = suspects or Suspects()
+        self.suspects = Suspects() if suspects is None else suspects  # an empty one is false
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)

@@ -29,7 +29,7 @@ def test_who_made_the_gpu_fail_is_named_and_refused_when_it_comes_again():
         assert "Retry-After" not in headers
         assert "this request" in said["error"]
         server.wait_until(lambda: server.pids("engine") not in ([], [before]))
-        server.wait_until(lambda: is_ready(server))
+        server.wait_until(lambda: all(is_ready(server) for _ in range(12)))  # both workers, whichever is asked
         (after,) = server.pids("engine")
         for _ in range(6):  # whichever worker is asked
             assert ask(server, "POST", LOOKUP, body(1 << 20))[0] == 500
