@@ -18,6 +18,8 @@ from paellapy.instrument.errors import PaellaError
 
 OLDEST, BEYOND = (2, 40), (3, 0)  # Ray's versions that were tried are from 2.60 on; the calls are there since 2.40
 
+BACK_S = 30.0  # for a controller that was killed to be there again
+
 
 class ClusterError(PaellaError):
     """The cluster is not as it should be; the message has the remedy."""
@@ -69,6 +71,18 @@ def _controller() -> Any:
         raise ClusterError("no cluster runs on this Ray: start one with `paellapy cluster serve FILE`") from None
 
 
+def _ask(what: str, *arguments: Any, within_s: float = BACK_S) -> Any:
+    """What the controller says. One that Ray is just starting again is waited for: all it does may be asked twice."""
+    ray, until = import_ray(), time.monotonic() + within_s
+    while True:
+        try:
+            return ray.get(getattr(_controller(), what).remote(*arguments))
+        except ray.exceptions.RayActorError:
+            if time.monotonic() > until:
+                raise ClusterError(f"the controller does not come back within {within_s:g} s: see Ray's logs") from None
+            time.sleep(0.2)
+
+
 def bring_up(path: Path) -> tuple[str, bool]:
     """A cluster that is ready: its URL, and whether Ray was started for it. On an error nothing is left running."""
     file = load_cluster(path)
@@ -89,9 +103,9 @@ def bring_up(path: Path) -> tuple[str, bool]:
             "name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
             "max_concurrency": 8,
         }  # fmt: skip
-        controller = ray.remote(Controller).options(**options).remote(msgspec.to_builtins(file))
+        ray.remote(Controller).options(**options).remote(msgspec.to_builtins(file))
         try:
-            return _wait_ready(ray, controller, file), started
+            return _wait_ready(file), started
         except BaseException:
             take_down()
             raise
@@ -113,11 +127,11 @@ def _check_resources(ray: Any, file: ClusterFile) -> None:
         raise ClusterError(f"Ray has {have:g} of {s.resource}, and {s.engines} engines need one each: {remedy}")
 
 
-def _wait_ready(ray: Any, controller: Any, file: ClusterFile) -> str:
+def _wait_ready(file: ClusterFile) -> str:
     until = time.monotonic() + file.settings.ready_s
     status: dict[str, Any] = {}
     while time.monotonic() < until:
-        status = ray.get(controller.status.remote())
+        status = _ask("status")
         if all(status["engines"].values()) and _is_placed(status):
             return str(status["url"])
         if status["why"]:
@@ -153,8 +167,7 @@ def front_door(url: str) -> dict[str, Any]:
 
 def status() -> dict[str, Any]:
     """What the controller wants, and what the front door sees."""
-    ray = import_ray()
-    found: dict[str, Any] = ray.get(_controller().status.remote())
+    found: dict[str, Any] = _ask("status")
     try:
         found["front_door"] = front_door(found["url"])
     except (OSError, urllib.error.URLError):
@@ -163,23 +176,20 @@ def status() -> dict[str, Any]:
 
 
 def scale(engines: int) -> list[str]:
-    ray, controller = import_ray(), _controller()
     if engines < 1:
         raise ClusterError(f"{engines} engines: give one or more, or take the cluster down")
-    names: list[str] = ray.get(controller.scale.remote(engines))
+    names: list[str] = _ask("scale", engines)
     return names
 
 
 def drain(engine: str) -> None:
-    ray, controller = import_ray(), _controller()
-    known = ray.get(controller.status.remote())["engines"]
+    known = _ask("status")["engines"]
     if engine not in known:
         raise ClusterError(f"there is no engine {engine!r}: there are {', '.join(known)}")
-    ray.get(controller.drain.remote(engine))
+    _ask("drain", engine)
 
 
 def take_down() -> None:
     """Routers first, then engines, each finishing what it has."""
-    ray, controller = import_ray(), _controller()
-    ray.get(controller.stop.remote())
-    ray.kill(controller)
+    _ask("stop")
+    import_ray().kill(_controller())

@@ -145,7 +145,9 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
         os.kill(next(iter(status["routers"].values()))["pid"], signal.SIGKILL)
         n = len(answers)
         until(lambda: len(answers) > n + 20)
-        until(lambda: _changed(status))
+        again = lifecycle.status()  # waits for the controller
+        assert again["pid"] != status["pid"]
+        until(lambda: all(lifecycle.status()["engines"].values()))
         again = lifecycle.status()
         assert {name: each["pid"] for name, each in again["engines"].items()}.keys() == {"engine-0", "engine-1"}
         assert again["engines"]["engine-1"]["pid"] == status["engines"]["engine-1"]["pid"]  # found, not started
@@ -162,13 +164,6 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
     with pytest.raises(lifecycle.ClusterError, match="no cluster runs"):
         lifecycle.status()
     until(lambda: set(_children()) <= before)
-
-
-def _changed(status):
-    try:
-        return lifecycle.status()["pid"] != status["pid"]
-    except (lifecycle.ClusterError, ray.exceptions.RayError):
-        return False
 
 
 def _children():
