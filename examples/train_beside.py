@@ -5,8 +5,9 @@ import torch
 
 import paellapy as pp
 
-net = torch.nn.Linear(8, 1)
-optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, fused=True)  # on a GPU also capturable=True
+gpu = torch.cuda.is_available()
+net = torch.nn.Linear(8, 1).to("cuda" if gpu else "cpu")
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, fused=True, capturable=gpu)
 served = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 
 

@@ -309,7 +309,7 @@ class Assembly:
             for name in (n for source in sources for n in source if n not in known):
                 _value(name, {}, 4)  # a number, or unknown
             known.update(target)
-        if not {f"${k}" for k in range(len(outputs))} <= known:
+        if steps and not {f"${k}" for k in range(len(outputs))} <= known:  # without steps a result only orders things
             raise UnknownPtx(f"that leaves a result unset: {text!r:.60}")
         return cls(tuple(steps), outputs, inputs)
 
@@ -326,7 +326,8 @@ class Assembly:
                 made = {target: fn(*(_value(s, registers, size) for s in sources))}
             for name, bits in made.items():
                 registers[name] = _guarded(step, registers, name, bits)
-        return [_resized(registers[f"${k}"], size) for k, size in enumerate(self.outputs)]
+        unset = _value("0", {}, 4)
+        return [_resized(registers.get(f"${k}", unset), size) for k, size in enumerate(self.outputs)]
 
 
 def _names(operand: str) -> list[str]:

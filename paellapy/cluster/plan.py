@@ -205,7 +205,7 @@ def moves(now: Sequence[Sequence[str]], wanted: Placement) -> Moves:
     """From one placement to another with as few loads as there are: alike GPUs are interchangeable.
 
     >>> moves([["a"], ["b"]], (("b",), ("a", "b")))
-    Moves(load=((1, 'a'),), unload=())
+    Moves(load=((0, 'b'),), unload=())
     """
     left = list(range(len(wanted)))
     goal: dict[int, set[str]] = {}

@@ -143,7 +143,7 @@ def test_models_are_unloaded_and_loaded(client):
     client.unload_model("wide")
     index = {each["name"]: each for each in client.get_model_repository_index()}
     assert index["wide"]["state"] == "UNAVAILABLE"
-    assert index["mlp"] == {"name": "mlp", "version": "1", "state": "READY", "reason": ""}
+    assert index["mlp"] == {"name": "mlp", "version": "1", "state": "READY", "reason": "", "weights": "resident"}
     assert not client.is_model_ready("wide")
     assert client.is_server_ready()
     x = sync_client.InferInput("x", [4096], "FP32")

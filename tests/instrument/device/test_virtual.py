@@ -250,4 +250,3 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "4,096" in run.stdout
-    assert "theoretical: 100% occupancy" in run.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -81,6 +82,14 @@ def _room(device, weights):
         return weights * account["weights_bytes"] + account["lanes_bytes"] + 256
 
 
+def settle(server, name, state):
+    """Until its weights are where they were sent."""
+    end = time.monotonic() + 20
+    while server.weights_state(name) != state:
+        assert time.monotonic() < end, server.weights_state(name)
+        time.sleep(0.001)
+
+
 def test_by_hand_and_as_seen(device):
     with pp.Engine(device, memory_bytes=_room(device, 1), quantum_us=2, tuning=SMALL) as server:
         one, first = chain("one", 1)
@@ -91,10 +100,10 @@ def test_by_hand_and_as_seen(device):
         ask(server, "one", first)
         assert server.weights_state("one") == "resident"
         server.evict("one")
-        assert server.weights_state("one") == "host"
+        settle(server, "one", "host")
         server.evict("one")  # it is out already
         server.prefetch("one")
-        assert server.weights_state("one") == "resident"
+        settle(server, "one", "resident")
         ask(server, "two", second)
         ask(server, "one", first)
         row = server.memory()["models"]["one"]
