@@ -66,7 +66,12 @@ _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 def _of_python(value: Any) -> str | None:
-    return next((name for each, name in _OF_PYTHON.items() if value is each), None)
+    if value is None:
+        return None
+    for each, name in _OF_PYTHON.items():
+        if value is each or value is getattr(builtins, name, None):  # libraries put others in their place: Ray does
+            return name
+    return None
 
 
 def _outside(function: Any) -> dict[str, Any]:

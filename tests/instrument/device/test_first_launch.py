@@ -88,7 +88,7 @@ def test_times_do_not_depend_on_when_they_are_looked_at(device: Any) -> None:
             if look_often:
                 _ = device.model
         spans.append(device.record().elapsed_ns(start))
-    assert spans[0] == spans[1]
+    assert spans[0] == pytest.approx(spans[1], rel=1e-9)  # of sums of floats in another order
 
 
 def test_another_process_compiles_nothing_again(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

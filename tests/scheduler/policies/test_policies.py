@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable
 from typing import Any
@@ -320,6 +321,12 @@ def test_admit_is_checked_too() -> None:
 
     with pytest.raises(PolicyError, match=r"gpu\.no_such_field in line \d+, .*pending_blocks"):
         policy(admit=admit)(lambda job: job.batch)
+
+
+def test_print_is_refused_whoever_has_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "print", lambda *_: None)
+    with pytest.raises(PolicyError, match="calls `print`"):
+        policy(prints)
 
 
 def test_admit_and_order_neither_print_nor_raise() -> None:
