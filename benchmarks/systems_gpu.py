@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--only", help="some of limits, pairs, high, disb")
     parser.add_argument("--seeds", type=seeds, default=range(5))
     parser.add_argument("--seconds", type=float, default=1.0, help="of a run; most take a part of it")
-    parser.add_argument("--most-s", type=float, default=1e9, help="begin no point after so many seconds")
+    parser.add_argument("--most-s", type=float, default=1e9, help="begin no new point after this many seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     (predict if args.command == "predict" else measure)(args)

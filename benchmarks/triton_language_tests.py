@@ -29,7 +29,7 @@ _REFUSED = re.compile(r"(UnsupportedOpError|LaunchError|ArgumentError|Instrument
 
 
 class Plugin:
-    """Counts what happens to the tests, and runs every so many of them."""
+    """Counts the outcomes of the tests, and runs every nth of them."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="a checkout of Triton")
     parser.add_argument("--files", default=",".join(FILES))
-    parser.add_argument("--every", type=int, default=1, help="run every so many of the tests")
+    parser.add_argument("--every", type=int, default=1, help="run every nth test")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     folder = given.source / "python" / "test" / "unit" / "language"

@@ -98,7 +98,7 @@ class Tuning:
     rate_back: float = _number("part of a difference by which the rate falls when fewer were done")
     # -- weights that come and go
     link_gbps: float = _number("rate at which weights come from the host's pinned memory")
-    file_gbps: float = _number("rate at which they come from a file, until it was measured")
+    file_gbps: float = _number("rate at which weights come from a file")
     map_ns: float = _number("time until the first chunk of weights is copied")
     chunk_bytes: int = _number("weights that are mapped and copied at a time", whole=True)
     demand_memory_ns: float = _number("after this time a request counts for 1/e of a new one, where weights compete")
