@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -112,20 +114,46 @@ async def _parameters(request: web.Request) -> dict[str, Any]:
     return found
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """Who answers at each of the protocol's addresses."""
+
+    server: Handler
+    live: Handler
+    ready: Handler
+    infer: Handler
+    model: Handler
+    model_ready: Handler
+    config: Handler
+    stats: Handler
+    index: Handler
+    load: Handler
+    unload: Handler
+
+    def add_to(self, app: web.Application) -> None:
+        router = app.router
+        router.add_get("/v2", self.server)
+        router.add_get("/v2/", self.server)
+        router.add_get("/v2/health/live", self.live)
+        router.add_get("/v2/health/ready", self.ready)
+        router.add_get("/v2/models/stats", self.stats)
+        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            router.add_post(f"{path}/infer", self.infer)
+            router.add_get(path, self.model)
+            router.add_get(f"{path}/ready", self.model_ready)
+            router.add_get(f"{path}/config", self.config)
+            router.add_get(f"{path}/stats", self.stats)
+        router.add_post("/v2/repository/index", self.index)
+        router.add_post("/v2/repository/models/{model}/load", self.load)
+        router.add_post("/v2/repository/models/{model}/unload", self.unload)
+
+
 def add_routes(app: web.Application) -> None:
-    """The protocol's addresses."""
-    router = app.router
-    router.add_get("/v2", server)
-    router.add_get("/v2/", server)
-    router.add_get("/v2/health/live", live)
-    router.add_get("/v2/health/ready", ready)
-    router.add_get("/v2/models/stats", stats)
-    for model_path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        router.add_post(f"{model_path}/infer", infer)
-        router.add_get(model_path, model)
-        router.add_get(f"{model_path}/ready", model_ready)
-        router.add_get(f"{model_path}/config", config)
-        router.add_get(f"{model_path}/stats", stats)
-    router.add_post("/v2/repository/index", index)
-    router.add_post("/v2/repository/models/{model}/load", load)
-    router.add_post("/v2/repository/models/{model}/unload", unload)
+    """The protocol's addresses, answered by this server."""
+    Protocol(
+        server=server, live=live, ready=ready, infer=infer, model=model, model_ready=model_ready, config=config,
+        stats=stats, index=index, load=load, unload=unload,
+    ).add_to(app)  # fmt: skip

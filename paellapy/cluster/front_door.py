@@ -25,6 +25,7 @@ from paellapy.serving.inference import Pieces
 from paellapy.serving.listening import Site, listen, stop_listening, url_of
 from paellapy.serving.logs import request_id
 from paellapy.serving.middleware import json_response
+from paellapy.serving.routes import Protocol
 
 HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
 
@@ -164,23 +165,12 @@ async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
 def router_app(router: Router) -> web.Application:
     app = web.Application(middlewares=[errors], client_max_size=router.options.max_body_bytes)
     app[ROUTER] = router
-    add = app.router
-    add.add_get("/v2", server)
-    add.add_get("/v2/", server)
-    add.add_get("/v2/health/live", live)
-    add.add_get("/v2/health/ready", ready)
-    add.add_get("/v2/cluster", status)
-    add.add_get("/v2/models/stats", merged_statistics)
-    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        add.add_post(f"{path}/infer", forwarded)
-        add.add_get(path, forwarded)
-        add.add_get(f"{path}/ready", model_ready)
-        add.add_get(f"{path}/config", forwarded)
-        add.add_get(f"{path}/stats", merged_statistics)
-    add.add_post("/v2/repository/index", merged_index)
-    add.add_post("/v2/repository/models/{model}/load", placed)
-    add.add_post("/v2/repository/models/{model}/unload", placed)
-    add.add_get("/metrics", merged_metrics)
+    Protocol(
+        server=server, live=live, ready=ready, infer=forwarded, model=forwarded, model_ready=model_ready,
+        config=forwarded, stats=merged_statistics, index=merged_index, load=placed, unload=placed,
+    ).add_to(app)  # fmt: skip
+    app.router.add_get("/v2/cluster", status)
+    app.router.add_get("/metrics", merged_metrics)
     return app
 
 
