@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +18,14 @@ from rich.table import Table
 
 import paellapy as pp
 from paellapy.instrument.device.cost_model import CostModel
+from paellapy.instrument.device.lone_block import LoneBlock
 from paellapy.instrument.device.sm_model import SmModel
 from paellapy.instrument.device.sm_program import Kernel
 from paellapy.instrument.device.timing import PROFILES, Timing
 
 Array = NDArray[Any]
 RECORDED_SCALE = 1.0  # kernels' factors come from this size; larger ones are predicted
-WAITS = ("block_overhead_ns", "load_ns", "atomic_ns", "reduction_ns", "dot_ns", "element_ns", "instruction_ns")
+FITTED = ("block_overhead_ns", "cycle_ns", "fetch_ns")
 
 
 def inputs_of(case: Any, scale: float, seed: int = 0) -> Any:
@@ -45,17 +47,19 @@ class Launch:
         self.cost = launcher.evaluate(values, grid, 0, int(np.prod(grid)))
         self.label = launcher.compiled.source.metadata["label"]
 
+    @functools.cached_property
     def features(self) -> Array:
-        """What the median block's time is a sum of."""
-        c = {name: float(np.median(self.cost[name])) for name in self.cost.dtype.names}
-        per_thread = c["elements"] / self.launcher.threads
-        return np.array([1.0, c["loads"], c["atomics"], c["reductions"], c["dots"], per_thread, c["instructions"]])
+        """What the time of a launch of less than a wave is a sum of: itself, its longest block's cycles, its code."""
+        lone = LoneBlock.of(self.launcher.compiled, self.launcher.program.facts.loops)
+        if lone is None:
+            raise SystemExit(f"the machine code of {self.label} is not understood: profiles are fitted for Hopper")
+        return np.array([1.0, float(lone.cycles_of(self.cost).max()), lone.fetched])
 
     def predict(self, model: CostModel) -> dict[str, float]:
         """Span, block time and mean residency on the virtual part."""
         compiled, threads = self.launcher.compiled, self.launcher.threads
         sim = SmModel(model.part, timing=model.timing)
-        cost = model.block_cost(compiled, self.cost, self.values, threads, self.launcher.program.dot_dtype)
+        cost = model.block_cost(compiled, self.cost, self.values, threads, self.launcher.program.facts)
         blocks = len(self.cost) * compiled.source.cluster
         cluster = compiled.source.cluster
         kernel = Kernel(blocks, threads, compiled.registers, compiled.shared_bytes, cost, cluster=cluster)
@@ -67,40 +71,36 @@ class Launch:
         return {"span_ns": span, "block_ns": float(np.median(lived)), "resident_blocks": float(lived.sum() / span)}
 
 
-def fit_waits(launches: Sequence[Launch], flow_ns: Array) -> dict[str, float]:
-    """Non-negative, least absolute relative error, by reweighted coordinate descent: quick for seven unknowns."""
-    measured = np.array([entry.row["block_ns"] for entry in launches])
-    matrix = np.array([entry.features() for entry in launches]) / measured[:, None]
-    target = np.maximum(measured - flow_ns, 0.05 * measured) / measured
+def fit_cycles(launches: Sequence[Launch], model: CostModel) -> dict[str, float]:
+    """Non-negative, least absolute relative error, by reweighted coordinate descent: quick for three unknowns."""
+    # From the first start to the last end, as users see it: blocks of one grid do not all start at once.
+    measured = np.array([entry.row["span_ns"] for entry in launches])
+    queued = np.array([model.timing.sector_update_ns * float(e.cost["pressure"].sum()) / 1000 for e in launches])
+    matrix = np.array([entry.features for entry in launches]) / measured[:, None]
+    target = np.maximum(measured - queued, 0.05 * measured) / measured
     found = np.zeros(matrix.shape[1])
     weights = np.ones(len(target))
     for _ in range(60):
-        for _ in range(40):
+        for _ in range(200):
             for j in range(len(found)):
                 rest = target - matrix @ found + matrix[:, j] * found[j]
                 column = matrix[:, j] * weights
                 found[j] = max(0.0, float(column @ rest) / max(float(column @ matrix[:, j]), 1e-12))
-        weights = 1 / np.maximum(np.abs(matrix @ found - target), 0.02)
-    return {name: round(float(value), 3) for name, value in zip(WAITS, found, strict=True)}
-
-
-def flow_ns(launch: Launch, model: CostModel) -> float:
-    """How long the launch's traffic and arithmetic alone keep a median block, waits set to zero."""
-    silent = replace(model, timing=replace(model.timing, **dict.fromkeys(WAITS, 0.0)), factors={})
-    return launch.predict(silent)["block_ns"]
+        weights = 1 / np.maximum(np.abs(matrix @ found - target), 0.03)
+    return {name: round(float(value), 4) for name, value in zip(FITTED, found, strict=True)}
 
 
 def factors_of(launches: Sequence[Launch], model: CostModel) -> dict[str, float]:
-    """Per kernel: how much longer than estimated its blocks wait, at the recorded size."""
+    """Per kernel: how much longer than estimated its blocks wait, by its launch's time at the recorded size."""
     factors = {}
     for launch in launches:
         if launch.row["scale"] != RECORDED_SCALE:
             continue
         low, high = 0.02, 50.0
-        for _ in range(30):  # the block's time grows with the factor: bisect
+        for _ in range(30):  # the launch's time grows with the factor: bisect
             middle = (low * high) ** 0.5
-            predicted = launch.predict(replace(model, factors={launch.label: middle}))["block_ns"]
-            low, high = (middle, high) if predicted < launch.row["block_ns"] else (low, middle)
+            predicted = launch.predict(replace(model, factors={launch.label: middle}))["span_ns"]
+            low, high = (middle, high) if predicted < launch.row["span_ns"] else (low, middle)
         factors[launch.label] = round((low * high) ** 0.5, 3)
     return factors
 
@@ -144,11 +144,10 @@ def fit_and_report(
     device, launches, works = counted(results, part, large_works)
     base = CostModel(device.part, _rates(device.part, results["alone"], works))
     recorded = [entry for entry in launches if entry.row["scale"] == RECORDED_SCALE]
-    flows = np.array([flow_ns(entry, base) for entry in track(recorded, description="flows")])
 
     def fitted(chosen: Array) -> CostModel:
-        waits = fit_waits([entry for entry, c in zip(recorded, chosen, strict=True) if c], flows[chosen])
-        return replace(base, timing=replace(base.timing, **waits))
+        found = fit_cycles([entry for entry, c in zip(recorded, chosen, strict=True) if c], base)
+        return replace(base, timing=replace(base.timing, **found))
 
     model = fitted(np.ones(len(recorded), bool))
     names = np.array([entry.case.name for entry in recorded])
@@ -209,8 +208,11 @@ def _work_launch(device: Any, work: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _rates(part: Any, alone: dict[str, float], works: dict[str, Any]) -> Timing:
-    """Efficiencies from kernels that do little else than stream (add) or multiply (gemm)."""
-    timing = Timing()
+    """Efficiencies from kernels that do little else than stream (add) or multiply (gemm); the rest as it was.
+
+    That is, the times per kind of wait, by which events of ranges are placed within their block.
+    """
+    timing = Timing.for_part(part)
     streamed = float((works["add"][3]["bytes_loaded"] + works["add"][3]["bytes_stored"]).sum())
     multiplied = float(works["gemm"][3]["dot_flops"].sum())
     return replace(
@@ -227,7 +229,7 @@ def _simulate(model: CostModel, works: dict[str, Any], names: Sequence[str]) -> 
     for i, name in enumerate(names):
         launcher, _, values, cost = works[name]
         compiled = launcher.compiled
-        blocks = model.block_cost(compiled, cost, values, launcher.threads, launcher.program.dot_dtype)
+        blocks = model.block_cost(compiled, cost, values, launcher.threads, launcher.program.facts)
         kernel = Kernel(len(cost), launcher.threads, compiled.registers, compiled.shared_bytes, blocks)
         handles.append(sim.launch(sim.stream(), kernel, trace=False, submit_ns=i * model.part.launch_ns))
     sim.run()

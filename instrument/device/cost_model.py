@@ -1,9 +1,9 @@
 """From what the evaluator counted to what the SM model takes: traffic, arithmetic and waiting of every block.
 
-A block first waits (its longest chain of dependent loads, reductions, products, and the instructions of its busiest
-thread), then its traffic and arithmetic flow at rates shared with whatever else runs. The time per kind of wait comes
-from the part's profile, and so does a correction factor for every kernel that was measured on the real part: where it
-is known, it scales the wait; elsewhere the uncorrected estimate stands.
+A block first waits, then its traffic and arithmetic flow at rates shared with whatever else runs. How long it waits
+follows from its machine code, walked through as a lone block would run it (lone_block.py); on parts without a profile
+for that, from its longest chain of dependent loads, reductions and products. A kernel that was measured on the real
+part has a correction factor, which scales the wait; elsewhere the uncorrected estimate stands.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paellapy.instrument.device.lone_block import LoneBlock
 from paellapy.instrument.device.parts import Part
 from paellapy.instrument.device.sm_costs import BlockCost
 from paellapy.instrument.device.timing import PROFILES, Timing
 from paellapy.instrument.ptx.compiled import Compiled
+from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
+from paellapy.instrument.ttir.lower import Facts
 
 # What a product's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
 _TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
@@ -54,19 +57,22 @@ class CostModel:
         return wait
 
     def block_cost(
-        self, compiled: Compiled, cost: Records, values: Sequence[Any], threads: int, dot_dtype: str | None
+        self, compiled: Compiled, cost: Records, values: Sequence[Any], threads: int, facts: Facts
     ) -> BlockCost:
         """One launch's blocks."""
-        return self.of_kernel(compiled, threads, dot_dtype).block_cost(cost, values)
+        return self.of_kernel(compiled, threads, facts).block_cost(cost, values)
 
-    def of_kernel(self, compiled: Compiled, threads: int, dot_dtype: str | None) -> KernelCost:
+    def of_kernel(self, compiled: Compiled, threads: int, facts: Facts) -> KernelCost:
         """The model with everything looked up that one kernel needs launch after launch."""
+        dot_dtype = facts.dot_dtype
         kind = dot_dtype or "f16"
         weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
         text = compiled.source.ttir
         ieee = kind == "f32" and ("inputPrecision = ieee" in text or "inputPrecision" not in text)
         label = compiled.source.metadata.get("label", "")
-        return KernelCost(self, threads, weight, ieee, self.factor(label), compiled.source.cluster)
+        # Of the plain kernel: what it takes must not depend on what it reports.
+        lone = LoneBlock.of(compiled.source.build(PassConfig()), facts.loops) if self.timing.cycle_ns else None
+        return KernelCost(self, threads, weight, ieee, self.factor(label), compiled.source.cluster, lone)
 
     def factor(self, label: str) -> float:
         """The kernel's own factor; of one measured with other constants the geometric mean; else 1."""
@@ -87,6 +93,7 @@ class KernelCost:
     ordinary_products: bool  # no tensor core multiplies full fp32: products run on the ordinary units
     factor: float
     cluster: int
+    lone: LoneBlock | None = None
 
     def block_cost(self, cost: Records, values: Sequence[Any]) -> BlockCost:
         """One launch's blocks; `values` are its arguments."""
@@ -100,17 +107,41 @@ class KernelCost:
         tensor = cost["dot_flops"] * self.tensor_weight
         if self.ordinary_products:
             flops, tensor = flops + timing.fma_product_cost * cost["dot_flops"], np.zeros_like(tensor)
-        # A product's latency hides behind its arithmetic once that takes longer.
-        busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
-        latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
-        wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
+        traffic = self._traffic(cost, count if alike else 1, values)
+        if self.lone is not None:
+            wait = self.factor * self._beside_flow(self.lone, cost, traffic, flops, tensor)
+        else:
+            # A product's latency hides behind its arithmetic once that takes longer.
+            busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
+            latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
+            wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
         # Atomic updates of the same few sectors queue up behind each other, those of all blocks together.
         pressure = float(cost["pressure"].sum()) * (count if alike else 1)
         wait += timing.sector_update_ns * pressure / 1000
-        columns = [self._traffic(cost, count if alike else 1, values), flops, tensor, wait]
+        columns = [traffic, flops, tensor, wait]
         if self.cluster > 1:  # the blocks of a cluster share one program's work, but each of them waits
             columns = [np.repeat(c if i == 3 else c / self.cluster, self.cluster) for i, c in enumerate(columns)]
         return BlockCost(*(_one_or_all(c) for c in columns))
+
+    def _beside_flow(
+        self,
+        lone: LoneBlock,
+        cost: Records,
+        traffic: NDArray[np.float64],
+        flops: NDArray[np.float64],
+        tensor: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """What a lone block takes longer than its traffic and arithmetic, which flow at an SM's full rates."""
+        part, timing = self.model.part, self.model.timing
+        total_ns = lone.cycles_of(cost) * timing.cycle_ns + lone.fetched * timing.fetch_ns
+        per_ns = (
+            timing.sm_bytes_per_clock * part.clock_mhz / 1e3,
+            part.fp32_tflops * 1e3 * timing.flops_efficiency / part.sms,
+            part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms,
+        )
+        flow_ns = np.max([work / rate for work, rate in zip((traffic, flops, tensor), per_ns, strict=True)], axis=0)
+        wait: NDArray[np.float64] = np.maximum(total_ns - flow_ns, 0.0)
+        return wait
 
     def alone_ns(self, cost: Records) -> NDArray[np.float64]:
         """How long such costs take a block that has its SM to itself: never less for more of them."""

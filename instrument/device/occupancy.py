@@ -20,6 +20,9 @@ class Footprint:
     registers: int
     shared_bytes: int
 
+    def __mul__(self, blocks: int) -> Footprint:
+        return Footprint(*(blocks * each for each in (self.warps, self.threads, self.registers, self.shared_bytes)))
+
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
@@ -71,6 +74,19 @@ def footprint(limits: SmLimits, threads: int, registers: int, shared_bytes: int)
         registers=warps * _registers_per_warp(limits, per_warp),
         shared_bytes=_round_up(shared_bytes + limits.reserved_shared_bytes, limits.shared_granularity),
     )
+
+
+def fits(limits: SmLimits, *blocks: Footprint) -> bool:
+    """Whether one SM holds these blocks of different kernels at once.
+
+    >>> from paellapy.instrument.device.parts import limits_for_capability
+    >>> h200 = limits_for_capability(90)
+    >>> large = footprint(h200, threads=384, registers=168, shared_bytes=200_000)
+    >>> fits(h200, large), fits(h200, large, footprint(h200, threads=128, registers=32, shared_bytes=0))
+    (True, False)
+    """
+    names = ("warps", "threads", "registers", "shared_bytes")
+    return all(sum(getattr(block, name) for block in blocks) <= getattr(limits, name) for name in names)
 
 
 def occupancy(

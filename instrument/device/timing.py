@@ -34,6 +34,10 @@ class Timing:
     dot_ns: float = 150.0
     element_ns: float = 0.5
     instruction_ns: float = 2.0
+    # Where a part's machine code is read (lone_block.py), these two stand for the six above: what a cycle takes, and
+    # each different instruction beside, which has to be fetched. 0: it is not read.
+    cycle_ns: float = 0.0
+    fetch_ns: float = 0.0
     sector_update_ns: float = 0.6  # one atomic update after another to the same sector of L2
     fma_product_cost: float = 4.0  # products on the ordinary units, in units of their flops: operands come and go
     l2_speedup: float = 2.5  # how much faster than memory L2 delivers what fits into it

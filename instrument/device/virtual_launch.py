@@ -23,7 +23,7 @@ from paellapy.instrument.device.sm_program import Kernel, Under
 from paellapy.instrument.device.virtual_preempt import VirtualFlag, VirtualRun, without_effects
 from paellapy.instrument.device.virtual_ranges import events_of
 from paellapy.instrument.errors import LaunchError, PaellaError
-from paellapy.instrument.ptx.compiled import Compiled, Draft
+from paellapy.instrument.ptx.compiled import Compiled, Draft, Launched
 from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir import TtirProgram
@@ -111,6 +111,10 @@ class VirtualLauncher(Launcher):
         occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
         return made
 
+    @functools.cached_property
+    def launched(self) -> Launched:
+        return Launched(self._draft, lambda: self.compiled)
+
     @property
     def threads(self) -> int:
         threads = self.compiled.source.threads
@@ -119,7 +123,7 @@ class VirtualLauncher(Launcher):
 
     @functools.cached_property
     def _kernel_cost(self) -> KernelCost:
-        return self.device.costs.of_kernel(self.compiled, self.threads, self.program.dot_dtype)
+        return self.device.costs.of_kernel(self.compiled, self.threads, self.program.facts)
 
     def __call__(
         self,

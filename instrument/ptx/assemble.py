@@ -26,6 +26,8 @@ _RESOURCES = re.compile(
     r"[^\n]*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
 )
 
+_LONGEST_S = 600  # the largest kernels of flash-linear-attention take tens of seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
@@ -69,13 +71,16 @@ def find_ptxas() -> tuple[Ptxas, ...]:
     if on_path := shutil.which("ptxas"):
         paths.append(Path(on_path))
     paths.append(Path("/usr/local/cuda/bin/ptxas"))
-    return tuple(Ptxas(str(path), release) for path in paths if (release := _release(path)))
+    different: dict[Path, Path] = {}  # $CUDA_HOME, $PATH and the usual place may be one
+    for path in paths:
+        different.setdefault(path.resolve(), path)
+    return tuple(Ptxas(str(path), release) for path in different.values() if (release := _release(path)))
 
 
 def _release(path: Path) -> tuple[int, int] | None:
     try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    except OSError:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"release (\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
@@ -95,9 +100,7 @@ def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> 
     )
 
 
-def assemble(
-    ptx: str, arch: str, entry: str, options: tuple[str, ...] = (), preferred: str | None = None
-) -> Assembled:
+def assemble(ptx: str, arch: str, entry: str, options: tuple[str, ...] = (), preferred: str | None = None) -> Assembled:
     """Machine code for one entry, cached on disk. `arch` is a name such as "sm_90a"."""
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", ptx, re.M)
     if version is None:
@@ -117,12 +120,14 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
-        done = subprocess.run(
-            [tool.path, "-v", f"--gpu-name={arch}", *options, str(source), "-o", str(output)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [tool.path, "-v", f"--gpu-name={arch}", *options, str(source), "-o", str(output)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise PtxError(
+                f"ptxas {tool.release[0]}.{tool.release[1]} has not assembled kernel {entry!r} for {arch} within "
+                f"{_LONGEST_S} s. Choose smaller blocks, or another ptxas with PAELLAPY_PTXAS."
+            ) from None
         log = done.stderr + done.stdout
         if done.returncode:
             raise PtxError(f"ptxas {tool.release[0]}.{tool.release[1]} refused kernel {entry!r} for {arch}:\n{log}")

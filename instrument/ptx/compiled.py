@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.assemble import Assembled, assemble
 from paellapy.instrument.ptx.passes import PassConfig
-from paellapy.instrument.ptx.registers import blocks_by_registers, most_registers, room_for_all
+from paellapy.instrument.ptx.registers import REGISTER_STEP, blocks_by_registers, most_registers, room_for_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,21 @@ class Source:
         return Compiled(self, config, ptx, code)
 
     def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
-        """Machine code that lets an SM hold as many blocks as of the plain kernel, where that costs no spills.
+        """Machine code that lets an SM hold as many blocks as of the plain kernel, or nearly, if it costs no spills.
 
         Not where warps hand registers to each other, or the kernel itself says how many it takes.
         """
         if room_for_all(code.registers, threads) or "setmaxnreg" in ptx or ".maxnreg" in ptx:
             return code
         plain = assemble(self.ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
-        most = most_registers(blocks_by_registers(plain.registers, threads), threads, self.dynamic_shared_bytes)
-        if code.registers <= most:
-            return code
-        options = (*self.ptxas_options, f"--maxrregcount={most}")
-        fewer = assemble(ptx, self.arch, self.name, options, self.ptxas_path)
-        return fewer if fewer.spill_bytes <= max(plain.spill_bytes, code.spill_bytes) else code
+        spilled = max(plain.spill_bytes, code.spill_bytes)
+        wanted = blocks_by_registers(plain.registers, threads)
+        for most in range(most_registers(wanted, threads, self.dynamic_shared_bytes), code.registers, REGISTER_STEP):
+            options = (*self.ptxas_options, f"--maxrregcount={most}")
+            fewer = assemble(ptx, self.arch, self.name, options, self.ptxas_path)
+            if fewer.spill_bytes <= spilled:
+                return fewer
+        return code
 
 
 def _passed(ptx: str, config: PassConfig, name: str) -> str:
@@ -134,10 +136,9 @@ class Compiled:
     # -- by the names that Triton's own compiled kernels have
 
     @property
-    def asm(self) -> dict[str, Any]:
+    def asm(self) -> Stages:
         """The kernel in the stages that are kept: "ttir" (Triton kernels), "ptx" and "cubin"."""
-        stages = {"ttir": self.source.ttir} if self.source.ttir else {}
-        return {**stages, "ptx": self.ptx, "cubin": self.cubin}
+        return Stages(self.name, self.source.ttir, lambda: self)
 
     @property
     def n_regs(self) -> int:
@@ -161,3 +162,46 @@ class Compiled:
             f"<{self.name} for {self.source.arch}: {level}{', sliced' if self.config.sliced else ''}, "
             f"{self.registers} registers, {self.shared_bytes} B shared, {len(self.cubin)} B cubin>"
         )
+
+
+class Stages(Mapping[str, Any]):
+    """`.asm` of a compiled kernel. What comes after TTIR is compiled once somebody asks for it."""
+
+    def __init__(self, name: str, ttir: str, compiled: Callable[[], Compiled]) -> None:
+        self._name, self._ttir, self._compiled = name, ttir, compiled
+
+    def __getitem__(self, stage: str) -> Any:
+        if stage == "ttir" and self._ttir:
+            return self._ttir
+        if stage in ("ptx", "cubin"):
+            return getattr(self._compiled(), stage)
+        raise KeyError(f"kernel {self._name!r} keeps {', '.join(self)}, not {stage!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("ttir", "ptx", "cubin") if self._ttir else ("ptx", "cubin"))
+
+    def __len__(self) -> int:
+        return 3 if self._ttir else 2
+
+
+class Launched:
+    """What a launch on a device returns that needs no machine code: a `Compiled`, made once somebody looks at it."""
+
+    def __init__(self, draft: Draft, compiled: Callable[[], Compiled]) -> None:
+        self._draft, self._compiled = draft, compiled
+
+    @property
+    def name(self) -> str:
+        return self._draft.name
+
+    @property
+    def asm(self) -> Stages:
+        return Stages(self._draft.name, self._draft.ttir, self._compiled)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._compiled(), name)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, launched>"

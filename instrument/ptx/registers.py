@@ -8,7 +8,7 @@ from __future__ import annotations
 _PARTITION, _PARTITIONS, _UNIT, _WARP = 16384, 4, 256, 32
 _MOST_THREADS = 2048
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of the largest part: it bounds what others hold
-_STEP = 8  # registers of a thread, as ptxas gives them out
+REGISTER_STEP = 8  # registers of a thread, as ptxas gives them out
 
 
 def blocks_by_registers(registers: int, threads: int) -> int:
@@ -29,4 +29,7 @@ def room_for_all(registers: int, threads: int) -> bool:
 def most_registers(blocks: int, threads: int, shared_bytes: int) -> int:
     """The most registers of a thread with which an SM holds so many blocks, as far as shared memory lets it."""
     blocks = min(blocks, _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES))
-    return max((r for r in range(_STEP, 256, _STEP) if blocks_by_registers(r, threads) >= blocks), default=_STEP)
+    return max(
+        (r for r in range(REGISTER_STEP, 256, REGISTER_STEP) if blocks_by_registers(r, threads) >= blocks),
+        default=REGISTER_STEP,
+    )

@@ -15,7 +15,9 @@ from paellapy.instrument.ttir.parser import Op
 from paellapy.instrument.ttir.types import Array
 
 # pressure: thousandths of an atomic update per sector of the array updated, as if spread evenly over it
-PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure")
+# loop0, loop1, …: how often a block went through the first loops of the source, in the order of its text
+LOOPS = ("loop0", "loop1", "loop2", "loop3")
+PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure", *LOOPS)
 PRESSURE = PATH_FIELDS.index("pressure")
 _LOADS, _ATOMICS, _REDUCTIONS, _DOTS = range(4)
 # Results no larger than a small block are one instruction, however many threads compute them. They are counted in
@@ -66,7 +68,12 @@ def critical_path(ops: Sequence[Op], upto: int | None = None) -> Array | None:
         longest = max(longest, at)
     if not elements and not instructions and not longest[0]:
         return None
-    return np.array([*longest[1], elements, instructions, 0], np.int64)
+    return np.array([*longest[1], elements, instructions, 0, *(0 for _ in LOOPS)], np.int64)
+
+
+def once_through(loop: int) -> Array:
+    """What going through a loop once adds: a count, for as many loops as are counted."""
+    return np.array([name == f"loop{loop}" for name in PATH_FIELDS], np.int64)
 
 
 def pressure(updates: int, target: Array) -> int:

@@ -86,7 +86,7 @@ def test_a_measured_kernels_factor_scales_its_wait(device: Any) -> None:
     label = launcher.compiled.source.metadata["label"]
     plain = CostModel(part("h200"), Timing())
     waits = [
-        model.block_cost(launcher.compiled, cost, (links,), launcher.threads, None).wait_ns
+        model.block_cost(launcher.compiled, cost, (links,), launcher.threads, launcher.program.facts).wait_ns
         for model in (plain, replace(plain, factors={label: 3.0}))
     ]
     assert waits[1] == pytest.approx(3 * waits[0])
@@ -99,9 +99,11 @@ def test_what_fits_in_l2_costs_less_traffic(device: Any) -> None:
     small, large = np.zeros(1 << 12, np.int32), np.zeros(1 << 25, np.int32)
     launcher, cost = _cost(device, apart, small, small, small.copy(), grid=16, B=256)
     model = CostModel(part("h200"), Timing())
-    inside = model.block_cost(launcher.compiled, cost, (small,), launcher.threads, None).bytes
+    inside = model.block_cost(launcher.compiled, cost, (small,), launcher.threads, launcher.program.facts).bytes
     many = np.repeat(cost, 1 << 13)
-    outside = model.block_cost(launcher.compiled, many, (large, large, large), launcher.threads, None).bytes
+    outside = model.block_cost(
+        launcher.compiled, many, (large, large, large), launcher.threads, launcher.program.facts
+    ).bytes
     assert inside == pytest.approx(outside / Timing().l2_speedup)
 
 

@@ -32,16 +32,16 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels as they are assembled."""
-    names: list[str] = []
+    """PTX as it is assembled."""
+    seen: list[str] = []
     real = compiled.assemble
 
-    def assemble(ptx: str, arch: str, entry: str, *rest: Any) -> Any:
-        names.append(entry)
-        return real(ptx, arch, entry, *rest)
+    def assemble(ptx: str, *rest: Any) -> Any:
+        seen.append(ptx)
+        return real(ptx, *rest)
 
     monkeypatch.setattr(compiled, "assemble", assemble)
-    return names
+    return seen
 
 
 def launch(kernel: TritonKernel, blocks: int = 4, **options: Any) -> Any:
@@ -58,7 +58,8 @@ def test_results_need_no_machine_code(device: Any, assembled: list[str]) -> None
         launch(kernel)
     assert assembled == []
     device.synchronize()
-    assert assembled == ["scale"]
+    # As it reports, for the room it takes on an SM; and plain, since its time must not depend on what it reports.
+    assert len(assembled) == len(set(assembled)) == 2
 
 
 @pytest.mark.parametrize("look", [lambda d: d.synchronize(), lambda d: d.counts(), lambda d: d.record().synchronize()])
@@ -99,13 +100,13 @@ def test_another_process_compiles_nothing_again(device: Any, monkeypatch: pytest
     device.synchronize()
 
 
-def test_tuning_assembles_each_configuration_once(device: Any, assembled: list[str]) -> None:
+def test_tuning_assembles_no_variant_of_a_configuration_twice(device: Any, assembled: list[str]) -> None:
     configs = [triton.Config({"B": b}) for b in (32, 64, 128)]
     kernel = pp.kernel(triton.autotune(configs, key=["by"])(scale))
     x = np.ones(1024, np.float32)
     kernel[lambda m: (1024 // m["B"],)](x, np.zeros_like(x), 2.0)
     device.synchronize()
-    assert assembled == ["scale"] * 3
+    assert len(assembled) == len(set(assembled)) == 2 * len(configs)
 
 
 def test_what_others_want_to_see_between_the_stages_goes_through_triton(device: Any, monkeypatch: Any) -> None:

@@ -111,6 +111,22 @@ def test_tools_that_do_not_run_are_passed_over(tmp_path: Path, monkeypatch: pyte
     assert all(str(tmp_path) not in p.path for p in find_ptxas.__wrapped__())
 
 
+def test_a_tool_that_several_names_lead_to_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    own = script(tmp_path / "bin" / "ptxas", "#!/bin/sh\necho 'release 13.7, V13.7.1'\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "link" / "bin"), prepend=":")
+    assert [p.path for p in find_ptxas.__wrapped__() if p.release == (13, 7)] == [str(own)]
+
+
+def test_a_ptxas_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = script(tmp_path / "ptxas", "#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(assembler, "_LONGEST_S", 0.1)
+    with pytest.raises(PtxError, match=r"'k'.*within 0\.1 s"):
+        assembler._run(Ptxas(str(slow), (13, 7)), KERNEL, "sm_80", "k", ())
+
+
 @pytest.mark.usefixtures("empty_cache")
 def test_resources_are_read_from_the_log() -> None:
     built = assemble(KERNEL, "sm_80", "k")
