@@ -1,9 +1,9 @@
 """Kernels that Triton compiles and launches itself (PyTorch code, `torch.compile`), instrumented through its hooks.
 
 Triton asks a hook to edit its compilation stages and, per launch, an allocator for the hidden `profile_scratch`
-pointer. The pass runs in the first; the second hands out a launch descriptor from a table in device memory that is
-filled beforehand, so that nothing is copied per launch. The descriptors always point at the device's rings: the kernels
-stay compiled for `trace` and write nothing while no trace runs.
+pointer. The pass runs in the first; the second hands out a launch descriptor from a table in device memory
+(torch_rows.py). The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to write
+nothing, unless they go into a CUDA graph, which may be replayed in a trace.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from triton import knobs
 from triton.compiler import compiler
 from triton.runtime import _allocation
 
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import InstrumentError, PaellaError
+from paellapy.instrument.kernels.torch_rows import Facts, Rows
 from paellapy.instrument.kernels.triton_source import TRITON_VERSION, compiling, is_warp_specialised
 from paellapy.instrument.ptx import passes
 from paellapy.instrument.ptx.passes import PassConfig
-from paellapy.instrument.records import DESCRIPTOR, MAGIC
 
-_TABLE = 8192  # descriptors; a trace takes this many launches of PyTorch's kernels
 _active: _Hook | None = None
 
 
@@ -54,7 +52,7 @@ class _Hook:
         self.key = "paellapy-" + PassConfig("trace", pointer_param=-1).key()
         self.hash = hashlib.sha256(self.key.encode()).hexdigest()
         self._lock = threading.Lock()
-        self._table: Any = None
+        self._rows: Rows | None = None
         self._before: Any = None
         self._warps: dict[str, int] = {}
         self._pending = threading.local()  # the launch between its descriptor and its name
@@ -74,6 +72,10 @@ class _Hook:
             compiler.get_cache_key = self._cache_key
         _allocation.set_profile_allocator(self.descriptor)
         knobs.runtime.launch_enter_hook.add(self.entered)
+        Device.at_traces.append(self.begin_trace)
+        for device in Device.opened():
+            if device.session is not None:
+                self.begin_trace(device, device.session)
         self._inductor = _InductorSettings(self.hash[:16])
 
     def remove(self) -> None:
@@ -84,6 +86,7 @@ class _Hook:
         self._inductor.restore()
         _allocation.set_profile_allocator(None)
         knobs.runtime.launch_enter_hook.remove(self.entered)
+        Device.at_traces.remove(self.begin_trace)
 
     def stages(self, *args: Any) -> Any:
         """Triton's hook: without arguments the cache key (3.7 and later), else the stages to edit."""
@@ -116,48 +119,40 @@ class _Hook:
 
         return ptx_stage
 
+    def begin_trace(self, device: Any, session: Any) -> None:
+        """A trace begins on a device; on another one than the GPU, Triton launches nothing itself."""
+        if isinstance(device, Device.kinds["cuda"]):
+            with self._lock:
+                self._rows = self._rows or Rows(device)
+                self._rows.begin(session)
+
     def descriptor(self, size: int, alignment: int, stream: int | None) -> int:
         """Triton's allocator: the address of this launch's descriptor. A plain int is what the launchers take."""
         device = Device.open("cuda")
         with self._lock:
-            session = device.session
-            if self._table is None:
-                self._table = device.empty((_TABLE + 1,), DESCRIPTOR)
-                self._filled_for: Any = self
-            if self._filled_for is not session:
-                self._fill(device, session)
-            self._pending.launch = None
-            if session is None or self._used >= _TABLE:
-                if session is not None:
-                    session.unreported += size
-                return int(self._table.ptr)  # row 0 has no magic number: the kernel writes nothing
-            self._used += 1
-            self._pending.launch = (session, self._ids[self._used - 1], size, stream or 0)
-            return int(self._table.ptr) + self._used * DESCRIPTOR.itemsize
+            self._rows = rows = self._rows or Rows(device)
+            session, stream = device.session, stream or 0
+            in_graph = device.is_capturing(stream)
+            row = rows.take(in_graph) if in_graph or session is not None else 0
+            self._pending.launch = (session, row, size, stream) if row else None
+            if session is not None and not row:
+                session.unreported += size
+            return rows.address(row)
 
     def entered(self, launch_metadata: Any) -> None:
         """Triton's launch hook: tells the kernel's name, after the descriptor was asked for."""
         pending = getattr(self._pending, "launch", None)
-        if pending is None:
+        if pending is None or self._rows is None:
             return
-        session, launch, blocks, stream = pending
+        session, row, blocks, stream = pending
         self._pending.launch = None
         facts = launch_metadata.get()
         name = facts["name"]
         registers, shared = Device.open("cuda").function_resources(facts["function"])
-        session.add_foreign(name, launch, blocks, self._warps.get(name, 1), registers, shared, stream)
-
-    def _fill(self, device: Any, session: Any) -> None:
-        rows = np.zeros(_TABLE + 1, DESCRIPTOR)
+        launch = Facts(name, blocks, self._warps.get(name, 1), registers, shared, stream)
+        self._rows.name(row, launch)
         if session is not None:
-            self._ids = session.reserve(_TABLE)
-            rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
-            rows["ring_mask"] = device.rings.shape[1] - 1
-            rows["launch"][1:] = self._ids
-            rows["magic"][1:] = MAGIC
-        device.synchronize()  # kernels of an earlier trace may still read the table
-        self._table.set(rows)
-        self._filled_for, self._used = session, 0
+            session.add_foreign(self._rows.launch(row), launch)
 
 
 class _InductorSettings:

@@ -37,6 +37,7 @@ class Session:
         self.counted: dict[int, tuple[int, int, int]] = {}  # bytes, flops and tensor flops of evaluated launches
         self.last = 0  # the launch noted last
         self.unreported = 0  # blocks of launches for which there was no descriptor left
+        self._in_graphs: dict[int, tuple[str, tuple[Any, ...]]] = {}  # launches that PyTorch's graphs may replay
 
     def add(
         self,
@@ -67,25 +68,29 @@ class Session:
         Session._next_id += count
         return np.arange(first, first + count, dtype=np.uint32)
 
-    def add_foreign(
-        self, kernel: str, launch: int, blocks: int, warps: int, registers: int, shared_bytes: int, stream: int
-    ) -> None:
-        """Notes a launch made by Triton's own launcher, under an id from `reserve`."""
-        submit = self.device.host_ns()
-        grid = (blocks, 1, 1)
-        row = (int(launch), 0, warps, registers, 0, shared_bytes, grid, 0, blocks, submit, stream)
-        self.note(kernel, row)
-        if self.device.is_capturing(stream):
-            Session._captured[int(launch)] = (kernel, row)
+    def add_foreign(self, launch: int, facts: Any) -> None:
+        """Notes a launch made by Triton's own launcher, under a number from `reserve`."""
+        self.note(facts.kernel, self._foreign(launch, facts))
+
+    def may_replay(self, launch: int, facts: Any) -> None:
+        """A launch in a CUDA graph that PyTorch captured before: noted only if its blocks turn up."""
+        self._in_graphs[launch] = (facts.kernel, self._foreign(launch, facts))
+
+    def _foreign(self, launch: int, facts: Any) -> tuple[Any, ...]:
+        submit, grid = self.device.host_ns(), (facts.blocks, 1, 1)
+        return (launch, 0, facts.warps, facts.registers, 0, facts.shared_bytes, grid, 0, facts.blocks, submit,
+                facts.stream)  # fmt: skip
 
     def note(self, kernel: str, row: tuple[Any, ...]) -> None:
         number = self._kernels.setdefault(kernel, len(self._kernels))
         self._rows.append((row[0], number, *row[2:]))
 
     def adopt_replayed(self, seen: Records) -> None:
-        """Adds the launches of graphs that were captured during an earlier trace and replayed in this one."""
-        for launch in np.unique(seen):
-            if launch < self.first_id and (known := Session._captured.get(int(launch))):
+        """Adds the launches of graphs that were captured before this trace and replayed in it."""
+        noted = {row[0] for row in self._rows}
+        for launch in np.unique(seen).tolist():
+            known = Session._captured.get(launch) if launch < self.first_id else self._in_graphs.get(launch)
+            if known and launch not in noted:
                 self.note(*known)
 
     def work(self, launches: NDArray[np.uint32]) -> Records:
@@ -126,7 +131,10 @@ class trace:
             device.synchronize()  # what was launched before belongs to the outer trace alone
         else:
             device.begin_trace(self.records_per_sm)
-            device.session = Session(device)
+            session = Session(device)
+            for prepare in Device.at_traces:
+                prepare(device, session)
+            device.session = session
         self._session: Session = device.session
         self._first, self._begin_ns = Session._next_id, device.clock_ns()
         self._watch = _Watch()
@@ -164,8 +172,7 @@ class trace:
         blocks = decoded.blocks
         if self._nested:
             # Launches of graphs that were captured before have earlier numbers; when they ran tells them apart.
-            replayed = (blocks["launch"] < session.first_id) & (blocks["start_ns"] >= self._begin_ns)
-            own = (blocks["launch"] >= self._first) | replayed
+            own = (blocks["launch"] >= self._first) | (blocks["start_ns"] >= self._begin_ns)
             blocks = blocks[own]
             launches = launches[(launches["launch"] >= self._first) | np.isin(launches["launch"], blocks["launch"])]
         dropped = decoded.dropped + session.unreported

@@ -110,6 +110,40 @@ def test_kernels_launched_by_triton_are_traced(gpu: pp.Device) -> None:
         pp.instrument_torch(False)
 
 
+def test_graphs_that_torch_captures_are_traced_whenever_they_replay(gpu: pp.Device) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(1000, dtype=torch.float32, device="cuda")
+    outs = [torch.empty_like(x) for _ in range(3)]
+    pp.instrument_torch()
+    try:
+        triple[(8,)](x, outs[0], 1000, B=128)  # compiles; no trace runs
+
+        def captured(out: Any) -> Any:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                triple[(8,)](x, out, 1000, B=128)
+            return graph
+
+        before = captured(outs[1])
+        with pp.trace() as first:
+            inside = captured(outs[2])  # the first launch of the trace is captured
+            for graph in (before, inside, inside):
+                graph.replay()
+            torch.cuda.synchronize()
+        with pp.trace(records_per_sm=1 << 10) as second:  # in other rings
+            triple[(8,)](x, outs[0], 1000, B=128)
+            for graph in (before, before, inside):
+                graph.replay()
+            torch.cuda.synchronize()
+    finally:
+        pp.instrument_torch(False)
+    assert all(torch.equal(out, x * 3) for out in outs)
+    for trace, replays in ((first, [8, 16]), (second, [8, 8, 16])):
+        assert sorted(np.unique(trace.blocks["launch"], return_counts=True)[1].tolist()) == replays
+        assert trace.kernels == ("triple",)
+        assert trace.dropped == 0
+
+
 @pytest.mark.filterwarnings("default")
 def test_torch_compile_is_traced(gpu: pp.Device) -> None:
     torch = pytest.importorskip("torch")

@@ -1,0 +1,76 @@
+"""Descriptors of launches that Triton makes itself: rows of one table in device memory, filled when a trace begins.
+
+Nothing is copied and nobody waits at a launch, so that launches can be captured. A row that went into a CUDA graph is
+never given to another launch: the graph's replays read it for as long as the graph lives. Each trace gives it a new
+number, and tells its replays by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paellapy.instrument.records import DESCRIPTOR, MAGIC
+
+_TABLE = 8192  # rows; a trace takes this many launches of PyTorch's kernels, less those in graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A launch, as traces note it."""
+
+    kernel: str
+    blocks: int
+    warps: int
+    registers: int
+    shared_bytes: int
+    stream: int
+
+
+class Rows:
+    """The table. Row 0 has no magic number: a kernel that reads it writes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._host = np.zeros(_TABLE + 1, DESCRIPTOR)
+        self._memory = device.array_beside(self._host)
+        self._next = 1
+        self._in_graphs: dict[int, Facts | None] = {}
+
+    def begin(self, session: Any) -> None:
+        """A trace begins, on an idle GPU: every row gets a number of it, and the place of its rings."""
+        rows, device = self._host, self._device
+        rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
+        rows["ring_mask"] = device.rings.shape[1] - 1
+        rows["launch"][1:] = session.reserve(_TABLE)
+        rows["magic"][1:] = MAGIC
+        self._memory.set(rows)
+        self._next = 1
+        for row, facts in self._in_graphs.items():
+            if facts is not None:
+                session.may_replay(int(rows["launch"][row]), facts)
+
+    def take(self, in_graph: bool) -> int:
+        """A row for a launch, for good where it goes into a graph; 0 if none is left."""
+        while self._next in self._in_graphs:
+            self._next += 1
+        if self._next > _TABLE:
+            return 0
+        row, self._next = self._next, self._next + 1
+        if in_graph:
+            self._in_graphs[row] = None
+        return row
+
+    def name(self, row: int, facts: Facts) -> None:
+        """Says which launch a row was taken for."""
+        if row in self._in_graphs:
+            self._in_graphs[row] = facts
+
+    def launch(self, row: int) -> int:
+        """The number under which the row's launch reports."""
+        return int(self._host["launch"][row])
+
+    def address(self, row: int) -> int:
+        return int(self._memory.ptr) + row * DESCRIPTOR.itemsize
