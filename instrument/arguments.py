@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paellapy.instrument.errors import ArgumentError
 
 Handler = Callable[[Any], tuple[Any, Any]]
@@ -155,6 +157,8 @@ class Handlers(dict[type, Handler]):
         kind = type(value)
         if kind.__name__ == "TensorDescriptor" and kind.__module__.startswith("triton."):
             return self._descriptor(value)
+        if kind.__name__ == "TensorWrapper" and kind.__module__.startswith("triton."):
+            return self._reinterpreted(value)
         if kind.__module__.startswith("triton."):  # tl.constexpr, a @triton.jit function: constants in a tuple
             return value, (kind, getattr(value, "cache_key", None) or repr(value))
         if isinstance(value, tuple):
@@ -168,6 +172,15 @@ class Handlers(dict[type, Handler]):
             raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}")
         self[kind] = handler
         return handler(value)
+
+    def _reinterpreted(self, given: Any) -> tuple[Any, PointerKey]:
+        """What `triton.reinterpret(array, dtype)` made: the same memory under another element type."""
+        value, key = (self.get(type(given.base)) or self.missing)(given.base)
+        dtype = triton_dtype(given.dtype)
+        if isinstance(value, np.ndarray):
+            plain = next(name for name, known in DTYPES.items() if known == dtype)
+            value = value.view(plain if hasattr(np, plain) else f"u{value.itemsize}")
+        return value, PointerKey.of(dtype, key.aligned)
 
     def _descriptor(self, given: Any) -> tuple[Descriptor, DescriptorKey]:
         base, key = (self.get(type(given.base)) or self.missing)(given.base)

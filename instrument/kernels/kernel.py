@@ -158,7 +158,8 @@ class TritonKernel(Kernel):
             _check_part(self.name, grid, part)
         for hook in self.fn.pre_run_hooks:
             hook(*args, **kwargs)
-        return launcher(grid, values, part=part)
+        returned = launcher(grid, values, part=part)
+        return launcher.launched if returned is None else returned
 
     def prepare_preemptible(self, device: Device, configuration: Any, args: Any, kwargs: Any) -> Prepared:
         if self._tuner is not None:

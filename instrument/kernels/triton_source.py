@@ -185,13 +185,25 @@ class TritonSource:
             with marking(work.marked):
                 return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
         except CompilationError as e:
-            raise CompileError(f"kernel {self.name!r} does not compile:\n{e}") from None
+            raise _refused(f"kernel {self.name!r} does not compile:\n{e}", e) from e.__cause__
         except Exception as e:  # whatever Triton's passes raise
             raise CompileError(
                 f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
             ) from e
         finally:
             compiling.plain = False
+
+
+def _refused(message: str, error: CompilationError) -> CompileError:
+    """A CompileError that is also of the kind Triton raised: who waits for that one gets it."""
+
+    def reduce(self: CompileError) -> tuple[type[CompileError], tuple[Any, ...]]:
+        return CompileError, self.args  # for pickle, which finds no class that is made here
+
+    body = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__reduce__": reduce}
+    made: CompileError = type("CompileError", (CompileError, type(error)), body)(message)
+    made.__dict__.update(error.__dict__)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from paellapy.instrument.ttir import code
 from paellapy.instrument.ttir.code import Run, Slots
-from paellapy.instrument.ttir.lower import Lowering, builds, called, waits_for_memory
+from paellapy.instrument.ttir.latency import once_through
+from paellapy.instrument.ttir.lower import LoweredStep, Lowering, builds, called, waits, waits_for_memory
 from paellapy.instrument.ttir.machine import Active
 from paellapy.instrument.ttir.tree import Op
 
@@ -14,6 +15,10 @@ Shape = tuple[int, ...]
 
 def ranks(op: Op) -> Ints:
     return tuple(len(t.shape) for t in op.out_types)
+
+
+def counts_loop(number: int) -> LoweredStep:
+    return LoweredStep(waits(once_through(number)), "counting")
 
 
 @builds("scf.if")
@@ -29,7 +34,9 @@ def scf_if(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 def scf_for(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     if op.flag("unsigned"):
         low.refuse(op, "unsigned bounds")
+    number = low.next_loop()
     body = low.nested(op.regions[0])
+    body.steps.insert(0, counts_loop(number))
     for slots in zip(args[3:], body.args[1:], body.values, outs, strict=True):
         low.same_pointer(*slots)
     return code.for_loop(args[:3], args[3:], body, outs, ranks(op))
@@ -37,14 +44,16 @@ def scf_for(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("scf.while")
 def scf_while(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
+    number = low.next_loop()
     before, after = (low.nested(region) for region in op.regions)
+    before.steps.insert(0, counts_loop(number))
     for slots in zip(args, before.args, after.values, strict=True):
         low.same_pointer(*slots)
     for slots in zip(before.values[1:], after.args, outs, strict=True):
         low.same_pointer(*slots)
-    waits = waits_for_memory(op, low.module)
-    low.facts.serial |= waits
-    return code.while_loop(args, before, after, outs, ranks(op), waits)
+    for_others = waits_for_memory(op, low.module)
+    low.facts.serial |= for_others
+    return code.while_loop(args, before, after, outs, ranks(op), for_others)
 
 
 @builds("tt.call")

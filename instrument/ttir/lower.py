@@ -68,6 +68,7 @@ class Facts:
     addresses: bool = False  # pointers are made from numbers: what they point to is not among the arguments' facts
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
+    loops: int = 0  # in the text
     ranges: Ranges = field(default_factory=Ranges)
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
 
@@ -223,6 +224,11 @@ class Lowering:
         if run is None:
             return None
         return LoweredStep(run, f"{op.name} at {self.line(op)}", (), (*args, *inner))
+
+    def next_loop(self) -> int:
+        """The number of a loop, in the order of the text."""
+        self.facts.loops += 1
+        return self.facts.loops - 1
 
     def nested(self, region: Region) -> Code:
         """Translate an op's region of one block; what it reads from outside counts as read by the op."""

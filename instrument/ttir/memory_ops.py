@@ -119,7 +119,7 @@ def atomic_cas(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     def run(active: Active, slots: Slots) -> None:
         p = slots[args[0]]
         if p.which is not None:
-            raise NotImplementedError("atomic_cas on a pointer that may point into several arguments")
+            low.refuse(op, "its pointer may point into several arguments")
         access.count(active, LOADED, None, p.bases[0])
         access.count(active, STORED, None, p.bases[0])
         site, ref = access.site(active, p.bases[0]), BufferRef(p.bases[0], element)

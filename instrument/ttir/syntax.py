@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
@@ -29,47 +30,52 @@ def closing(text: str, start: int) -> int:
 
 def split_top(text: str, separator: str = ",") -> list[str]:
     """Split at separators outside brackets and strings; empty parts are dropped."""
-    parts, depth, start, i, quoted = [], 0, 0, 0, False
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            if c == "\\":
-                i += 1
-            elif c == '"':
-                quoted = False
-        elif c == '"':
-            quoted = True
-        elif c in "<([{":
+    parts, depth, start = [], 0, 0
+    for found in _marks(separator).finditer(text):
+        mark = found[0]
+        if not mark:  # a separator begins here
+            if depth == 0:
+                parts.append(text[start : found.start()])
+                start = found.start() + len(separator)
+        elif mark in "<([{":
             depth += 1
-        elif c in ")]}" or (c == ">" and text[i - 1] != "-"):
+        elif mark in ")]}>":
             depth -= 1
-        elif depth == 0 and text.startswith(separator, i):
-            parts.append(text[start:i])
-            start = i + len(separator)
-        i += 1
     parts.append(text[start:])
     return [p.strip() for p in parts if p.strip()]
+
+
+@cache
+def _marks(separator: str) -> re.Pattern[str]:
+    """Strings and arrows, to be passed over; brackets; and the beginnings of separators."""
+    string = r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)'
+    return re.compile(rf"{string}|(?={re.escape(separator)})|->|[<>()\[\]{{}}]", re.DOTALL)
+
+
+_NOTED = re.compile(r'"|//|(?:(?<=[ ,(])|\A)loc\(')
 
 
 def take_locations(line: str) -> tuple[str, str]:
     """Remove every ` loc(...)` of a line, outside strings; the last one is the op's own."""
     out, loc, i, start = [], "unknown", 0, 0
-    while i < len(line):
+    while found := _NOTED.search(line, i):
+        i = found.start()
         if line[i] == '"':
             m = STRING.match(line, i)
             i = m.end() if m else len(line)
-        elif line.startswith("loc(", i) and (i == 0 or line[i - 1] in " ,("):
+        elif line[i] == "/":
+            out.append(line[start:i])
+            return "".join(out).strip(), loc
+        else:
             end = closing(line, i + 4)
             loc = line[i + 4 : end - 1]
             out.append(line[start:i].rstrip(" "))
             i = start = end
-        elif line.startswith("//", i):
-            out.append(line[start:i])
-            return "".join(out).strip(), loc
-        else:
-            i += 1
     out.append(line[start:])
     return "".join(out).strip(), loc
+
+
+_PLAIN = re.compile(r'[^"{<]+')
 
 
 def attributes_of(body: str) -> tuple[str, dict[str, str]]:
@@ -78,6 +84,10 @@ def attributes_of(body: str) -> tuple[str, dict[str, str]]:
     rest = ""
     i = 0
     while i < len(body):
+        if plain := _PLAIN.match(body, i):
+            rest += plain[0]
+            i = plain.end()
+            continue
         if body[i] == '"':
             m = STRING.match(body, i)
             end = m.end() if m else len(body)

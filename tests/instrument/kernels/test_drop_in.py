@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import ml_dtypes
@@ -168,6 +169,46 @@ def test_run_and_warmup():
     add.run(x, x, out := torch.zeros(100), 100, B=128, grid=(1,), warmup=False)
     assert out.sum() == 200
     assert add.params[0].name == "x"
+
+
+def test_a_launch_returns_the_compiled_kernel_as_tritons_does():
+    x = torch.ones(100)
+    launched = add[1,](x, x, torch.zeros(100), 100, B=128)
+    assert "tt.load" in launched.asm["ttir"]
+    assert ".visible .entry plain" in launched.asm["ptx"]
+    assert launched.n_regs == launched.registers > 0
+    with pytest.raises(KeyError, match="keeps ttir, ptx, cubin, not 'ttgir'"):
+        launched.asm["ttgir"]
+
+
+def test_what_does_not_compile_raises_tritons_kind_of_error_too():
+    @triton.jit
+    def broken(x):
+        tl.store(x, undefined_name)  # noqa: F821
+
+    with pytest.raises(triton.CompilationError) as caught:
+        pp.kernel(broken)[1,](torch.ones(1))
+    assert isinstance(caught.value, pp.CompileError)
+    assert "'broken' does not compile" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(("held", "as_type", "wanted"), [
+    (torch.int8, tl.uint8, [254, 1, 2]), (torch.int32, tl.float32, [-2.0, 1.0, 2.0]),
+    (torch.uint8, tl.float8e5, [-2.0, 1.0, 2.0]),
+])  # fmt: skip
+def test_arrays_under_another_type(held: Any, as_type: Any, wanted: list[float]):
+    @triton.jit
+    def widen(x, out):
+        i = tl.arange(0, 4)
+        tl.store(out + i, tl.load(x + i, mask=i < 3).to(tl.float32), mask=i < 3)
+
+    numbers = torch.tensor([-2, 1, 2])
+    stored = {tl.uint8: numbers.to(torch.int8), tl.float32: numbers.float().view(torch.int32),
+              tl.float8e5: numbers.to(torch.float8_e5m2).view(torch.uint8)}[as_type]  # fmt: skip
+    assert stored.dtype == held
+    pp.kernel(widen)[1,](triton.reinterpret(stored, as_type), out := torch.zeros(3))
+    assert out.tolist() == wanted
 
 
 def test_the_configuration_that_was_chosen():

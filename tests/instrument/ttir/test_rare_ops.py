@@ -324,3 +324,17 @@ def test_directed_rounding_encloses_the_exact_result(name: str, a: float, b: flo
     assert low <= near <= high
     assert high == low or high == np.nextafter(low, np.float32(np.inf))
     assert abs(zero) == min(abs(low), abs(high))
+
+
+@triton.jit
+def swap_in_either(a, b, out):
+    block = tl.program_id(0)
+    at = a
+    if block == 1:
+        at = b
+    tl.store(out + block, tl.atomic_cas(at, 0, 1))
+
+
+def test_a_swap_in_one_of_several_arguments_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOpError, match="atomic_cas"):
+        pp.kernel(swap_in_either)[2,](np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int32))
