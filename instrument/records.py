@@ -50,6 +50,10 @@ DESCRIPTOR = np.dtype(
     ]
 )
 LEFT_HEAD_BYTES = 128  # the counter has a cache line of its own
+# A flag has copies, a cache line each, and every block reads one of them: all blocks of a short kernel start at once,
+# and the part of L2 that holds a line answers them one after the other.
+FLAG_COPIES = 16  # a power of two
+FLAG_COPY_BYTES = 128
 MAGIC = 0x5041454C4C415059  # "PAELLAPY"
 
 # An event: a range begins or ends. The clock is the SM's (32 bits), the tag the range's number in its kernel.

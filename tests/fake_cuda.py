@@ -271,6 +271,13 @@ class FakeCuda:
         ctypes.c_uint32.from_address(int(address)).value = value
         return (_OK,)
 
+    def cuStreamBatchMemOp(self, stream, count, operations, flags):
+        assert len(operations) == count
+        for each in operations:
+            assert each.operation == real.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            ctypes.c_uint32.from_address(int(each.writeValue.address)).value = int(each.writeValue.value)
+        return (_OK,)
+
     def cuThreadExchangeStreamCaptureMode(self, mode):
         return _OK, mode
 

@@ -31,6 +31,8 @@ class Launch:
 
 @dataclass
 class StandInLauncher(Launcher):
+    launched = None  # nothing is compiled here
+
     device: StandInDevice
     source: Source
     config: PassConfig

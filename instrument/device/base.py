@@ -80,6 +80,11 @@ class Launcher(ABC):
 
     compiled: Compiled
 
+    @property
+    def launched(self) -> Any:
+        """What `kernel[grid](…)` returns of a Triton kernel, as Triton's own does: the compiled kernel."""
+        return self.compiled
+
     @abstractmethod
     def __call__(
         self,
@@ -143,6 +148,8 @@ class Device(ABC):
     kinds: ClassVar[dict[str, type[Device]]] = {}
     first: ClassVar[str] = ""  # what "cuda" without a colon stands for
     _open: ClassVar[dict[str, Device]] = {}
+    # Called with the device and the session when a trace begins: whoever launches past us prepares for it.
+    at_traces: ClassVar[list[Callable[[Device, Any], None]]] = []
 
     name: str
     title: str  # the part's marketing name
@@ -175,6 +182,11 @@ class Device(ABC):
             device._setup(which)
             cls._open[full] = device
         return cls._open[full]
+
+    @classmethod
+    def opened(cls) -> list[Device]:
+        """The devices that are open."""
+        return list(cls._open.values())
 
     @abstractmethod
     def _setup(self, which: str) -> None:

@@ -133,6 +133,16 @@ class CudaDevice(Device):
         out.set(data)
         return out
 
+    def array_beside(self, data: NDArray[Any]) -> CudaArray:
+        """Memory with a copy of `data`, made without disturbing a capture that PyTorch may have under way."""
+        self.activate()
+        cu = driver()
+        with relaxed_capture():
+            out, stream = CudaArray(self, data.shape, data.dtype), CudaStream(self, 0)
+            check(cu.cuMemcpyHtoDAsync(out.ptr, data.ctypes.data, data.nbytes, stream.handle), "copying to the GPU")
+            check(cu.cuStreamSynchronize(stream.handle), "copying to the GPU")
+        return out
+
     def zero(self, array: CudaArray) -> None:
         check(driver().cuMemsetD8(array.ptr, 0, array.nbytes), "clearing memory")
 

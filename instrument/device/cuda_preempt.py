@@ -1,14 +1,16 @@
 """Preemption on a real GPU: flags in device memory, written past all streams, and the lists of blocks that did not run.
 
 A flag in host memory would cost every block a round trip over PCIe. In device memory it costs one to L2, and the host
-writes it with a stream operation, on a stream of the highest priority that nothing else uses.
+writes its copies with one stream operation, on a stream of the highest priority that nothing else uses.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,9 @@ from paellapy.instrument.device import cuda_memory
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
-from paellapy.instrument.records import LEFT_HEAD_BYTES
+from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
-_FLAG_BYTES = 128  # a cache line each
+_FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES
 _FLAGS = 256  # in one allocation
 _LEAST_BLOCKS = 256  # of a list
 _MOST_URGENT = 100  # more than any GPU has: the stream gets the highest priority there is
@@ -70,9 +72,13 @@ class Preemption:
         """The word of a flag that nobody holds any more."""
         self._flags.append(word)
 
-    def write(self, address: int, word: int) -> None:
+    def write(self, operations: Sequence[Any], word: int) -> None:
+        """To all copies of a flag."""
         self.device.activate()
-        check(driver().cuStreamWriteValue32(self._stream.handle, address, word, 0), "setting a flag")
+        with self._lock:  # the operations are the flag's own, and another thread may set it too
+            for each in operations:
+                each.writeValue.value = word
+            check(driver().cuStreamBatchMemOp(self._stream.handle, len(operations), operations, 0), "setting a flag")
 
     def read(self, address: int, words: int) -> NDArray[np.uint32]:
         """Words of device memory, without waiting for other streams."""
@@ -107,6 +113,7 @@ class CudaFlag(Flag):
     def __init__(self, preemption: Preemption, word: _Word) -> None:
         super().__init__()
         self.preemption, self._place, self._epoch = preemption, word, word.epoch
+        self._operations = [_writes(word.address + k * FLAG_COPY_BYTES) for k in range(FLAG_COPIES)]
         weakref.finalize(self, preemption.give_back, word)
 
     @property
@@ -122,7 +129,17 @@ class CudaFlag(Flag):
         self._place.ends[stream] = end
 
     def _write(self, word: int) -> None:
-        self.preemption.write(self.address, word)
+        self.preemption.write(self._operations, word)
+
+
+def _writes(address: int) -> Any:
+    """A stream's operation that writes a word; which, is said when it is used."""
+    cu = driver()
+    operation = cu.CUstreamBatchMemOpParams()
+    operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    operation.writeValue.address = address
+    operation.writeValue.flags = 0
+    return operation
 
 
 class CudaRun(Run):

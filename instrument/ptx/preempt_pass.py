@@ -16,7 +16,7 @@ from paellapy.instrument.errors import InstrumentError
 from paellapy.instrument.ptx.flow import Names, written
 from paellapy.instrument.ptx.module import Function, Kind, Module, Statement, statements
 from paellapy.instrument.ptx.waits import blocks_that_wait
-from paellapy.instrument.records import LEFT_HEAD_BYTES
+from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
@@ -73,7 +73,9 @@ $paellapy_run:""")
 
 
 def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> None:
-    """Reads the flag before anything else. Threads but the first see a flag of 0, which no launch's number is."""
+    """Reads one of the flag's copies before anything else. Threads but the first see a flag of 0, which no launch's
+    number is.
+    """
     entry.insert_prologue(f"""
 	.reg .b32 %paellapy_pt, %paellapy_pu, %paellapy_pw, %paellapy_pe;
 	.reg .b64 %paellapy_pa;
@@ -82,6 +84,11 @@ def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> Non
 	setp.eq.u32 %paellapy_pp, %paellapy_pt, 0;
 	mov.u32 %paellapy_pw, 0;
 	{load("%paellapy_pa", "flag")}
+	mov.u32 %paellapy_pu, %ctaid.x;
+	mov.u32 %paellapy_pt, %ctaid.y;
+	add.u32 %paellapy_pu, %paellapy_pu, %paellapy_pt;
+	and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};
+	mad.wide.u32 %paellapy_pa, %paellapy_pu, {FLAG_COPY_BYTES}, %paellapy_pa;
 	@%paellapy_pp ld.relaxed.sys.global.u32 %paellapy_pw, [%paellapy_pa];""")
 
 

@@ -19,7 +19,7 @@ from paellapy.instrument.errors import InstrumentError
 pytestmark = pytest.mark.gpu
 
 REFUSED = {"spin_lock", "grid_barrier", "gemm_two_ctas", "cluster"}
-# Every block takes so many ns and counts itself: one that runs twice, or not at all, shows.
+# Every block takes a given number of ns and counts itself: one that runs twice, or not at all, shows.
 SPIN = """
 extern "C" __global__ void spin(unsigned* count, unsigned ns) {
     unsigned long long start, now;
@@ -104,16 +104,21 @@ def test_a_queue_under_one_flag_is_preempted_as_a_whole_and_later_launches_are_n
     assert all((count.numpy() == 1).all() for count in counts)
 
 
-def test_slices_keep_every_block(gpu: Any) -> None:
-    spin = pp.kernel(source=SPIN, name="spin", report=None)  # a million blocks take 10 ms: they still run
-    for us in (30, 100, 1000):
+@pytest.mark.parametrize("us", [30, 100, 1000])
+def test_slices_keep_every_block(us: int, gpu: Any) -> None:
+    spin = pp.kernel(source=SPIN, name="spin", report=None)  # a million blocks take 50 ms: they still run
+    preempted = 0
+    for _ in range(5):  # beside other processes on the GPU, what sets the flag may come late
         count = gpu.array(np.zeros(1_000_000, np.uint32))
-        launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[1_000_000, 128](count, np.uint32(20_000))
+        launch = spin.preemptible(turnaround=pp.Turnaround(us=us))[1_000_000, 128](count, np.uint32(100_000))
         pause(100)
         launch.preempt()
-        assert len(launch.left)
+        preempted += len(launch.left)
         finish(launch)
         assert (count.numpy() == 1).all()
+        if preempted:
+            break
+    assert preempted
 
 
 def test_a_traced_launch_has_every_block_once(gpu: Any) -> None:
