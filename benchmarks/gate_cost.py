@@ -17,7 +17,7 @@ import numpy as np
 from common import RESULTS, save
 
 from paellapy.instrument.device import gate
-from paellapy.instrument.device.driver_cells import gated
+from paellapy.instrument.device.gate_code import gated
 from paellapy.scheduler.core.atomics import call_launch
 
 CALLS, ROUNDS = 2_000_000, 9
@@ -49,7 +49,7 @@ def main() -> None:
     words[gate.SHARE] = gate.SHARE_UNIT
     cell = np.array([words.ctypes.data], np.uint64)
     straight = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
-    through, keep = gated([straight], int(cell.ctypes.data))
+    through, keep = gated({straight: "abs"}, int(cell.ctypes.data))
     results = {"straight_ns": ns_per_call(straight), "gated_ns": ns_per_call(through[straight])}
     assert keep is not None
     results["added_ns"] = [round(float(np.median(results["gated_ns"]) - np.median(results["straight_ns"])), 3)]

@@ -3,7 +3,8 @@
     python benchmarks/guest.py                 on a GPU, in an environment with MPS under MPS
     python benchmarks/guest.py --device virtual:h200 --small      to try it
 
-resnet50 is asked for 250 times a second by Poisson arrivals; the script trains resnet18 eagerly. Ratios are of one run.
+resnet50 is asked for 250 times a second by Poisson arrivals; the script trains resnet18, eagerly and as one CUDA graph
+per step. Ratios are of one run.
 """
 
 from __future__ import annotations
@@ -17,30 +18,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-from background import Points, ask, served, summary
+from background import Load, Points, alone, make_engine, served, summary
 from common import RESULTS
 
 import paellapy as pp
 
 SCRIPT = Path(__file__).parent / "guest_training.py"
+# Name; under `paellapy run`; its step as one CUDA graph; options.
+SCRIPTS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
+    ("free", False, False, ()), ("gated", True, False, ()), ("gated, 8 in flight", True, False, ("--in-flight", "8")),
+    ("gated, share 0.3", True, False, ("--share", "0.3")),
+    ("captured, free", False, True, ()), ("captured, gated", True, True, ()),
+)  # fmt: skip
 
 
 class Script:
     """The child, and how many steps it has made by when."""
 
-    def __init__(self, gated: bool, small: bool, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, gated: bool, small: bool, captured: bool = False, options: tuple[str, ...] = ()) -> None:
         before = [sys.executable, "-m", "paellapy", "run", "--best-effort", *options] if gated else [sys.executable]
-        line = [*before, str(SCRIPT), "small" if small else "resnet18"]
+        line = [*before, str(SCRIPT), "small" if small else "resnet18", *(["captured"] if captured else [])]
         self._process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ)
         self._said: list[tuple[int, float]] = []
         threading.Thread(target=self._read, daemon=True).start()
-        self.wait(40, 120.0)
+        self.wait(40, 45.0)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            steps, at = line.split()
-            self._said.append((int(steps), float(at)))
+            said = line.split()
+            if len(said) == 2:  # the last line of one that is killed may be cut
+                self._said.append((int(said[0]), float(said[1])))
 
     def wait(self, steps: int, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -60,17 +68,17 @@ class Script:
         self._process.wait()
 
 
-def measure(engine: pp.Engine, script: Script, args: argparse.Namespace) -> dict[str, Any]:
+def measure(engine: pp.Engine, load: Load, script: Script, args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     time.sleep(args.seconds)
-    alone = script.speed(began, time.monotonic())
+    by_itself = script.speed(began, time.monotonic())
     latencies, speeds = [], []
     for seed in range(args.seeds):
         began = time.monotonic()
-        latencies.append(ask(engine, seed, args.seconds))
+        latencies.append(load(seed, args.seconds))
         speeds.append(round(script.speed(began, time.monotonic()), 2))
     jobs = [{k: v for k, v in each.items() if k != "pid"} for each in engine.job_stats().values()]
-    return {**summary(latencies), "steps_per_s_alone": round(alone, 2), "steps_per_s": speeds, "jobs": jobs}
+    return {**summary(latencies, load), "steps_per_s_alone": round(by_itself, 2), "steps_per_s": speeds, "jobs": jobs}
 
 
 def main() -> None:
@@ -79,26 +87,26 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--scripts", default=";".join(name for name, *_ in SCRIPTS), help="which of them, by ;")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     parser.add_argument("--name", default="guest")
     args = parser.parse_args()
     mps = " under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else ""
-    with pp.Engine(args.device, policy="priority") as engine:
+    with make_engine(args.device) as engine:
         points = Points(args.folder / f"{args.name}.json", engine.device)
         engine.load(served(args.small))
-        ask(engine, 99, 0.3)
-        points(f"alone{mps}", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
-        for name, gated, options in (
-            ("free", False, ()), ("gated", True, ()), ("gated, share 0.3", True, ("--share", "0.3")),
-        ):  # fmt: skip
-            if name + mps in points.found:
+        load = Load(engine)
+        load(99, 0.3)
+        points(f"alone{mps}", lambda: alone(load, args))
+        for name, gated, captured, options in SCRIPTS:
+            if name + mps in points.found or name not in args.scripts.split(";"):
                 continue
-            script = Script(gated, args.small, options)
+            script = Script(gated, args.small, captured, options)
             try:
-                points(name + mps, lambda script=script: measure(engine, script, args))
+                points(name + mps, lambda script=script: measure(engine, load, script, args))
             finally:
                 script.end()
-        points(f"alone again{mps}", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
+        points(f"alone again{mps}", lambda: alone(load, args))
 
 
 if __name__ == "__main__":

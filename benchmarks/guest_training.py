@@ -1,6 +1,8 @@
-"""An eager training loop as anybody writes one, for benchmarks/guest.py: it says on stdout how many steps it has made.
+"""A training loop as anybody writes one, for benchmarks/guest.py: it says on stdout how many steps it has made.
 
-    python benchmarks/guest_training.py [resnet18 | small]
+    python benchmarks/guest_training.py [resnet18 | small] [captured]
+
+`captured`: its step is one CUDA graph, as PyTorch's documentation shows it.
 """
 
 import sys
@@ -21,17 +23,41 @@ def main() -> None:
         net, shape = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)).to(where), (4, 3, 8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     x, y = torch.randn(shape, device=where), torch.randint(0, 10, (shape[0],), device=where)
-    steps, said = 0, time.monotonic()
-    while True:
+
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
+        return loss
+
+    run = captured(step) if "captured" in sys.argv and where == "cuda" else step
+    steps, said = 0, time.monotonic()
+    while True:
+        loss = run()
         steps += 1
         if time.monotonic() - said > 0.05:
             loss.item()  # so that steps are counted when they are done
             said = time.monotonic()
             print(steps, said, flush=True)
+
+
+def captured(step):  # type: ignore[no-untyped-def]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def run() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return run
 
 
 if __name__ == "__main__":

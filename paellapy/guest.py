@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,16 @@ from paellapy.scheduler.engine.guest_door import NoEngineError, knock
 _ANSWER_S = 5.0  # an engine that does not answer in this time is as good as none
 _RETRY_S = 1.0
 _FIRST_S, _LAST_S = 0.02, 2.0  # between two looks at libraries: while something is new, and later on
+_PAUSES = 25  # and at least this many times the processor time that a look took
 
 
 class Guest:
     """This process beside an engine."""
 
-    def __init__(self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None) -> None:
+    def __init__(
+        self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None, in_flight: int = 0
+    ) -> None:
+        self._in_flight = in_flight
         self._about = {"name": name, "priority": priority, "share": share, "pid": os.getpid()}
         self._engine = engine
         self._free: NDArray[np.uint64] = np.zeros(gate.WORDS, np.uint64)
@@ -69,6 +72,7 @@ class Guest:
             raise
         line.settimeout(None)
         self.name, self._block = str(answer["name"]), block
+        block.array[: 8 * gate.WORDS].view(np.uint64)[gate.IN_FLIGHT] = self._in_flight
         self.cell[0] = block.address
         return line
 
@@ -96,19 +100,15 @@ class Guest:
 
     def _watch_driver(self) -> None:
         """Puts the gate before the driver's launches, as libraries come to know them."""
-        cells: Any = None
-        seen, wait_s = 0, _FIRST_S
-        while True:
-            maps = Path("/proc/self/maps").read_text()
-            if "libcuda.so" in maps:
-                if cells is None:
-                    from paellapy.instrument.device.driver_cells import Cells
+        from paellapy.instrument.device.driver_cells import Cells
 
-                    cells = Cells(int(self.cell.ctypes.data))
-                objects = maps.count(".so")
-                if objects != seen or wait_s < _LAST_S:
-                    # Libraries fill their tables when they are first used: they are looked at again, ever later.
-                    wait_s = _FIRST_S if objects != seen or cells.look() else 1.5 * wait_s
-                    seen = objects
-                    self.words[gate.CELLS] = cells.patched
-            time.sleep(wait_s)
+        cells = Cells(int(self.cell.ctypes.data))
+        wait_s = _FIRST_S
+        while True:
+            began = time.thread_time()
+            # Libraries fill their tables when they are first used, which may be late in a script: the looking never
+            # ends, but takes a small part of the time.
+            new = cells.look()
+            wait_s = _FIRST_S if new or not cells.patched else min(1.5 * wait_s, _LAST_S)
+            self.words[gate.CELLS] = cells.patched
+            time.sleep(max(wait_s, _PAUSES * (time.thread_time() - began)))

@@ -44,6 +44,14 @@ def listen() -> tuple[socket.socket, Path]:
     return door, path
 
 
+def sweep() -> None:
+    """Takes away sockets of processes that ended without a word, found by guests or not."""
+    for path in runtime_folder().glob("*engine-*.sock"):
+        pid = path.name.partition("engine-")[2].partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+
+
 def engines() -> list[Path]:
     """Sockets of engines, the newest first."""
     found = []

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from paellapy.instrument.device import gate
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.engine.guest_door import listen
+from paellapy.scheduler.engine.guest_door import listen, sweep
 
 _BEAT_S = 0.25
 _ALIVE_NS = 2_000_000_000  # a guest believes that the engine is there for so long after its last word
@@ -107,6 +107,16 @@ class Guests:
         self._guests.clear()
         os.close(self._ended)
         self._door = None
+
+    def hide(self) -> None:
+        """Nobody finds the engine until `show`."""
+        sweep()
+        if self.path is not None and self.path.exists():
+            self.path = self.path.rename(self.path.with_name(f"hidden-{self.path.name}"))
+
+    def show(self) -> None:
+        if self.path is not None and self.path.name.startswith("hidden-"):
+            self.path = self.path.rename(self.path.with_name(self.path.name.removeprefix("hidden-")))
 
     # -- its thread
 

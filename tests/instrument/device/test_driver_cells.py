@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 CODE = """
 import os, time
@@ -35,4 +39,71 @@ print("done")
 
 def test_calls_of_a_library_wait_at_the_gate_and_go_on() -> None:
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "done\n", found.stderr
+
+
+DRIVER = """
+#include <string.h>
+int launches;
+int cuLaunchKernel(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, long last)
+{ launches++; return (int)last; }
+int queries, capturing;
+int cuStreamIsCapturing(long stream, int *status) { *status = capturing; return stream != 9; }
+int cuStreamQuery(long stream) { return ++queries % 3 ? 600 : 0; }
+int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long flags, int *status)
+{ *found = strcmp(name, "cuLaunchKernel") ? 0 : (void *)cuLaunchKernel; return 0; }
+"""
+# As NVIDIA's runtime does it: it asks once it is first used, and keeps the addresses where data begin as zeros.
+RUNTIME = """
+#include <dlfcn.h>
+static int (*launch)(long, long, long, long, long, long, long, long, long, long, long);
+int use(void) {
+    int (*ask)(const char *, void **, int, unsigned long, int *);
+    *(void **)&ask = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGetProcAddress_v2");
+    return ask("cuLaunchKernel", (void **)&launch, 4000, 0, 0);
+}
+int run(int last) { return launch(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, last); }
+"""
+LATE = """
+import ctypes
+import numpy as np
+from paellapy.instrument.device import gate
+from paellapy.instrument.device.driver_cells import Cells
+
+words = np.zeros(gate.WORDS, np.uint64)
+words[gate.SHARE] = gate.SHARE_UNIT
+cell = np.array([words.ctypes.data], np.uint64)
+cells = Cells(int(cell.ctypes.data))
+runtime = ctypes.CDLL("libruntime.so")
+assert cells.look() == 0, "the driver is not loaded"
+driver = ctypes.CDLL("libcuda.so.1")
+assert cells.look() == 0, "nobody has asked for it"
+runtime.use()
+assert cells.look() == 1
+assert runtime.run(77) == 77 and words[gate.LAUNCHES] == 1
+assert ctypes.c_int.in_dll(driver, "launches").value == 1
+queries = ctypes.c_int.in_dll(driver, "queries")
+assert queries.value == 0, "nothing says that there is a bound"
+words[gate.IN_FLIGHT], words[gate.ALIVE_UNTIL_NS] = 4, 1
+for _ in range(8):
+    assert runtime.run(5) == 5
+assert queries.value == 6, "every fourth, until the stream is done"
+ctypes.c_int.in_dll(driver, "capturing").value = 1
+for _ in range(8):
+    assert runtime.run(5) == 5
+assert queries.value == 6, "a stream that is captured is let alone"
+print("done")
+"""
+
+
+def test_a_library_that_asks_for_launches_late_waits_too(tmp_path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    for name, text in (("libcuda.so.1", DRIVER), ("libruntime.so", RUNTIME)):
+        (tmp_path / "it.c").write_text(text)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "it.c"], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    line = [sys.executable, "-c", LATE]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
     assert found.stdout == "done\n", found.stderr

@@ -151,6 +151,17 @@ def test_a_share_is_the_part_of_the_time_that_the_gate_is_open(share):
     assert not gate.closed_at(words, (1 << 60) + gate.PERIOD_NS - 1)  # the engine is gone
 
 
+def test_an_engine_that_hides_is_not_found_and_what_the_dead_left_is_swept_away(engine, folder):
+    left = folder / "hidden-engine-999999999-0.sock"  # beyond any process's number
+    left.touch()
+    engine.guests.hide()
+    assert not left.exists()
+    with pytest.raises(NoEngineError):
+        knock()
+    engine.guests.show()
+    knock().close()
+
+
 def test_without_an_engine_the_remedy_is_named(folder):
     with pytest.raises(NoEngineError, match="start one"):
         knock()
