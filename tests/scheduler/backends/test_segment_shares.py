@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 import paellapy as pp
 from paellapy import demo
-from paellapy.scheduler.backends.cuda_hogs import HOGS, part_taken
+from paellapy.instrument.device.occupancy import footprint
+from paellapy.instrument.device.parts import part
+from paellapy.instrument.ptx.assemble import assemble
+from paellapy.scheduler.backends.cuda_hogs import memory_hog, part_taken, part_without_place
+from paellapy.scheduler.backends.cuda_tensor_hog import tensor_hog
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
+from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import ClosedLoop
 
@@ -32,10 +42,20 @@ def test_parts_follow_from_how_much_longer_a_segment_took() -> None:
         assert part_taken(list(alone), list(beside), hog) == pytest.approx(parts, abs=1e-3)
 
 
-def test_the_hogs_are_kernels_of_ptx() -> None:
-    assert HOGS.count(".visible .entry") == 2
-    assert HOGS.count("mma.sync") == 8
-    assert HOGS.count("{") == HOGS.count("}")
+def test_kernels_that_leave_no_place_take_the_sms_they_are_on() -> None:
+    limits, hog = part("h200").sm, footprint(part("h200").sm, 128, 64, 0)
+    product = Node("kernel", blocks=132, threads=384, registers=168, shared_bytes=200_000)
+    few, small = replace(product, blocks=33), replace(product, blocks=5000, threads=128, registers=32, shared_bytes=0)
+    cases = [product], [small, few], [small], [Node("h2d")]
+    found = [part_without_place(nodes, [hog], limits, 132) for nodes in cases]
+    assert found == [1.0, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("text", [memory_hog(), tensor_hog()], ids=["memory", "tensor"])
+def test_the_hogs_can_be_assembled(text: str) -> None:
+    name = re.search(r"entry (\w+)", text)
+    assert name is not None
+    assert assemble(text, "sm_90", name[1]).registers < 64
 
 
 def bound(name: str, **parts: float) -> ModelProfile:
@@ -69,6 +89,18 @@ def test_higher_stream_priority_is_slowed_less() -> None:
     assert rate(high, low) > 1.1 * rate(usual, low)
 
 
+@triton.jit
+def products(x, out, tiles, times, B: tl.constexpr):
+    """Products that stay in registers: a block on each SM, which leaves most of its places to others."""
+    i = tl.arange(0, B)
+    for k in range(tiles):
+        at = ((tl.program_id(0) * tiles + k) * B + i[:, None]) * B + i[None, :]
+        y = tl.load(x + at)
+        for _ in range(times):
+            y = tl.dot(y, y).to(tl.float16)
+        tl.store(out + at, y)
+
+
 @pytest.mark.gpu
 def test_a_gpu_tells_memory_from_compute() -> None:
     torch = pytest.importorskip("torch")
@@ -87,12 +119,14 @@ def test_a_gpu_tells_memory_from_compute() -> None:
     class Multiplies(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("matrix", torch.randn(3072, 3072) / 55)
+            self.register_buffer("first", torch.randn(4 * 132 * 128, 128) / 12)
 
         def forward(self, x):
-            y = self.matrix + x.reshape(-1)[:1]
+            y = self.first + x.reshape(-1)[:1]
             for _ in range(6):
-                y = y @ self.matrix
+                out = torch.empty_like(y)
+                products[(132,)](y, out, 4, 200, B=128)
+                y = out
             return y[:1, :16]
 
     with pp.Engine("cuda", segment_shares=True) as engine:
