@@ -13,10 +13,12 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import GOES
 from paellapy.scheduler.core.state import State
 
+LIMIT_KEPT_NS = 2e6  # several segments of others, for which a client with a limit may have had to wait
+
 
 @part
 def flow_of(s: State, c: int) -> int:
-    """The column of a client's flows."""
+    """The row of a client's flows. Most clients are no tenants: theirs lie side by side."""
     return c if s.client[c].tenant else 0
 
 
@@ -25,7 +27,7 @@ def enter(s: State, m: int, c: int) -> None:
     """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
     core = s.core[0]
     client = s.client[c]
-    flow = s.flow[m, flow_of(s, c)]
+    flow = s.flow[flow_of(s, c), m]
     if flow.live == 0:
         flow.share = s.model[m].share * (client.share if client.tenant else 1.0)
         core.shares += flow.share
@@ -43,7 +45,7 @@ def enter(s: State, m: int, c: int) -> None:
 def leave(s: State, m: int, c: int) -> None:
     core = s.core[0]
     client = s.client[c]
-    flow = s.flow[m, flow_of(s, c)]
+    flow = s.flow[flow_of(s, c), m]
     core.live -= 1
     s.model[m].live -= 1
     flow.live -= 1
@@ -79,10 +81,10 @@ def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) ->
         client.used_ns += each
         client.gpu_ns += each_gpu
         client.virtual_ns += each / client.share
-        flow = s.flow[m, flow_of(s, c)]
+        flow = s.flow[flow_of(s, c), m]
         flow.virtual_ns += each / max(flow.share, 1e-9)
         if client.limit > 0.0:
-            client.may_ns = max(client.may_ns, float(began_ns)) + each / client.limit
+            client.may_ns = max(client.may_ns, began_ns - LIMIT_KEPT_NS) + each / client.limit
     if core.client_shares > 0.0:
         core.client_virtual_ns += time_ns / core.client_shares
 

@@ -58,10 +58,10 @@ def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
     core, client = state.core[0], state.client[number]
     if not client["tenant"]:
         _leave_the_others(state, number)
-    live = state.flow["live"][:, number] > 0
-    before = state.flow["share"][live, number]
-    state.flow["share"][live, number] = before / client["share"] * tenant.share
-    core["shares"] += (state.flow["share"][live, number] - before).sum()
+    live = state.flow["live"][number] > 0
+    before = state.flow["share"][number, live]
+    state.flow["share"][number, live] = before / client["share"] * tenant.share
+    core["shares"] += (state.flow["share"][number, live] - before).sum()
     if client["live"]:
         core["client_shares"] += tenant.share - client["share"]
     client["share"], client["limit"], client["tenant"] = tenant.share, tenant.limit or 0.0, 1
@@ -76,7 +76,7 @@ def _leave_the_others(state: State, number: int) -> None:
     """A client becomes a tenant: its requests are no longer counted among those of all others."""
     asked = state.request[(state.request["state"] != UNUSED) & (state.request["client"] == number)]
     moved = np.bincount(asked["model"], minlength=len(state.model))
-    core, common, own = state.core[0], state.flow[:, 0], state.flow[:, number]
+    core, common, own = state.core[0], state.flow[0], state.flow[number]
     for m in np.flatnonzero(moved):
         common["live"][m] -= moved[m]
         own["live"][m], own["virtual_ns"][m] = moved[m], core["virtual_ns"]

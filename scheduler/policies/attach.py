@@ -35,7 +35,7 @@ def attach_policy(state: State, policy: Policy) -> None:
     core["max_active"] = min(policy.active or int(state.tuning["default_active"][0]), len(state.lane))
     core["demand_limit"] = np.inf
     core["look_ahead"] = policy.look_ahead
-    core["whole_always"] = policy.whole
+    core["whole_always"], core["top_whole"] = policy.whole, policy.top_whole
     core["timeless"] = policy.timeless
     core["may_idle"] = policy.may_idle
     core["tick_ns"], core["tick_at_ns"] = policy.tick_us * 1e3, 0.0

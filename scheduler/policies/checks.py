@@ -54,7 +54,7 @@ def sample_jobs() -> Table:
 
 
 def _segment(ns: float) -> tuple[float, ...]:
-    return (ns, 132.0, 0.5, 0.25, 0.0)
+    return (ns, 132.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def sample_segments() -> Table:

@@ -52,7 +52,8 @@ def text_in(function: Any) -> str | None:
                 value = values.get(step.argval)
             several = value if isinstance(value, tuple | frozenset) else (value,)
             text = next((v for v in several if isinstance(v, str)), None)
-            if text is not None and after.opname != "BINARY_SUBSCR" and after.argrepr != "[]":  # job["batch"] is fine
+            # job["batch"] is fine, and so are names of arguments, which Python 3.13 on loads like a value
+            if text is not None and after.opname not in ("BINARY_SUBSCR", "CALL_KW") and after.argrepr != "[]":
                 return (
                     f"has the text {text!r} in line {line}, which no fact of a job is ever equal to: all of them are "
                     "numbers, job.model too (in simulations its place in the list, from 0); compare with numbers, or "

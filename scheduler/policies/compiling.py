@@ -42,7 +42,7 @@ def compile_function(role: str, function: Any, layout: Layout, cache: bool = Fal
         compiled = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True)(function)
     except KeyError as e:  # how Numba says that a record has no such field
         fields = "; ".join(f"in {name} {', '.join(layout.fields(name))}" for name in names)
-        raise PolicyError(f"{where} reads the field {e}, which there is not; there are {fields}") from e
+        raise PolicyError(f"{where} reads the field {e}, which does not exist; the fields are {fields}") from e
     except NumbaError as e:
         returns = ROLES[role].returns
         raise PolicyError(

@@ -57,6 +57,7 @@ class Policy:
     active: int | None  # None: the engine decides
     look_ahead: int
     whole: bool
+    top_whole: bool
     may_idle: bool
     tick_us: float
     layout: Layout
@@ -124,6 +125,7 @@ class PolicyOptions(TypedDict, total=False):
     active: int | None
     look_ahead: int
     whole: bool
+    top_whole: bool
     may_idle: bool
 
 
@@ -145,6 +147,7 @@ class _Options:
     active: int | None = None
     look_ahead: int = 2
     whole: bool = False
+    top_whole: bool = False
     may_idle: bool = False
 
 
@@ -161,7 +164,8 @@ def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Pol
     idle GPU takes the best job, whatever `admit` says.
 
     `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU
-    at a time; where it is 1, the next is sent just before that one ends. `whole`: launch programs in one piece always.
+    at a time; where it is 1, the next is sent just before that one ends. `whole`: launch programs in one piece always;
+    `top_whole`: those of the highest priority, where models of lower priority are loaded.
 
     >>> @policy(active=4)
     ... def oldest(job):
@@ -203,7 +207,7 @@ def _make(rank: Rank, given: _Options) -> Policy:
     made = Policy(
         title, rank, given.admit, given.order, given.place, given.tick, given.done, given.victim, given.active,
         given.look_ahead,
-        given.whole, given.may_idle, given.tick_us or 0.0, layout, functions,
+        given.whole, given.top_whole, given.may_idle, given.tick_us or 0.0, layout, functions,
     )  # fmt: skip
     if not ours and made.may_idle and made.tick is None:
         from paellapy.scheduler.policies.checks import check_idle

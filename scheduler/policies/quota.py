@@ -14,14 +14,14 @@ def admit(job: Job, own: Own) -> float:
 
 def done(job: Job, segment: DoneSegment, own: Own) -> None:
     m = job.model
+    share, began_ns, past_ns = job.params.share, job.now_ns - segment.took_ns, job.now_ns - own.since_ns[m]
+    if began_ns > own.full_ns[m] + 20e6:  # it wanted nothing for a while, which says nothing about its rate
+        own.used_ns[m], own.since_ns[m], past_ns = 0.0, began_ns, 0.0
     own.used_ns[m] += segment.ns
-    past_ns = job.now_ns - own.since_ns[m]
     if past_ns >= 20e6:
-        off = 0.5 * (job.params.share - own.used_ns[m] / past_ns)
-        own.extra[m] = min(max(own.extra[m] + off, -0.5 * job.params.share), 1.0 - job.params.share)
+        own.extra[m] = min(max(own.extra[m] + 0.5 * (share - own.used_ns[m] / past_ns), -0.5 * share), 1.0 - share)
         own.used_ns[m], own.since_ns[m] = 0.0, job.now_ns
-    rate = max(job.params.share + own.extra[m], 1e-3)
-    own.full_ns[m] = max(own.full_ns[m], job.now_ns - segment.took_ns) + segment.ns / rate
+    own.full_ns[m] = max(own.full_ns[m], began_ns) + segment.ns / max(share + own.extra[m], 1e-3)
 
 
 @policy(name="quota", admit=admit, done=done, params={"share": 1.0}, may_idle=True, look_ahead=1,

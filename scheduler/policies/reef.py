@@ -2,8 +2,8 @@
 
 Real time is the highest priority that is active. REEF also stops best-effort kernels that run, within microseconds: a
 policy cannot, so real time waits for the best-effort segment in flight. Padding is by segment, where REEF composes
-kernels: a segment goes if its blocks fit beside those of real time, and it takes no longer than what of that is in
-flight.
+kernels: a segment goes if its largest kernel fits beside what is on the GPU, and it takes no longer than what is left
+of real time.
 """
 
 from paellapy.scheduler.core.job import Gpu, Job
@@ -15,10 +15,10 @@ STEP = 2.0**56
 def admit(job: Job, gpu: Gpu) -> bool:
     if job.priority >= gpu.active_priority:
         return True
-    fits = gpu.resident_blocks + job.segment.blocks <= gpu.capacity_blocks and gpu.occupancy < 1.0
+    fits = gpu.occupancy + job.segment.occupancy <= 1.0
     return fits and gpu.lower_ns + job.segment.ns <= gpu.top.ns
 
 
-@policy(name="reef", admit=admit, look_ahead=1)
+@policy(name="reef", admit=admit, look_ahead=1, top_whole=True)
 def rank(job: Job) -> float:
     return job.arrival_ns - STEP * job.priority

@@ -20,11 +20,11 @@ def tick(gpu: Gpu, own: Own) -> None:
     rested, own.ticks = own.ticks == 0.0, (own.ticks + 1.0) % 10.0  # best effort rests in every tenth tick
     own.best += 0.3 * (speed - own.best) * (rested and speed > 0.0)
     own.speed += 0.3 * ((speed if speed > 0.0 else own.best) - own.speed) * (not rested)
-    own.rate = min(max(own.rate * (1.0 if rested else 1.1 if own.speed > 0.985 * own.best else 0.6), 1e-3), 4.0)
+    own.rate = min(max(own.rate * (1.0 if rested else 1.1 if own.speed > 0.97 * own.best else 0.6), 1e-3), 4.0)
     own.next_ns = gpu.now_ns + 5e6 if own.ticks == 0.0 and speed > 0.0 else min(own.next_ns, gpu.now_ns + 5e6)
 
 
-@policy(name="tgs", admit=admit, done=done, tick=tick, tick_us=5000, may_idle=True, look_ahead=1, state={"rate": 0.05,
-        "top": -1e9, "next_ns": 1.0, "best": 1.0, "alone_ns": 0.0, "took_ns": 0.0, "ticks": 0.0, "speed": 1.0})
+@policy(name="tgs", admit=admit, done=done, tick=tick, tick_us=5000, may_idle=True, look_ahead=1, top_whole=True,
+        state={"rate": 0.05, "top": -1e9, "next_ns": 1, "best": 1, "speed": 1, "alone_ns": 0, "took_ns": 0, "ticks": 0})
 def rank(job: Job) -> float:
     return job.arrival_ns - 2.0**56 * job.priority

@@ -2,11 +2,14 @@
 
 Both are parts of the GPU's time, given as params of the model. Who is furthest below its request goes first; who is at
 its limit waits, although the GPU idles. Here a turn is a segment, whose time is known, where Gemini hands out quotas of
-100 to 250 ms and predicts bursts; and a model that was idle has saved nothing up, where theirs may burst for a window.
+100 to 250 ms and predicts bursts; and what a model did not use in time it keeps for 2 ms, where theirs keep it for a
+window of seconds.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Job, Own
 from paellapy.scheduler.policies.policy import policy
+
+KEPT_NS = 2e6  # several segments of others, for which it may have had to wait
 
 
 def admit(job: Job, own: Own) -> float:
@@ -14,7 +17,7 @@ def admit(job: Job, own: Own) -> float:
 
 
 def done(job: Job, segment: DoneSegment, own: Own) -> None:
-    since_ns = job.now_ns - segment.took_ns
+    since_ns = job.now_ns - segment.took_ns - KEPT_NS
     own.may_ns[job.model] = max(own.may_ns[job.model], since_ns) + segment.ns / job.params.limit
     own.due_ns[job.model] = max(own.due_ns[job.model], since_ns) + segment.ns / job.params.request
 
