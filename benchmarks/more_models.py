@@ -10,14 +10,17 @@ Parts, each stored as soon as it is done; a part that is there is not measured a
 * cold: one request at a time to models that were evicted before: latency ÷ max(copy at the link's bandwidth, run);
 * default, lru: Zipf arrivals, with victims by the default and by least recent use: hit rates, latencies. Here as in all
   parts every output is compared with PyTorch's;
-* beside: p99 of models that stay, with cold models coming and going beside them, ÷ the same without;
-* to_cuda: `module.to("cuda")` for every cold request, the weights of as many models kept by least recent use.
+* beside: p99 of models that stay, asked by a compiled client, with cold models coming and going beside them, ÷ the
+  same without;
+* to_cuda: `module.to("cuda")` for every cold request, the weights of as many models kept by least recent use;
+* processes: a process for each of some models, started before; a cold request moves its model to the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as spawn
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -26,31 +29,38 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
+from engine_load import Generator, poisson
 
 import paellapy as pp
+from paellapy.scheduler.core.state import Limits
 
 KINDS = ("vit_l_16", "vgg16", "convnext_large", "vgg11", "vit_b_16", "convnext_base")
 RATE, SEED = 60.0, 5
+TARGET_MS = 50.0  # about twice what the largest model takes to come
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
     found = np.percentile(values, (50, 95, 99)) if values else (float("nan"),) * 3
-    return dict(zip(("p50_ms", "p95_ms", "p99_ms"), map(float, found), strict=True)) | {"n": len(values)}
+    within = float(np.mean(np.array(values) <= TARGET_MS)) if values else float("nan")
+    return dict(zip(("p50_ms", "p95_ms", "p99_ms"), map(float, found), strict=True)) | {
+        "n": len(values), "within_target": within,
+    }  # fmt: skip
 
 
 class Zoo:
     """Models with weights of their own, and what each answers."""
 
-    def __init__(self, count: int, device: str) -> None:
+    def __init__(self, count: int, device: str, half: bool = False, first: int = 0) -> None:
         import torch
 
-        self.torch, self.cuda = torch, not device.startswith("virtual")
+        self.torch, self.cuda, self.half = torch, not device.startswith("virtual"), half
         self.modules: dict[str, Any] = {}
-        for k in range(count):
+        for k in range(first, first + count):
             torch.manual_seed(k)
             self.modules[f"m{k}"] = self._module(k)
+        torch.manual_seed(0)
         self.example = torch.randn(1, 3, 224, 224) if self.cuda else torch.randn(1, 64)
-        if self.cuda:
+        if half:
             self.example = self.example.half()
         self.expected: dict[str, Any] = {}
 
@@ -63,7 +73,7 @@ class Zoo:
         # There, beside the engine: weights are drawn, examples run and answers computed in a hundredth of the time.
         with torch.device("cuda"):
             made = getattr(torchvision.models, KINDS[k % len(KINDS)])(weights=None)
-        return made.half().eval()
+        return (made.half() if self.half else made).eval()
 
     def nbytes(self, name: str) -> int:
         return sum(t.numel() * t.element_size() for t in self.modules[name].state_dict().values())
@@ -118,14 +128,15 @@ def play(load: list[tuple[float, str]], ask: Any, threads: int = 48) -> list[tup
 
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.zoo = args, Zoo(args.models, args.device)
+        self.args, self.zoo = args, Zoo(args.models, args.device, args.half)
         self.names = list(self.zoo.modules)
         self.input = {"input": self.zoo.example[0].numpy()}
         self.budget = int(self.zoo.total_bytes * args.share)
 
     def engine(self, policy: str, room: float = 1.0) -> pp.Engine:
         lanes = args_lanes(self.args.device)
-        return pp.Engine(self.args.device, policy=policy, memory_bytes=int(self.budget * room) + lanes)
+        memory = int(self.budget * room) + lanes
+        return pp.Engine(self.args.device, policy=policy, memory_bytes=memory, limits=Limits(fronts=2))
 
     def ask(self, engine: pp.Engine, name: str) -> bool:
         return self.zoo.right(name, next(iter(engine.infer_sync(name, self.input).values())))
@@ -169,8 +180,9 @@ class Run:
                          "copy_ms": copy,
                          "starts_with_mb": engine.memory()["models"][name]["starts_with_bytes"] / 1e6,
                          "reload_ms": reload_s * 1e3, "of_bound": took / max(copy, warm),
-                         "of_link": copy / (reload_s * 1e3)})  # fmt: skip
-        return {"rows": rows, "of_bound": float(np.median([r["of_bound"] for r in rows])),
+                         "of_link": copy / (reload_s * 1e3), **timeline(engine, name)})  # fmt: skip
+        return {"rows": rows, "latency": percentiles([r["cold_ms"] for r in rows]),
+                "of_bound": float(np.median([r["of_bound"] for r in rows])),
                 "of_link": float(np.median([r["of_link"] for r in rows]))}  # fmt: skip
 
     def steady(self, engine: pp.Engine) -> dict[str, Any]:
@@ -186,28 +198,37 @@ class Run:
                 "brought_gb": (after["brought_bytes"] - before["brought_bytes"]) / 1e9,
                 **percentiles([ms for _, ms, _ in found])}  # fmt: skip
 
-    def beside(self) -> dict[str, Any]:
+    def beside(self, engine: pp.Engine) -> dict[str, Any]:
         """Two models that stay, at a fixed rate; alone, then with the others coming and going."""
-        stay, others = self.names[:2], self.names[2 : 2 + self.args.cold]
-        room = sum(map(self.zoo.nbytes, stay)) + 1.5 * max(map(self.zoo.nbytes, others))
-        found: dict[str, Any] = {}
-        memory = int(room) + args_lanes(self.args.device)
-        with pp.Engine(self.args.device, policy="priority", memory_bytes=memory) as engine:
-            for name in stay:
-                engine.load(self.zoo.model(name, lanes=2, resident=True, priority=1))
-            for name in others:
-                engine.load(self.zoo.model(name, lanes=1))
-            seconds = self.args.seconds / 2
-            for what in ("alone", "beside", "alone again"):
-                load = arrivals(stay, self.args.rate, seconds, SEED)
-                if what == "beside":
-                    load = sorted(load + arrivals(others, self.args.rate / 4, seconds, SEED + 1))
-                rows = play(load, lambda name: self.ask(engine, name))
-                found[what] = percentiles([ms for name, ms, _ in rows if name in stay])
-                found[what]["wrong"] = sum(not right for _, _, right in rows)
-            found["evicted"] = engine.memory()["evicted"]
+        stay = sorted(self.names, key=self.zoo.nbytes)[:2]
+        others = [name for name in self.names if name not in stay]
+        found: dict[str, Any] = {"stay": stay}
+        for name in stay:
+            engine.unload(name)
+        for name in stay:
+            engine.load(self.zoo.model(name, lanes=2, resident=True, priority=1))
+        engine.set_policy("priority")
+        client = Generator(engine, stay, [self.zoo.example.numpy()] * 2, front=1)
+        seconds, evicted = self.args.seconds / 2, engine.memory()["evicted"]
+        for what in ("alone", "beside", "alone again"):
+            with ThreadPoolExecutor(1) as pool:
+                load = arrivals(others, self.args.rate / 4, seconds, SEED + 1) if what == "beside" else []
+                coming = pool.submit(play, load, lambda name: self.ask(engine, name))
+                found[what] = self._stayed(client, stay, seconds)
+                found[what]["wrong"] += sum(not right for _, _, right in coming.result())
+        found["evicted"] = engine.memory()["evicted"] - evicted
         found["p99_ratio"] = found["beside"]["p99_ms"] / min(found["alone"]["p99_ms"], found["alone again"]["p99_ms"])
         return found
+
+    def _stayed(self, client: Generator, stay: list[str], seconds: float) -> dict[str, Any]:
+        draw = np.random.default_rng(SEED)
+        rate = 2 * self.args.rate
+        n = max(20, int(rate * seconds))
+        model = draw.integers(0, len(stay), n)
+        run = client.run(poisson(draw, rate, n), model, np.zeros(n, np.int64), priority=[1, 1])
+        outputs = run.outputs.view(self.zoo.example.numpy().dtype)
+        wrong = sum(not self.zoo.right(stay[m], outputs[k, : outputs.shape[1]]) for k, m in enumerate(model.tolist()))
+        return {**percentiles((run.latency_ns * 1e-6).tolist()), "wrong": wrong}
 
     def to_cuda(self) -> dict[str, Any]:
         """What people do now: modules kept on the GPU up to the budget, moved by `.to` when they are asked for."""
@@ -243,6 +264,63 @@ class Run:
                 "hit_rate": 1 - len(cold) / len(found), "cold": percentiles(cold),
                 **percentiles([ms for _, ms, _ in found])}  # fmt: skip
 
+    def processes(self) -> dict[str, Any]:
+        """One process per model, all of them there; their weights come from the process's own memory."""
+        count = min(self.args.processes, len(self.names))
+        made = spawn.get_context("spawn")
+        lines, children, cold = [], [], []
+        for k in range(count):
+            ours, theirs = made.Pipe()
+            child = made.Process(target=serve_one, args=(theirs, k, self.args.device, self.args.half), daemon=True)
+            child.start()
+            lines.append(ours)
+            children.append(child)
+        try:
+            for line in lines:
+                line.recv()
+            for _ in range(3):
+                for line in lines:
+                    since = time.perf_counter()
+                    line.send("run")
+                    line.recv()
+                    cold.append((time.perf_counter() - since) * 1e3)
+                    line.send("leave")
+                    line.recv()
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+        return {"processes": count, "cold": percentiles(cold[count:])}  # each once before: what it loads, it loads then
+
+
+def serve_one(line: Any, k: int, device: str, half: bool) -> None:
+    """A process with one model: its weights are on the GPU from a request until it is told to let them go."""
+    zoo = Zoo(1, device, half, first=k)
+    where = "cuda" if zoo.cuda else "cpu"
+    (module,) = zoo.modules.values()
+    module.cpu()
+    x = zoo.example.to(where)
+    line.send("ready")
+    with zoo.torch.no_grad():
+        while True:
+            if line.recv() == "run":
+                module.to(where)
+                line.send(module(x)[0].float().cpu().numpy())
+            else:
+                module.cpu()
+                line.send("left")
+
+
+def timeline(engine: pp.Engine, name: str) -> dict[str, Any]:
+    """Of the model's latest request, in ms from the order to bring its weights: segments, and what each needs."""
+    (row, loaded), *_ = [item for item in engine.loaded_rows().items() if item[1].model.name == name]
+    s, lane = engine.state, loaded.lane_rows[0]
+    n, w = int(s.size["segments"][row, 0]), s.weights[row]
+    ms = (s.segment_ns[lane, :n].astype(np.float64) - float(w["ordered_ns"])) * 1e-6
+    return {"all_there_ms": (float(w["came_ns"]) - float(w["ordered_ns"])) * 1e-6,
+            "needs_chunks": s.segment["chunks"][row, 0, :n].tolist(),
+            "segments_ms": [[round(float(each), 3) for each in pair] for pair in ms]}  # fmt: skip
+
 
 def args_lanes(device: str) -> int:
     return 4 << 20 if device.startswith("virtual") else 1 << 30
@@ -266,7 +344,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=RATE, help="requests a second")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--cold", type=int, default=12, help="models whose cold requests are timed one by one")
-    parser.add_argument("--parts", default="link,engine,beside,to_cuda")
+    parser.add_argument("--half", action="store_true", help="weights of 16 bits")
+    parser.add_argument("--parts", default="link,engine,to_cuda,processes")
+    parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -285,10 +365,10 @@ def main() -> None:
             continue
         if part == "link":
             keep("link", run.link())
-        elif part == "beside":
-            keep("beside", run.beside())
         elif part == "to_cuda":
             keep("to_cuda", run.to_cuda())
+        elif part == "processes":
+            keep("processes", run.processes())
         elif part == "engine":
             engine, about = run.with_models("paella")
             with engine:
@@ -297,9 +377,10 @@ def main() -> None:
                 keep("default", run.steady(engine))
                 engine.set_policy("lru")
                 keep("lru", run.steady(engine))
+                keep("beside", run.beside(engine))
             keep("engine", {"done": True})
         else:
-            raise SystemExit(f"no part {part!r}: there are link, engine, beside, to_cuda")
+            raise SystemExit(f"no part {part!r}: there are link, engine, to_cuda, processes")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from paellapy.instrument.device.cuda import CudaDevice
 from paellapy.instrument.device.cuda_memory import CudaArray, CudaStream
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.backends.cuda_graphs import read_graph
 from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.models.sizes import readable_bytes
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
@@ -23,7 +24,6 @@ from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 # A copy engine takes one copy after the other: behind one of this size, inputs of a request wait for 80 µs. In pieces
 # of 8 MiB the H200's link did 52.5 GB/s, in one piece 51.6.
 COPY_BYTES = 4 << 20
-_POISON = 0xFF
 _PINNED = 3  # portable and mapped
 
 
@@ -44,9 +44,11 @@ class PinnedBlock:
 
 
 class CudaPages:
-    """Physical memory of one GPU. What is given back is kept for the next who asks for as much."""
+    """Physical memory of one GPU. What is given back is kept for the next who asks for as much; what is kept and what
+    is in use are never more than the limit together.
+    """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, limit_bytes: int) -> None:
         cu = driver()
         device.activate()
         self._device, self._cu = device, cu
@@ -61,7 +63,9 @@ class CudaPages:
         self._access.location.id = device.index
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._free: dict[int, list[Any]] = {}
+        self._limit_bytes = limit_bytes
         self.kept_bytes = 0  # given back and not released
+        self.used_bytes = 0
 
     def map(self, address: int, nbytes: int) -> Any:
         """Memory behind these addresses; its handle."""
@@ -77,9 +81,21 @@ class CudaPages:
         return handle
 
     def _take(self, nbytes: int) -> Any:
-        if self._free.get(nbytes):
-            self.kept_bytes -= nbytes
-            return self._free[nbytes].pop()
+        handle = self._kept(nbytes) if self._free.get(nbytes) else self._create(nbytes)
+        self.used_bytes += nbytes
+        return handle
+
+    def _kept(self, nbytes: int) -> Any:
+        self.kept_bytes -= nbytes
+        handles = self._free[nbytes]
+        found = handles.pop()
+        if not handles:
+            del self._free[nbytes]
+        return found
+
+    def _create(self, nbytes: int) -> Any:
+        while self._free and self.used_bytes + self.kept_bytes + nbytes > self._limit_bytes:
+            check(self._cu.cuMemRelease(self._kept(min(self._free))), "releasing memory of weights")
         status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
         if int(status) and self.kept_bytes:
             self.trim()  # what is kept in other sizes
@@ -96,6 +112,7 @@ class CudaPages:
     def give(self, handle: Any, nbytes: int) -> None:
         self._free.setdefault(nbytes, []).append(handle)
         self.kept_bytes += nbytes
+        self.used_bytes -= nbytes
 
     def trim(self) -> None:
         """Give all that is kept back to the GPU."""
@@ -178,10 +195,10 @@ class CudaWeights(WeightRange):
         self._copy(int(source.ctypes.data), first, end)
         self._stream.synchronize()
 
-    def fill(self) -> None:
+    def fill(self, byte: int) -> None:
         self._device.activate()
         nbytes = self.layout.nbytes
-        check(driver().cuMemsetD8Async(self.address, _POISON, nbytes, self._stream.handle), "overwriting weights")
+        check(driver().cuMemsetD8Async(self.address, byte, nbytes, self._stream.handle), "overwriting weights")
         self._stream.synchronize()
 
     def holds(self, source: Bytes) -> bool:
@@ -238,6 +255,15 @@ def pointers_of(node: Any) -> list[int] | None:
     return found
 
 
+def words_of(graph: Any) -> list[int]:
+    """What the kernels of a graph of PyTorch's are launched with, as numbers of eight bytes."""
+    cu = driver()
+    kernel = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    nodes = read_graph(cu.CUgraph(graph.raw_cuda_graph())).nodes
+    kernels = [each for each in nodes if check(cu.cuGraphNodeGetType(each), "reading a graph's node") == kernel]
+    return [word for each in kernels for word in pointers_of(each) or []]
+
+
 def _packed(extra: int) -> list[int] | None:
     """Arguments in one buffer: a list of names and addresses, which ends with 0."""
     buffer = size = 0
@@ -252,8 +278,10 @@ def _packed(extra: int) -> list[int] | None:
     return list((ctypes.c_uint64 * (size // 8)).from_address(buffer)) if buffer else None
 
 
-def node_ends(nodes: list[Any], weights: WeightRange) -> list[int]:
-    """For each node of a graph: how many of the first bytes of the weights it needs."""
+def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
+    """For each node of a graph: how many of the first bytes of the weights it needs, by the pointer that asks for the
+    least and by the one that asks for the most.
+    """
     cu = driver()
     kinds = cu.CUgraphNodeType
     ends = []
@@ -270,7 +298,8 @@ def node_ends(nodes: list[Any], weights: WeightRange) -> list[int]:
             found = []
         else:
             found = None
-        most = weights.layout.nbytes
-        ends.append(most if found is None else max((weights.end_at(each) for each in found), default=0))
+        all_of_it = weights.layout.nbytes
+        asked = [all_of_it] if found is None else [end for end in map(weights.end_at, found) if end]
+        ends.append((min(asked, default=0), max(asked, default=0)))
     return ends
 

@@ -38,7 +38,7 @@ class VirtualWeights(WeightRange):
         self.there = True
 
     def evict(self) -> None:
-        self.fill()
+        self.fill(_POISON)
         self.there = False
 
     def wait(self) -> None:
@@ -49,8 +49,8 @@ class VirtualWeights(WeightRange):
     def write(self, source: Bytes, first: int, end: int) -> None:
         self._memory[first:end] = source[first:end]
 
-    def fill(self) -> None:
-        self._memory[:] = _POISON
+    def fill(self, byte: int) -> None:
+        self._memory[:] = byte
 
     def holds(self, source: Bytes) -> bool:
         return bool(np.array_equal(self._memory[: self.layout.nbytes], source[: self.layout.nbytes]))

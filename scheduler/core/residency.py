@@ -37,7 +37,7 @@ from paellapy.scheduler.core.lanes import take_out, touch
 from paellapy.scheduler.core.requests import rank_lane
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.state import State
-from paellapy.scheduler.core.weights import copy_ns, in_use, ready_ns, recent_demand
+from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
 MOST_COMING = 2  # models at a time: the next is mapped while the chunks of one are copied
@@ -184,7 +184,7 @@ def stop_some(s: State, short: int, priority: int, now: int) -> None:
 
 @part
 def make_room(s: State, nbytes: int, priority: int, since: float, patience: float, now: int) -> bool:
-    """Whether so many bytes are free, or will be once what is ordered here is done; else nothing is ordered."""
+    """Whether this number of bytes is free, or will be once the orders made here are done; else nothing is ordered."""
     need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
     if need <= 0:
         return True
@@ -352,7 +352,7 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
         lane = s.model_lane[m, k]
         a = s.lane[lane]
         if a.state == FILLING and a.live > 0 and a.ready_at < 0 and s.core[0].whole_always == 0:
-            at = ready_ns(s, m, a.size, 0, now)
+            at = start_ns(s, m, a.size, now)
             if at <= now:
                 touch(s, lane)
             else:

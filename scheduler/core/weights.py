@@ -1,8 +1,8 @@
 """Weights that come and go, as lanes see them: whether they are on the GPU, and when they will be.
 
 A program may start before all of its weights are there: chunks come in the order in which programs need them, and each
-segment says how many it needs. A lane gets its turn when the rest will come no later than its segments need it: earlier
-it would keep others from the GPU and wait itself, later it would waste the time in which chunks come.
+segment says how many it needs. A lane gets its turn when the rest will come no later than its segments need it, or a
+little before: much earlier it would keep others from the GPU, later it would waste the time in which chunks come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paellapy.scheduler.core.state import State
 
 @part
 def copy_ns(s: State, m: int, nbytes: float) -> float:
-    """How long it takes to copy so much of a model's weights."""
+    """How long it takes to copy this number of bytes of a model's weights."""
     w = s.weights[m]
     return float(nbytes * (w.ns_per_byte if w.ns_per_byte > 0.0 else s.residency[0].ns_per_byte))
 
@@ -32,15 +32,17 @@ def missing_bytes(s: State, m: int) -> int:
 
 @part
 def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
-    """When so many chunks of a model's weights are on the GPU: as it looks, if its copy is under way or comes next."""
+    """When the first `chunks` of a model's weights are on the GPU, if its copy is under way or comes next."""
     w = s.weights[m]
     begin = w.begin_ns if w.stage == COMING else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
     return float(max(now, begin + copy_ns(s, m, min(chunks * w.chunk_bytes, w.bytes))))
 
 
 @part
-def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
-    """When a program could go on from a segment without having to wait for weights; `now` where it can."""
+def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch: float, lead_ns: float) -> float:
+    """When a program can go on from a segment without waiting for weights; `now` where it can at once. Its segments
+    take `stretch` times as long as alone, and the first one `lead_ns` longer.
+    """
     w = s.weights[m]
     found = now
     if s.residency[0].managed == 0 or w.stage == HERE:
@@ -51,9 +53,24 @@ def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
         f = s.segment[m, size, k]
         if f.chunks > have:
             have = f.chunks
+            before = stretch * (tail - f.tail_ns) + (lead_ns if k > segment else 0.0)
             # A whole number: simulated time comes to it exactly.
-            found = max(found, np.ceil(arrival_ns(s, m, f.chunks, now) - (tail - f.tail_ns)))
+            found = max(found, np.ceil(arrival_ns(s, m, f.chunks, now) - before))
     return float(found)
+
+
+@part
+def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
+    """When a program could go on from a segment without having to wait for weights; `now` where it can."""
+    return float(unhindered_ns(s, m, size, segment, now, 1.0, 0.0))
+
+
+@part
+def start_ns(s: State, m: int, size: int, now: float) -> float:
+    """When a program is to start whose weights come. Rather too early than too late: it may have to wait on its way,
+    but is done soon after the last of its weights.
+    """
+    return float(unhindered_ns(s, m, size, 0, now, s.tuning[0].cold_stretch, s.tuning[0].cold_lead_ns))
 
 
 @part
@@ -68,7 +85,7 @@ def may_start(s: State, lane: int, now: int) -> bool:
     s.residency[0].look = 1
     if w.stage != COMING or s.core[0].whole_always:
         return False
-    return bool(ready_ns(s, a.model, a.size, 0, now) <= now)
+    return bool(start_ns(s, a.model, a.size, now) <= now)
 
 
 @part
@@ -93,7 +110,7 @@ def all_here(s: State, m: int) -> bool:
 def berth_is_free(s: State, lane: int) -> bool:
     """Whether no other lane runs in the memory that the lane runs in."""
     b = s.lane[lane].berth
-    return bool(b < 0 or s.berth[b] == 0 or s.berth[b] == lane + 1)
+    return bool(b < 0 or s.berth[b] == lane + 1 or (s.berth[b] == 0 and s.berth_kept[b] == 0))
 
 
 @part

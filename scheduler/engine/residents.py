@@ -5,49 +5,36 @@ The core decides who comes and who leaves (core/residency.py); here is what it d
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paellapy.scheduler.backends.base import Backend
-from paellapy.scheduler.backends.launches import Launches, LoadedModel
+from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.errors import MemoryPlanError, ModelError
 from paellapy.scheduler.core.install import remove
-from paellapy.scheduler.core.manage import KEEP, hit_rate, manage, weights_state
+from paellapy.scheduler.core.manage import KEEP, hit_rate, keep_berth, manage, open_berth, weights_state
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.mover import Mover
+from paellapy.scheduler.engine.needs import Trials
 from paellapy.scheduler.models.berths import Berth, Berths
 from paellapy.scheduler.models.host_store import HostStore
-from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.sizes import readable_bytes
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 _LOOK_S = 0.0005
-_LATER = (0, 1, 2, 4)  # segments
 _SHARED = ""  # berths are nobody's own
 LANES = 2  # of a model that does not say: others wait in the same memory
 BERTH_SHARE = 0.25  # of the budget, up to which berths are made that could be shared
 ORDER_S = 600.0  # a model in use is waited for this long when it is to be evicted by hand
-
-
-def _same(expected: list[Any], found: list[Any]) -> bool:
-    """Bit by bit, or as near as two runs of kernels that add in any order. Weights that are missing are no numbers."""
-    for a, b in zip(expected, found, strict=True):
-        if a.tobytes() == b.tobytes():
-            continue
-        if a.dtype.kind not in "fV":  # the latter: the kinds of ml_dtypes
-            return False
-        x, y = a.astype(np.float32), b.astype(np.float32)
-        if not np.isfinite(y).all() or np.abs(x - y).max() > 1e-2 * max(float(np.abs(x).max()), 1e-6):
-            return False
-    return True
 
 
 @dataclass(slots=True)
@@ -66,6 +53,7 @@ class Residents:
         in_loop: Callable[[Callable[[], None]], None], check: Callable[[], None],
     ) -> None:  # fmt: skip
         self.backend, self.state, self.budget_bytes = backend, state, budget_bytes
+        backend.weights_limit_bytes = budget_bytes
         self._in_loop, self._check = in_loop, check
         self.store = HostStore(host_bytes, backend.host_block)
         self._rows: dict[int, LoadedModel] = {}
@@ -136,7 +124,7 @@ class Residents:
         self._taken[name] = self._taken.get(name, 0) + nbytes
 
     def give(self, name: str, nbytes: int | None = None) -> None:
-        """Back to the budget: so much, or all that the model has."""
+        """Gives bytes back to the budget; without a number, all that the model has."""
         back = self._taken.get(name, 0) if nbytes is None else nbytes
 
         def put() -> None:
@@ -154,7 +142,8 @@ class Residents:
         """The weights in the host's store and, in a range of their own, on the GPU."""
         parts = model.weight_parts()
         if not parts:  # what it uses is not known, or changes: it stays
-            self.claim(model.name, max(model.weights_bytes, 1), model.priority, f"weights of model {model.name!r}")
+            if model.weights_bytes:  # a job's are its owner's
+                self.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
             return Placed(self.backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
         what, alone = f"weights of model {model.name!r}", model.resident is not True
@@ -189,7 +178,27 @@ class Residents:
             within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget_bytes
             return within and self._fixed_bytes(codes.NEVER) + more <= self.budget_bytes
 
+        if model.stateful:  # one of them runs at a time anyway
+            return count * self.berths.choose(model.name, nbytes, foreign_bytes, 1, most, spare)
         return self.berths.choose(model.name, nbytes, foreign_bytes, count, most, spare)
+
+    @contextlib.contextmanager
+    def kept(self, berths: Sequence[Berth]) -> Iterator[None]:
+        """Nobody else runs in these berths: what is run to load a model writes to them."""
+        numbers = sorted({each.index for each in berths})
+
+        def change(what: Callable[[State, int], None]) -> None:
+            for each in numbers:
+                what(self.state, each)
+
+        self._in_loop(lambda: change(keep_berth))
+        try:
+            while self.state.berth[numbers].any():
+                self._check()
+                time.sleep(_LOOK_S)
+            yield
+        finally:
+            self._in_loop(lambda: change(open_berth))
 
     def _fixed_bytes(self, priority: int, alone: bool = False) -> int:
         """What cannot be freed for a model of this priority; and room for the largest of those that come and go, unless
@@ -231,42 +240,9 @@ class Residents:
             loaded.stays = True
             return
         for k in range(len(loaded.profiles)):
-            profile, launches = loaded.profiles[k], loaded.launches[0][k]
-            tried = self._tried(found, source, loaded.lanes[0], launches, profile.needs)
-            loaded.profiles[k] = profile.with_needs(tried)
-
-    def _tried(
-        self, found: WeightRange, source: Any, lane: Lane, launches: Launches, needs: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Needs with which a run gives the same as with all weights, though they come no sooner: those that pointers
-        tell; where kernels hide some, those of a segment a little later; or all of them.
-        """
-        whole = (found.layout.nbytes,) * len(needs)
-        expected = self._run(found, source, lane, launches, None)
-        for later in _LATER:
-            if later < len(needs):
-                shifted = tuple(needs[min(k + later, len(needs) - 1)] for k in range(len(needs)))
-                if _same(expected, self._run(found, source, lane, launches, shifted)):
-                    return shifted
-        return whole
-
-    def _run(
-        self, found: WeightRange, source: Any, lane: Lane, launches: Launches, needs: tuple[int, ...] | None
-    ) -> list[Any]:
-        """The outputs of a run; with `needs`, weights come just before the segment that needs them."""
-        try:
-            if needs is not None:
-                found.fill()
-            there = 0
-            for k in range(len(launches.handles)):
-                if needs is not None and needs[k] > there:
-                    found.write(source, there, needs[k])
-                    there = needs[k]
-                self.backend.run_segment(launches, k)
-            return [array.copy() for array in lane.outputs.values()]
-        finally:
-            if needs is not None:
-                found.write(source, 0, found.layout.nbytes)
+            profile = loaded.profiles[k]
+            trials = Trials(self.backend, found, source, loaded.lanes[0], loaded.launches[0][k])
+            loaded.profiles[k] = profile.with_needs(trials.tried(loaded.least_needs[k], profile.needs))
 
     def add(self, loaded: LoadedModel) -> None:
         """The model's rows are written and not open yet: its weights are the core's from now on."""

@@ -50,7 +50,7 @@ class Berths:
     def choose(
         self, name: str, nbytes: int, foreign_bytes: int, count: int, most: int, spare: Callable[[int], bool]
     ) -> list[Berth]:
-        """Berths for a model's lanes: new ones up to `most` in all of this size, while so many bytes can be spared."""
+        """Berths for a model's lanes: new ones up to `most` in all of this size, while their bytes can be spared."""
         found: list[Berth] = []
         try:
             for _ in range(count):

@@ -77,8 +77,8 @@ class WeightRange(ABC):
         """Copy some of the weights at once, and wait for it."""
 
     @abstractmethod
-    def fill(self) -> None:
-        """Overwrite all of it with bytes that are no numbers in any floating-point type."""
+    def fill(self, byte: int) -> None:
+        """Overwrite all of it with this byte."""
 
     @abstractmethod
     def holds(self, source: Bytes) -> bool:
@@ -105,3 +105,17 @@ def needs_of(ends: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[int
         most = max(most, *ends[first:end])
         found.append(most)
     return found
+
+
+def in_order(ends: Sequence[int]) -> list[int]:
+    """The same without those that ask for more than a later node does, 0 being none: where weights lie in the order of
+    their use, these are mistaken.
+
+    >>> in_order([512, 0, 256, 1024])
+    [256, 256, 256, 1024]
+    """
+    found, least = [], max(ends, default=0)
+    for end in reversed(ends):
+        least = min(least, end or least)
+        found.append(least)
+    return found[::-1]

@@ -51,6 +51,21 @@ def test_segments_start_as_soon_as_their_own_weights_are_there():
     assert bench.status(serial) == codes.OK
 
 
+def test_with_a_lead_a_program_starts_with_its_first_weights_and_waits_for_the_others():
+    bench = MovingBench([model("m", 3)], budget=3 * CHUNK)
+    bench.state.tuning["cold_lead_ns"][0] = 1e9
+    bench.submit(0)
+    bench.step()
+    for k in range(1, 4):
+        bench.chunk()
+        bench.step(10)
+        for lane in bench.running:
+            bench.finish_segment(lane)
+        bench.step(10)
+        assert bench.state.core["segments_done"][0] == k
+    bench.settle()
+
+
 def test_what_does_not_fit_together_takes_turns():
     bench = MovingBench(models(3, 3), budget=4 * CHUNK)
     serials = [bench.submit(k % 2) for k in range(6)]

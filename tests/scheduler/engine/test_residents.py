@@ -74,8 +74,26 @@ def test_more_models_than_fit_answer_rightly(device):
         check_at_rest(server.state)
 
 
+def test_a_job_of_low_priority_runs_where_models_fill_the_memory():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    with pp.Engine("virtual:h200", memory_bytes=_room("virtual:h200", 2), quantum_us=2, tuning=SMALL) as server:
+        made = dict(chain(f"m{k}", k) for k in range(4))
+        for model in made:
+            server.load(model)
+        held = torch.zeros(4)
+        job = server.background(lambda: held.add_(1.0), name="count", state=[held], priority=-1)
+        for k, weights in enumerate(made.values()):
+            ask(server, f"m{k}", weights)
+        before = job.steps
+        while job.steps < before + 3:
+            assert job.error is None
+        job.stop()
+        assert job.join(30)
+        check_at_rest(server.state)
+
+
 def _room(device, weights):
-    """Memory for so many models' weights and one lane."""
+    """Memory for the weights of this number of models and one lane."""
     with pp.Engine(device, memory_bytes=1 << 30, quantum_us=2, tuning=SMALL) as server:
         server.load(chain("probe", 0)[0])
         account = server.memory()
@@ -211,6 +229,39 @@ def test_models_come_and_go_while_requests_arrive(device):
         assert server.memory.held_bytes == 0
         assert server._residents.store.held_bytes == 0
         assert server._residents._taken == {}
+
+
+def test_while_a_model_is_loaded_nobody_else_runs_in_its_memory(device):
+    with pp.Engine(device, memory_bytes=_room(device, 2), quantum_us=2, tuning=SMALL) as server:
+        made = dict([chain("m0", 0), chain("m1", 1)])
+        for model in made:
+            server.load(model)
+        over, alone = threading.Event(), []
+        backend, run = server.backend, server.backend.run_segment
+
+        def watched(launches, k):
+            berths = server._residents.berths._all.values()
+            alone.append(all(server.state.berth[each.index] == 0 for each in berths if "late" in each.users))
+            run(launches, k)
+
+        def client(name, weights):
+            while not over.is_set():
+                ask(server, name, weights)
+
+        backend.run_segment = watched
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(client, f"m{k}", weights) for k, weights in enumerate(made.values())]
+            try:
+                for _ in range(5):
+                    server.load(chain("late", 7)[0])
+                    server.unload("late")
+            finally:
+                over.set()
+            for each in asked:
+                each.result()
+        assert alone
+        assert all(alone)
+        check_at_rest(server.state)
 
 
 def test_unloading_while_a_copy_runs(device):

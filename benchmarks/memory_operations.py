@@ -1,0 +1,165 @@
+"""Models that come and go at random for a long time: right answers, and as many bytes held in the end as before.
+
+    python benchmarks/memory_operations.py                                      # 1,000 operations on a GPU
+    python benchmarks/memory_operations.py --device virtual:h200 --operations 10000
+
+Ten models of Triton kernels in a budget for three. An operation is a request, an eviction, a prefetch, or a model that
+is unloaded and loaded again, of the same or of another size; requests of two more clients arrive all the time. Every
+answer is compared with NumPy's. In the end everything is unloaded: what is still held leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+import paellapy as pp
+from paellapy.demo.kernels import linear
+from paellapy.instrument.device.cuda import CudaDevice
+from paellapy.instrument.device.driver import check, driver
+from paellapy.scheduler.core.check import check_at_rest
+
+WIDTH, MODELS, FIT = 64, 10, 3
+LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+
+
+def chain(name: str, seed: int, layers: int) -> tuple[pp.Model, list[Any]]:
+    """x · W + b, again and again."""
+    draw = np.random.default_rng(seed)
+    made = [(draw.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ in range(layers)]
+    weights = {f"w{k}": each for k, each in enumerate(made)}
+    weights |= {f"b{k}": np.zeros(WIDTH, np.float32) for k in range(layers)}
+
+    def fn(weights: Any, inputs: Any, outputs: Any) -> None:
+        source = inputs["x"]
+        for k in range(layers):
+            target = outputs["y"] if k == layers - 1 else pp.empty((1, WIDTH))
+            call(source, weights[f"w{k}"], weights[f"b{k}"], target)
+            source = target
+
+    specs = {"inputs": {"x": pp.TensorSpec((WIDTH,))}, "outputs": {"y": pp.TensorSpec((WIDTH,))}}
+    return pp.Model(name, fn, weights=weights, batch=(1,), lanes=1, **specs), made
+
+
+def call(source: Any, weight: Any, bias: Any, target: Any) -> None:
+    linear[(1, WIDTH // 16)](source, weight, bias, None, target, 1, WIDTH, WIDTH, "", BM=16, BN=16, BK=32)
+
+
+class Play:
+    """One engine and the operations on it."""
+
+    def __init__(self, engine: pp.Engine, seed: int) -> None:
+        self.engine, self.pick = engine, random.Random(seed)
+        self.made: dict[str, list[Any]] = {}
+        self.locks = {f"m{k}": threading.Lock() for k in range(MODELS)}  # nobody asks for a model that is unloaded
+        self.counts = dict.fromkeys(("ask", "evict", "prefetch", "reload"), 0)
+        self.wrong = 0
+        for name in self.locks:
+            self.load(name, 4)
+
+    def load(self, name: str, layers: int) -> None:
+        model, self.made[name] = chain(name, self.pick.randrange(1 << 20), layers)
+        self.engine.load(model)
+
+    def ask(self, name: str, seed: int) -> None:
+        x = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
+        with self.locks[name]:
+            found = self.engine.infer_sync(name, {"x": x})["y"]
+            for each in self.made[name]:
+                x = x @ each
+        self.wrong += not np.allclose(found, x, rtol=3e-2, atol=3e-2)
+
+    def one(self) -> None:
+        pick = self.pick
+        name = f"m{pick.randrange(MODELS)}"
+        what = pick.choices(list(self.counts), (6, 2, 2, 1))[0]
+        self.counts[what] += 1
+        if what == "ask":
+            self.ask(name, pick.randrange(1000))
+        elif what == "reload":
+            with self.locks[name]:
+                self.engine.unload(name)
+                self.load(name, pick.randrange(1, 7))
+        else:
+            getattr(self.engine, what)(name)
+
+
+def held(engine: pp.Engine) -> dict[str, int]:
+    residents = engine._residents
+    assert residents is not None
+    store = residents.store
+    return {
+        "engine": engine.memory.held_bytes, "host": store.held_bytes, "files": store.file_bytes,
+        "claims": sum(residents._taken.values()), "rows": len(engine.loaded_rows()),
+    }  # fmt: skip
+
+
+def free_bytes(engine: pp.Engine) -> int | None:
+    if not isinstance(engine.device, CudaDevice):
+        return None
+    engine.device.activate()
+    return int(check(driver().cuMemGetInfo(), "reading the GPU's memory")[0])
+
+
+def play(engine: pp.Engine, args: argparse.Namespace) -> dict[str, Any]:
+    game, over = Play(engine, args.seed), threading.Event()
+    gpu_before = free_bytes(engine)
+
+    def client(seed: int) -> int:
+        pick, n = random.Random(seed), 0
+        while not over.is_set():
+            game.ask(f"m{pick.randrange(MODELS)}", pick.randrange(1000))
+            n += 1
+        return n
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(client, seed) for seed in range(2)]
+        try:
+            for _ in range(args.operations):
+                game.one()
+        finally:
+            over.set()
+        requests = sum(each.result() for each in asked)
+    check_at_rest(engine.state)
+    gpu_after, account = free_bytes(engine), engine.memory()
+    for name in game.locks:
+        engine.unload(name)
+    return {
+        "operations": sum(game.counts.values()), **game.counts, "requests_beside": requests, "wrong": game.wrong,
+        "evicted": account["evicted"], "brought": account["brought"], "failed": account["failed"],
+        "seconds": round(time.perf_counter() - began, 1), "held_in_the_end": held(engine),
+        "gpu_free_before": gpu_before, "gpu_free_after": gpu_after,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--operations", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    virtual = args.device.startswith("virtual")
+    page = 2 * LAYER_BYTES if virtual else 2 << 20  # a real GPU maps 2 MiB at least
+    room = FIT * max(page, 6 * LAYER_BYTES) + ((1 << 17) if virtual else (2 << 20))  # and lanes
+    tuning = {"chunk_bytes": page}
+    with pp.Engine(args.device, memory_bytes=room, quantum_us=2, tuning=tuning) as engine:
+        results = play(engine, args)
+        name = "memory_operations_virtual" if virtual else "memory_operations"
+        save(name, results, engine.device, args.out)
+    print(results)
+    if results["wrong"] or any(results["held_in_the_end"].values()):
+        raise SystemExit("wrong answers, or something leaked")
+
+
+if __name__ == "__main__":
+    main()

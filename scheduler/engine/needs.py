@@ -1,0 +1,96 @@
+"""Which weights each segment needs: guessed from what its kernels are launched with, and tried out.
+
+Kernels say it by the pointers among their arguments. Some hide a pointer in a structure that cannot be read; libraries
+also leave old pointers behind in structures that they fill in part, to weights that the kernel never reads. So there
+are several guesses: by the most that a kernel's pointers ask for, by the least, and by the least of all kernels from
+there on, as where weights are used in their order. A guess counts if the program gives the same outputs though weights
+come no sooner than it says, in memory that held something else before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import Launches
+from paellapy.scheduler.models.lane_memory import Lane
+from paellapy.scheduler.models.weight_range import WeightRange
+
+Needs = tuple[int, ...]
+_LATER = (0, 1, 2, 4)  # segments
+_NO_NUMBERS, _NUMBERS = 0xFF, 0x3C  # the second: small positive numbers in every type, as a ReLU lets through
+_NEAR = 1e-2
+
+
+class Trials:
+    """Runs of one program on a lane that is not in service yet."""
+
+    def __init__(self, backend: Backend, weights: WeightRange, source: Any, lane: Lane, launches: Launches) -> None:
+        self._backend, self._weights, self._source, self._lane = backend, weights, source, lane
+        self._launches = launches
+        self._fill_inputs()
+        self._expected = self._run(None)
+        # Kernels that add in any order give other bits each time.
+        self._exact = same(self._expected, self._run(None), exact=True)
+
+    def tried(self, least: Sequence[Needs], most: Needs) -> Needs:
+        """The first of the guesses that the program runs with; or all weights from the start."""
+        for guess in guesses(least, most) if self._exact else guesses([most], most):
+            if self._runs_with(guess):
+                return guess
+        return (self._weights.layout.nbytes,) * len(most)
+
+    def _runs_with(self, guess: Needs) -> bool:
+        return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
+
+    def _fill_inputs(self) -> None:
+        """Numbers as a request has them: with zeros, weights may make no difference."""
+        draw = np.random.default_rng(0)
+        for name, array in self._lane.inputs.items():
+            if array.dtype.kind in "fV" and not self._lane.model.inputs[name].has_range:
+                array[...] = draw.standard_normal(array.shape).astype(array.dtype)
+
+    def _run(self, needs: Needs | None, old: int = _NO_NUMBERS) -> list[Any]:
+        """The outputs of a run; with `needs`, weights come just before the segment that needs them."""
+        weights = self._weights
+        try:
+            if needs is not None:
+                weights.fill(old)
+            there = 0
+            for k in range(len(self._launches.handles)):
+                if needs is not None and needs[k] > there:
+                    weights.write(self._source, there, needs[k])
+                    there = needs[k]
+                self._backend.run_segment(self._launches, k)
+            return [array.copy() for array in self._lane.outputs.values()]
+        finally:
+            if needs is not None:
+                weights.write(self._source, 0, weights.layout.nbytes)
+
+
+def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
+    """What to try, the smallest needs first: as the pointers tell; where kernels hide some, what a segment a little
+    later needs.
+
+    >>> guesses([(1, 2, 3)], (1, 3, 3))
+    [(1, 2, 3), (1, 3, 3), (2, 3, 3), (3, 3, 3)]
+    """
+    last = len(most) - 1
+    shifted = {tuple(needs[min(k + n, last)] for k in range(last + 1)) for needs in (*least, most) for n in _LATER}
+    return sorted(shifted, key=lambda needs: (sum(needs), needs))
+
+
+def same(expected: Sequence[Any], found: Sequence[Any], exact: bool) -> bool:
+    """Bit by bit; or, not `exact`, as near as two runs of kernels that add in any order."""
+    for a, b in zip(expected, found, strict=True):
+        if a.tobytes() == b.tobytes():
+            continue
+        if exact or a.dtype.kind not in "fV":  # the latter: the kinds of ml_dtypes
+            return False
+        x, y = a.astype(np.float32), b.astype(np.float32)
+        if not np.isfinite(y).all() or np.abs(x - y).max() > _NEAR * max(float(np.abs(x).max()), 1e-6):
+            return False
+    return True
