@@ -10,33 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, Self
 
 import numpy as np
 
-from paellapy.instrument.device import CudaDevice, Device, VirtualDevice
+from paellapy.instrument.device import Device, VirtualDevice
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.backends.base import Backend
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
 from paellapy.scheduler.core import codes, step
 from paellapy.scheduler.core.capacity import Capacity, set_capacity
 from paellapy.scheduler.core.errors import (
-    EngineClosedError,
-    EngineFailedError,
-    MemoryPlanError,
     ModelError,
-    RequestFailedError,
     UnknownModelError,
-    WeightsError,
 )
 from paellapy.scheduler.core.install import remove
 from paellapy.scheduler.core.job import READS_SHARES
@@ -44,27 +37,25 @@ from paellapy.scheduler.core.loop import Bell
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.core.state import Limits, new_state, state_bytes
-from paellapy.scheduler.core.tenants import checked_tenants, give_tenant, tenants_stats
 from paellapy.scheduler.core.tuning import Tuning
-from paellapy.scheduler.engine.background import Job, Reports, check_memory
-from paellapy.scheduler.engine.feed import Feed
+from paellapy.scheduler.engine.background import Job
 from paellapy.scheduler.engine.front_end import FrontEnd, Waiter, thread_waiter
+from paellapy.scheduler.engine.guarded import Faults
 from paellapy.scheduler.engine.guests import Guests
+from paellapy.scheduler.engine.hosting import Hosting
 from paellapy.scheduler.engine.install import install, install_windows
 from paellapy.scheduler.engine.load_times import LoadTimes, shown
 from paellapy.scheduler.engine.loader import Loader
-from paellapy.scheduler.engine.requests import Requester, Slot
+from paellapy.scheduler.engine.requests import Slot
 from paellapy.scheduler.engine.residents import Residents
+from paellapy.scheduler.engine.settings import check_settings, half_of_the_host, open_backend
 from paellapy.scheduler.engine.stats import core_stats, loaded_stats
 from paellapy.scheduler.engine.tap import Tap
 from paellapy.scheduler.engine.trace import EngineTrace, trace_engine
-from paellapy.scheduler.engine.turn import Turn, Turns
+from paellapy.scheduler.engine.turn import Turns
 from paellapy.scheduler.models.lane_memory import MemoryPlan
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import model_profile
-from paellapy.scheduler.models.torch_module import needs_torch
-from paellapy.scheduler.models.torch_step import TorchStep
-from paellapy.scheduler.policies.attach import attach_policy
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 _TRACED = (
@@ -73,10 +64,8 @@ _TRACED = (
 )
 
 
-class Engine(Requester):
+class Engine(Hosting):
     """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
-
-    _culprits = ""  # who was on the GPU when it failed
 
     def __init__(
         self,
@@ -117,12 +106,12 @@ class Engine(Requester):
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.tuning = Tuning.for_device(self.device, tuning)
         quantum_us = self.tuning.segment_us(sm_windows) if quantum_us is None else quantum_us
-        _check_settings(quantum_us, max_active, memory_bytes, host_bytes, sm_windows)
+        check_settings(quantum_us, max_active, memory_bytes, host_bytes, sm_windows)
         self.limits, self.max_active = limits or Limits(), max_active
         self._failure: BaseException | None = None
         self._closed = self._closing = self._elsewhere = self._loop_ended = False
         self._loading = threading.RLock()
-        self._backend = _backend(self.device)
+        self._backend = open_backend(self.device)
         if self.device.session is not None and isinstance(self.device, VirtualDevice):
             warnings.warn(_TRACED, stacklevel=2)
         self._backend.shared_slots = self.limits.fronts > 1
@@ -146,12 +135,12 @@ class Engine(Requester):
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
         self._start()
-        self._turns, self._guests = Turns(self), Guests(self)
+        self._turns, self.guests = Turns(self), Guests(self)
         _engines.add(self)
 
     def _manage_memory(self, host_bytes: int | None) -> Residents:
         """Weights come and go within the budget."""
-        host = _half_of_the_host() if host_bytes is None else host_bytes
+        host = half_of_the_host() if host_bytes is None else host_bytes
         budget = self.memory.budget_bytes
         residents = Residents(self._backend, self.state, budget, host, self._between_steps, self._check_open)
         self.memory.weights_on_gpu = lambda: int(self.state.residency["held_bytes"][0])
@@ -208,94 +197,6 @@ class Engine(Requester):
             self._by_row[loaded.row] = loaded
             self._front.command(codes.OPEN_MODEL, loaded.row)
             return loaded
-
-    def background(
-        self,
-        step: Callable[..., Any],
-        *,
-        name: str = "train",
-        state: Sequence[Any],
-        data: Iterable[Any] | None = None,
-        priority: int = -1,
-        share: float = 1.0,
-        memory_bytes: int | None = None,
-        every: int = 100,
-        callback: Callable[[Job], object] | None = None,
-        params: Mapping[str, float] | None = None,
-    ) -> Job:
-        """Runs a PyTorch step again and again beside requests: captured, cut and scheduled like any model.
-
-        `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. The
-        first step is made here, as it is; capturing and measuring leave no trace. `step` returns tensors, a loss say,
-        which `job.outputs` has, or nothing. With `data` it is given the next batch each time, until there is none.
-
-        `callback(job)` is called after every `every`-th step, outside the capture: for losses, checkpoints, and
-        learning rates that are tensors. `share` and `params` are as of a model; `memory_bytes` is the most that the
-        state and a step may hold.
-        """
-        if every < 1:
-            raise ModelError(f"job {name!r}: every={every}; a callback comes after every step, or after some more")
-        with self._loading:
-            self._check_open()
-            if name in self._models or name in self._jobs:
-                raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
-            feed = None if data is None else Feed(needs_torch(), name, data)
-            return self._start_job(
-                Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
-                    Reports(every, callback)),
-                {"priority": priority, "share": share, "params": params}, memory_bytes,
-            )  # fmt: skip
-
-    def _start_job(self, job: Job, about: dict[str, Any], memory_bytes: int | None) -> Job:
-        try:
-            loaded = self._load(job.step.model(1 if job.feed is None else 2, **about))
-        except BaseException:
-            job.stop()
-            raise
-        self._jobs[job.name] = job
-        try:
-            check_memory(job.step, loaded.reservation.total_bytes, memory_bytes)
-        except MemoryPlanError:
-            job.stop()
-            job.adopt(loaded)
-            self.unload_job(job)
-            raise
-        job.start(loaded, computes=isinstance(self.device, VirtualDevice))
-        return job
-
-    def turn(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Turn:
-        """`with engine.turn("script"):` around code that was not captured: it runs when the policy grants it.
-
-        `turn.wanted()` says when to give way. Who waits for a turn that is wanted back waits for `give_back_ms` at
-        most: then the turn is over, and what its code launches runs beside others.
-        """
-        self._check_open()
-        with self._loading:
-            if name in self._models or name in self._jobs:
-                raise ModelError(f"a model or a job named {name!r} is loaded already; name the turn otherwise")
-            return Turn(self, self._turns, name, priority, share, give_back_ms)
-
-    @property
-    def backend(self) -> Backend:
-        return self._backend
-
-    def open_turns(self, loaded: LoadedModel) -> None:
-        """Turns of one name enter the core."""
-        install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
-        self._by_row[loaded.row] = loaded
-        self._front.command(codes.OPEN_MODEL, loaded.row)
-
-    @property
-    def jobs(self) -> dict[str, Job]:
-        """Background jobs that are not over, by name."""
-        return dict(self._jobs)
-
-    def unload_job(self, job: Job) -> None:
-        """From the job's own thread, when it is over."""
-        with self._loading:
-            self._jobs.pop(job.name, None)
-            if job.loaded is not None and job.loaded.row in self._by_row and self._failure is None:
-                self._close_model(job.loaded)
 
     def unload(self, name: str) -> None:
         """Finishes the model's requests, refuses new ones, and gives its memory back. Others go on running."""
@@ -369,81 +270,7 @@ class Engine(Requester):
         loaded = self._find(name)
         return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
 
-    def job_profile(self, name: str) -> ModelProfile:
-        """As `model_profile`, of a background job's step."""
-        job = self._jobs.get(name)
-        if job is None or job.loaded is None:
-            raise UnknownModelError(f"no job named {name!r} runs; running: {', '.join(self._jobs) or 'none'}")
-        return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.lanes), self.limits.requests)
-
     # -- state
-
-    @property
-    def policy(self) -> str:
-        """The name of the policy that decides now."""
-        return self._policy.name
-
-    @property
-    def current_policy(self) -> Policy:
-        return self._policy
-
-    def set_policy(self, policy: str | Policy) -> None:
-        """Changes the policy; what is on the GPU runs on, what waits is ranked anew."""
-        self._check_open()
-        found = find_policy(policy)
-
-        def change() -> None:
-            self._policy = self._attach(found)
-
-        self._between_steps(change)
-
-    def tenant(self, name: str, share: float = 1.0, limit: float | None = None) -> None:
-        """Gives the client of this name a share of the GPU against other tenants, under policies that are fair; and a
-        limit, the part of the GPU's time that it may have at most. Called again it changes both.
-        """
-        self._check_open()
-        (tenant,) = checked_tenants({name: {"share": share, "limit": limit}}).values()
-        number = self._front.client_number(name)
-        if not self._front.is_client(number, name):
-            raise ModelError(f"no room for tenant {name!r}: {len(self.state.client) - 1} clients have numbers already")
-        self._between_steps(lambda: give_tenant(self.state, number, name, tenant))
-
-    @property
-    def tenants(self) -> dict[str, dict[str, Any]]:
-        """Tenants by name: share, limit, and what each has had of the GPU."""
-        return tenants_stats(self.state)
-
-    def _between_steps(self, change: Callable[[], None]) -> None:
-        """Has the loop do it, and waits until it is done."""
-        done = threading.Event()
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                change()
-            except BaseException as e:  # the loop goes on; whoever asked for it is told
-                failed.append(e)
-            finally:
-                done.set()
-
-        if self._loop_ended:
-            change()
-            return
-        self._backend.call(run)
-        while not done.wait(0.1):
-            if not self._closing:
-                self._check_open()  # a loop that has ended changes nothing any more
-        if failed:
-            raise failed[0]
-
-    def _attach(self, policy: str | Policy) -> Policy:
-        found = find_policy(policy)
-        attach_policy(self.state, found)
-        if found.active is None:
-            most = len(self.state.lane)
-            self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
-            self.state.core["demand_limit"][0] = self.tuning.demand_limit if self.max_active is None else math.inf
-        return found
 
     def stats(self) -> dict[str, Any]:
         """Counts and latencies so far, of the engine and of every model."""
@@ -463,11 +290,6 @@ class Engine(Requester):
             "tenants": self.tenants,
         }
 
-    def job_stats(self) -> dict[str, dict[str, Any]]:
-        """What runs beside requests, by name: background jobs, turns, and other processes."""
-        own = {name: job.stats() for name, job in self.jobs.items()}
-        return {**self._guests.stats(), **self._turns.stats(), **own}
-
     def sm_totals(self) -> tuple[float, Any, Any] | None:
         """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
 
@@ -484,16 +306,6 @@ class Engine(Requester):
             return self._tap.watch(watcher)
         self._front.watchers.append(watcher)
         return lambda: self._front.watchers.remove(watcher)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the engine takes no more requests; None while it does."""
-        return self._failure
-
-    @property
-    def closed(self) -> bool:
-        """Whether the engine takes no more requests because it is closed or being closed."""
-        return self._closing or self._closed
 
     @property
     def uptime_s(self) -> float:
@@ -519,10 +331,6 @@ class Engine(Requester):
             self._unwatch()
         return recorded, self._backend.to_trace_ns
 
-    def loaded_rows(self) -> dict[int, LoadedModel]:
-        """Loaded models by their row in the core."""
-        return dict(self._by_row)
-
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Between two steps of the core: the function may change what it reads."""
         self._backend.call(function)
@@ -543,7 +351,7 @@ class Engine(Requester):
         for job in list(self._jobs.values()):
             job.join()
         self._turns.end()
-        self._guests.end()
+        self.guests.end()
         self._closing = True
         for slot in list(self._slots):
             slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever
@@ -603,77 +411,8 @@ class Engine(Requester):
             raise UnknownModelError(f"no model named {name!r} is loaded; loaded: {known}")
         return loaded
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failed_error()
-        if self._elsewhere:
-            raise EngineClosedError("the engine is that of the process this one was forked from: make one here")
-        if self._closing or self._closed:
-            raise EngineClosedError("the engine is closed")
-
-    def _failed_error(self) -> EngineFailedError:
-        whose = f" (on the GPU were {self._culprits})" if self._culprits else ""
-        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}{whose}")
-        error.__cause__ = self._failure
-        return error
-
-    def _fail(self, cause: BaseException) -> None:
-        """From the loop: the device is lost. Everybody who waits is told why."""
-        if self._failure is None:
-            self._culprits = self._on_gpu()
-            self._failure = cause
-            self._front.command(codes.FAIL)
-
-    def _on_gpu(self) -> str:
-        """Whose work is launched and not done: a fault of the GPU's is of one of these."""
-        lanes = self.state.flight[: int(self.state.core["flight"][0])]
-        rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
-        named = [self._by_row[row].model.name for row in rows if row in self._by_row]
-        return ", ".join(f"job {name!r}" if name in self._jobs else repr(name) for name in named)
-
-    def _no_weights(self, row: int, name: str) -> Exception:
-        cause = self._residents.mover.errors.get(row) if self._residents is not None else None
-        error = WeightsError(f"the weights of model {name!r} could not be brought to the GPU: {cause}")
-        error.__cause__ = cause
-        return error
-
     def _row(self, row: int) -> LoadedModel | None:
         return self._by_row.get(row)
-
-    def _failed(self, status: int) -> EngineFailedError:
-        if self._failure is None:  # the core has met it before its loop could say so
-            self._culprits = self._on_gpu()
-            self._failure = self._backend.failure(status)
-        return self._failed_error()
-
-    def on_fault(self, told: Callable[[str, BaseException], None]) -> None:
-        """Calls `told(model, error)` where a model fails on the values of one request: in the loop's thread."""
-        self._faults.told = told
-
-    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
-        cause = self._faults.latest.pop((lane, slot), None)
-        error = RequestFailedError(f"model {name!r} failed on the values of this request: {cause}")
-        error.__cause__ = cause
-        return error
-
-    @property
-    def over(self) -> bool:
-        return self._closed
-
-
-class Faults:
-    """Why a model failed on the values in a slot, the latest of each; called by the backend."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.proxy(engine)
-        self.latest: dict[tuple[int, int], BaseException] = {}
-        self.told: Callable[[str, BaseException], None] | None = None
-
-    def __call__(self, lane: int, slot: int, error: BaseException) -> None:
-        self.latest[lane, slot] = error
-        loaded = self._engine.loaded_rows().get(int(self._engine.state.lane["model"][lane]))
-        if self.told is not None and loaded is not None:
-            self.told(loaded.model.name, error)
 
 
 def _forget_all() -> None:
@@ -684,36 +423,6 @@ def _forget_all() -> None:
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _check_settings(
-    quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_windows: int
-) -> None:
-    if not 1 <= quantum_us < math.inf:
-        raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
-    if max_active is not None and max_active < 1:
-        raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
-    if memory_bytes is not None and memory_bytes < 1:
-        raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
-    if host_bytes is not None and (memory_bytes is None or host_bytes < 0):
-        raise ModelError(f"host_bytes={host_bytes}: give 0 or more, and memory_bytes for the GPU with it")
-    if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
-        raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
-
-
-def _half_of_the_host() -> int:
-    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2
-
-
-def _backend(device: Device) -> Backend:
-    if isinstance(device, VirtualDevice):
-        from paellapy.scheduler.backends.virtual import VirtualBackend
-
-        return VirtualBackend(device)
-    assert isinstance(device, CudaDevice)
-    from paellapy.scheduler.backends.cuda import CudaBackend
-
-    return CudaBackend(device)
 
 
 __all__ = ["Engine", "EngineTrace", "Slot"]

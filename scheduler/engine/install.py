@@ -17,6 +17,8 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
     loaded.row, rows = core_install.install(state, profile)
     loaded.generation = int(state.model["generation"][loaded.row])
     loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
+    if model.stateful:  # one of its lanes runs at a time, as where lanes share memory
+        state.lane["berth"][rows] = rows[0]
     state.model["n_inputs"][loaded.row] = len(model.inputs)
     for k, spec in enumerate(model.inputs.values()):
         state.input_bytes[loaded.row, k] = spec.nbytes

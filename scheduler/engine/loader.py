@@ -22,7 +22,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Cuts, Marks, Program, last_kernels
 from paellapy.scheduler.models.segments import cut, plan_slices
-from paellapy.scheduler.models.weight_range import WeightRange, needs_of
+from paellapy.scheduler.models.weight_range import WeightRange, in_order, needs_of
 
 _REPEATS = 15
 _BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
@@ -78,12 +78,13 @@ class Loader:
             self._loads += 1
             made += ([] for _ in lanes)
             loaded = LoadedModel(model, weights, reservation, lanes, [], made, range=found)
-            for batch in model.batch:
-                with contextlib.ExitStack() as captured:
-                    _Program(self, loaded, batch, times, captured).make(alone)
-            if self.residents is not None:
-                with times.phase("weights"):
-                    self.residents.settle(loaded)
+            with self._to_itself(berths):
+                for batch in model.batch:
+                    with contextlib.ExitStack() as captured:
+                        _Program(self, loaded, batch, times, captured).make(alone)
+                if self.residents is not None:
+                    with times.phase("weights"):
+                        self.residents.settle(loaded)
         except BaseException:
             self.memory.release(model.name)
             self._free(lanes, made)
@@ -92,11 +93,17 @@ class Loader:
             raise
         return loaded
 
+    def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
+        """Memory of lanes that others run in too is the model's alone while it is run to be measured."""
+        shared = [each for each in berths if each is not None]
+        return contextlib.nullcontext() if self.residents is None else self.residents.kept(shared)
+
     def _reserve(
         self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int
     ) -> tuple[Reservation, Sequence[Berth | None]]:
         """Memory for lanes: of their own, or shared with other models' where weights come and go."""
-        lane_bytes = plan.device_bytes + foreign
+        # Lanes that run by turns share what other libraries allocate.
+        lane_bytes = plan.device_bytes + (-(-foreign // (model.lanes or 1)) if model.stateful else foreign)
         if self.residents is None:
             least = model.lanes or 1
             reservation = self.memory.reserve(model.name, weights_bytes, lane_bytes, model.lanes or wanted, least)
@@ -146,12 +153,14 @@ class _Program:
     ) -> None:
         self._backend, self._loader, self._loaded = loader.backend, loader, loaded
         self._batch, self._times, self._captured = batch, times, captured
+        own_us = loaded.model.quantum_us
+        self._quantum_ns = loader.quantum_ns if own_us is None else own_us * 1e3
 
     def make(self, alone: bool) -> None:
         """Captures, cuts and measures it; what is known from before is not measured again."""
         backend, loaded = self._backend, self._loaded
         first = self._capture(loaded.lanes[0], {})
-        where = profiles.key(first.content(), backend.fingerprint(), self._loader.quantum_ns)
+        where = profiles.key(first.content(), backend.fingerprint(), self._quantum_ns)
         known = profiles.load(where)
         if known is None or known.batch != self._batch:
             known = self._plan(first, alone)
@@ -159,7 +168,9 @@ class _Program:
                 profiles.store(where, known)
         sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
         if loaded.range is not None:
-            known = known.with_needs(needs_of(backend.weight_ends(sliced, loaded.range), known.bounds))
+            least, most = zip(*backend.weight_ends(sliced, loaded.range), strict=True)
+            known = known.with_needs(needs_of(most, known.bounds))
+            loaded.least_needs.append([tuple(needs_of(each, known.bounds)) for each in (least, in_order(least))])
         marks = last_kernels(sliced.nodes, known.bounds)
         confined = known.stretch_in_window <= self._loader.tuning.most_window_stretch
         for k, lane in enumerate(loaded.lanes):
@@ -213,7 +224,7 @@ class _Program:
         backend = self._backend
         program, times = first, self._node_times_ns(first)
         waves, loader = backend.wave_blocks(first), self._loader
-        cuts = plan_slices(first.nodes, times, waves, loader.quantum_ns, loader.tuning.slice_quanta)
+        cuts = plan_slices(first.nodes, times, waves, self._quantum_ns, loader.tuning.slice_quanta)
         if cuts:
             program = self._capture(self._loaded.lanes[0], cuts)
             times = self._node_times_ns(program)
@@ -240,7 +251,7 @@ class _Program:
 
     def _bounds(self, times_ns: list[float]) -> list[tuple[int, int]]:
         """Segments of about one quantum, or of a longer one where that would be more than the core's tables hold."""
-        quantum_ns, most = self._loader.quantum_ns, self._loader.limits.segments
+        quantum_ns, most = self._quantum_ns, self._loader.limits.segments
         bounds = cut(times_ns, quantum_ns)
         while len(bounds) > most:
             quantum_ns *= 1.25 * len(bounds) / most

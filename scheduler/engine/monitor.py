@@ -11,6 +11,7 @@ Between `start` and `stop` it sees every completion; otherwise it costs nothing.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import threading
 import time
@@ -239,8 +240,10 @@ class Monitor:
         state = self.engine.state
         if not state.residency["managed"][0]:
             return None
-        w = state.weights[row]
-        total = max(1, int(w["bytes"]))
+        w = state.weights[row].copy()
+        total = int(w["bytes"])
+        if not total:  # a job's are its owner's
+            return None
         there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["stage"] == codes.COMING else 0.0
         return {
             "state": weights_state(state, row),
@@ -296,6 +299,8 @@ _USE = ("capacity", "resident", "pending")
 
 
 def _limit_ns(loaded: LoadedModel) -> float:
+    if loaded.model.stateful:  # a step of a job: nobody waits for it
+        return math.inf
     target_ms = loaded.model.target_ms
     return loaded.profiles[0].whole_ns * ALONE_TIMES if target_ms is None else target_ms * 1e6
 

@@ -299,8 +299,12 @@ class Slot:
     """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
 
     def __init__(
-        self, engine: Requester, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable
-    ) -> None:
+        self, engine: Requester, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable,
+        in_turn: bool = False,
+    ) -> None:  # fmt: skip
+        """`in_turn`: behind all requests of the model that were handed in before. Into a lane that is open, one could
+        get before another that the core has not seen yet.
+        """
         self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
         self._loaded = loaded
         self._engine, self._front = engine, engine._front
@@ -313,7 +317,7 @@ class Slot:
         self._front.take_row(self._pending)
         self._open = True
         engine._slots.add(self)
-        self._place = self._front.claim(self._loaded)
+        self._place = None if in_turn else self._front.claim(self._loaded)
         if self._place is not None:
             lane, slot = self._place
             self._front.post_claimed(
@@ -353,9 +357,12 @@ class Slot:
         """The inputs are written: run the request. `finish` is called with its completion, in whichever thread."""
         self._go(finish)
 
-    def begin(self) -> Callable[[], Outputs]:
-        """The inputs are written: run the request. What comes back waits for it, in this thread."""
-        waiter = thread_waiter()
+    def begin(self, waiter: Waiter | None = None) -> Callable[[], Outputs]:
+        """The inputs are written: run the request. What comes back waits for it, in this thread.
+
+        Where this thread has several on their way, each needs a waiter of its own.
+        """
+        waiter = thread_waiter() if waiter is None else waiter
         answer = SyncAnswer(self._engine, waiter)
         self.begin_for(answer)
         return lambda: self._engine._block(self._pending, answer, waiter)

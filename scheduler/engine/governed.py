@@ -1,0 +1,97 @@
+"""Who decides on an engine, and for whom: its policy and its tenants, changed between two steps of the core."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from paellapy.scheduler.core.errors import ModelError
+from paellapy.scheduler.core.tenants import checked_tenants, give_tenant, tenants_stats
+from paellapy.scheduler.core.tuning import Tuning
+from paellapy.scheduler.engine.guarded import Guarded
+from paellapy.scheduler.policies.attach import attach_policy
+from paellapy.scheduler.policies.policy import Policy, find_policy
+
+
+class Governed(Guarded):
+    """Requests are ranked by a policy, and belong to tenants."""
+
+    tuning: Tuning
+    max_active: int | None
+    _policy: Policy
+    _loop_ended: bool
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that decides now."""
+        return self._policy.name
+
+    @property
+    def current_policy(self) -> Policy:
+        return self._policy
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Changes the policy; what is on the GPU runs on, what waits is ranked anew.
+
+        One that this machine has not used before is compiled first: beside the requests on a real GPU. A virtual one
+        stands still meanwhile, some tenths of a second: its loop and the compiler would both wait for each other's
+        turns in Python, and take several times as long.
+        """
+        self._check_open()
+        if not self._backend.computes_in_python:
+            policy = find_policy(policy)
+
+        def change() -> None:
+            self._policy = self._attach(policy)
+
+        self._between_steps(change)
+
+    def tenant(self, name: str, share: float = 1.0, limit: float | None = None) -> None:
+        """Gives the client of this name a share of the GPU against other tenants, under policies that are fair; and a
+        limit, the part of the GPU's time that it may have at most. Called again it changes both.
+        """
+        self._check_open()
+        (tenant,) = checked_tenants({name: {"share": share, "limit": limit}}).values()
+        number = self._front.client_number(name)
+        if not self._front.is_client(number, name):
+            raise ModelError(f"no room for tenant {name!r}: {len(self.state.client) - 1} clients have numbers already")
+        self._between_steps(lambda: give_tenant(self.state, number, name, tenant))
+
+    @property
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """Tenants by name: share, limit, and what each has had of the GPU."""
+        return tenants_stats(self.state)
+
+    def _between_steps(self, change: Callable[[], None]) -> None:
+        """Has the loop do it, and waits until it is done."""
+        done = threading.Event()
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                change()
+            except BaseException as e:  # the loop goes on; whoever asked for it is told
+                failed.append(e)
+            finally:
+                done.set()
+
+        if self._loop_ended:
+            change()
+            return
+        self._backend.call(run)
+        while not done.wait(0.1):
+            if not self._closing:
+                self._check_open()  # a loop that has ended changes nothing any more
+        if failed:
+            raise failed[0]
+
+    def _attach(self, policy: str | Policy) -> Policy:
+        found = find_policy(policy)
+        attach_policy(self.state, found)
+        if found.active is None:
+            most = len(self.state.lane)
+            self.state.core["max_active"][0] = most if self.max_active is None else min(self.max_active, most)
+            self.state.core["demand_limit"][0] = self.tuning.demand_limit if self.max_active is None else math.inf
+        return found

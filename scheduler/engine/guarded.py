@@ -1,0 +1,112 @@
+"""Whether an engine takes requests, and what those are told who ask when it does not: closed, failed, a fault."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import EngineClosedError, EngineFailedError, RequestFailedError, WeightsError
+from paellapy.scheduler.engine.background import Job
+from paellapy.scheduler.engine.requests import Requester
+from paellapy.scheduler.engine.residents import Residents
+
+
+class Faults:
+    """Why a model failed on the values in a slot, the latest of each; called by the backend."""
+
+    def __init__(self, engine: Guarded) -> None:
+        self._engine = weakref.proxy(engine)
+        self.latest: dict[tuple[int, int], BaseException] = {}
+        self.told: Callable[[str, BaseException], None] | None = None
+
+    def __call__(self, lane: int, slot: int, error: BaseException) -> None:
+        self.latest[lane, slot] = error
+        loaded = self._engine.loaded_rows().get(int(self._engine.state.lane["model"][lane]))
+        if self.told is not None and loaded is not None:
+            self.told(loaded.model.name, error)
+
+
+class Guarded(Requester):
+    """Requests in, results out, until it is closed or its GPU fails."""
+
+    _backend: Backend
+    _residents: Residents | None
+    _by_row: dict[int, LoadedModel]
+    _jobs: dict[str, Job]
+    _faults: Faults
+    _failure: BaseException | None
+    _closed: bool
+    _closing: bool
+    _elsewhere: bool  # the engine is that of the process this one was forked from
+    _culprits = ""  # who was on the GPU when it failed
+
+    def loaded_rows(self) -> dict[int, LoadedModel]:
+        """Loaded models by their row in the core."""
+        return dict(self._by_row)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine takes no more requests; None while it does."""
+        return self._failure
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine takes no more requests because it is closed or being closed."""
+        return self._closing or self._closed
+
+    def on_fault(self, told: Callable[[str, BaseException], None]) -> None:
+        """Calls `told(model, error)` where a model fails on the values of one request: in the loop's thread."""
+        self._faults.told = told
+
+    @property
+    def over(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failed_error()
+        if self._elsewhere:
+            raise EngineClosedError("the engine is that of the process this one was forked from: make one here")
+        if self._closing or self._closed:
+            raise EngineClosedError("the engine is closed")
+
+    def _failed_error(self) -> EngineFailedError:
+        whose = f" (on the GPU were {self._culprits})" if self._culprits else ""
+        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}{whose}")
+        error.__cause__ = self._failure
+        return error
+
+    def _fail(self, cause: BaseException) -> None:
+        """From the loop: the device is lost. Everybody who waits is told why."""
+        if self._failure is None:
+            self._culprits = self._on_gpu()
+            self._failure = cause
+            self._front.command(codes.FAIL)
+
+    def _on_gpu(self) -> str:
+        """Whose work is launched and not done: a fault of the GPU's is of one of these."""
+        lanes = self.state.flight[: int(self.state.core["flight"][0])]
+        rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
+        named = [self._by_row[row].model.name for row in rows if row in self._by_row]
+        return ", ".join(f"job {name!r}" if name in self._jobs else repr(name) for name in named)
+
+    def _no_weights(self, row: int, name: str) -> Exception:
+        cause = self._residents.mover.errors.get(row) if self._residents is not None else None
+        error = WeightsError(f"the weights of model {name!r} could not be brought to the GPU: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _failed(self, status: int) -> EngineFailedError:
+        if self._failure is None:  # the core has met it before its loop could say so
+            self._culprits = self._on_gpu()
+            self._failure = self._backend.failure(status)
+        return self._failed_error()
+
+    def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
+        cause = self._faults.latest.pop((lane, slot), None)
+        error = RequestFailedError(f"model {name!r} failed on the values of this request: {cause}")
+        error.__cause__ = cause
+        return error

@@ -1,0 +1,150 @@
+"""What an engine runs beside requests: background jobs, and turns of code that was not captured."""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from paellapy.instrument.device import Device, VirtualDevice
+from paellapy.scheduler.backends.base import Backend
+from paellapy.scheduler.backends.launches import LoadedModel
+from paellapy.scheduler.core import codes
+from paellapy.scheduler.core.errors import MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.core.state import Limits
+from paellapy.scheduler.engine.background import Job, Reports, check_memory
+from paellapy.scheduler.engine.feed import Feed
+from paellapy.scheduler.engine.governed import Governed
+from paellapy.scheduler.engine.guests import Guests
+from paellapy.scheduler.engine.install import install
+from paellapy.scheduler.engine.turn import Turn, Turns
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.models.profile import model_profile
+from paellapy.scheduler.models.torch_module import needs_torch
+from paellapy.scheduler.models.torch_step import TorchStep
+
+
+class Hosting(Governed):
+    """Jobs and turns share the GPU with requests."""
+
+    device: Device
+    limits: Limits
+    _loading: threading.RLock
+    _models: dict[str, LoadedModel]
+    _turns: Turns
+    guests: Guests
+
+    @abstractmethod
+    def _load(self, model: Model) -> LoadedModel:
+        """Compiles, captures, measures and opens a model."""
+
+    @abstractmethod
+    def _close_model(self, loaded: LoadedModel) -> None:
+        """Finishes its requests, and gives its memory back."""
+
+    def background(
+        self,
+        step: Callable[..., Any],
+        *,
+        name: str = "train",
+        state: Sequence[Any],
+        data: Iterable[Any] | None = None,
+        priority: int = -1,
+        share: float = 1.0,
+        memory_bytes: int | None = None,
+        quantum_us: float | None = None,
+        every: int = 100,
+        callback: Callable[[Job], object] | None = None,
+        params: Mapping[str, float] | None = None,
+    ) -> Job:
+        """Runs a PyTorch step again and again beside requests: captured, cut and scheduled like any model.
+
+        `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. The
+        first step is made here, as it is; capturing and measuring leave no trace. `step` returns tensors, a loss say,
+        which `job.outputs` has, or nothing. With `data` it is given the next batch each time, until there is none.
+
+        `callback(job)` is called after every `every`-th step, outside the capture: for losses, checkpoints, and
+        learning rates that are tensors. `share` and `params` are as of a model; `memory_bytes` is the most that the
+        state and a step may hold. `quantum_us` is about how long a segment of the step takes, where it is to differ
+        from the engine's: who goes before the job waits for one of them, and each costs a launch.
+        """
+        if every < 1:
+            raise ModelError(f"job {name!r}: every={every}; a callback comes after every step, or after some more")
+        if quantum_us is not None and not 1 <= quantum_us < math.inf:
+            raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum is at least one microsecond")
+        with self._loading:
+            self._check_open()
+            if name in self._models or name in self._jobs:
+                raise ModelError(f"a model or a job named {name!r} is loaded already; stop or unload it first")
+            feed = None if data is None else Feed(needs_torch(), name, data)
+            return self._start_job(
+                Job(self, self, TorchStep(name, step, list(state), None if feed is None else feed.first()), feed,
+                    Reports(every, callback)),
+                {"priority": priority, "share": share, "params": params, "quantum_us": quantum_us}, memory_bytes,
+            )  # fmt: skip
+
+    def _start_job(self, job: Job, about: dict[str, Any], memory_bytes: int | None) -> Job:
+        try:
+            loaded = self._load(job.step.model(**about))
+        except BaseException:
+            job.stop()
+            raise
+        self._jobs[job.name] = job
+        try:
+            check_memory(job.step, loaded.reservation.total_bytes, memory_bytes)
+        except MemoryPlanError:
+            job.stop()
+            job.adopt(loaded)
+            self.unload_job(job)
+            raise
+        job.start(loaded, computes=isinstance(self.device, VirtualDevice))
+        return job
+
+    def turn(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Turn:
+        """`with engine.turn("script"):` around code that was not captured: it runs when the policy grants it.
+
+        `turn.wanted()` says when to give way. Who waits for a turn that is wanted back waits for `give_back_ms` at
+        most: then the turn is over, and what its code launches runs beside others.
+        """
+        self._check_open()
+        with self._loading:
+            if name in self._models or name in self._jobs:
+                raise ModelError(f"a model or a job named {name!r} is loaded already; name the turn otherwise")
+            return Turn(self, self._turns, name, priority, share, give_back_ms)
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    def open_turns(self, loaded: LoadedModel) -> None:
+        """Turns of one name enter the core."""
+        install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
+        self._by_row[loaded.row] = loaded
+        self._front.command(codes.OPEN_MODEL, loaded.row)
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        """Background jobs that are not over, by name."""
+        return dict(self._jobs)
+
+    def unload_job(self, job: Job) -> None:
+        """From the job's own thread, when it is over."""
+        with self._loading:
+            self._jobs.pop(job.name, None)
+            if job.loaded is not None and job.loaded.row in self._by_row and self._failure is None:
+                self._close_model(job.loaded)
+
+    def job_profile(self, name: str) -> ModelProfile:
+        """As `model_profile`, of a background job's step."""
+        job = self._jobs.get(name)
+        if job is None or job.loaded is None:
+            raise UnknownModelError(f"no job named {name!r} runs; running: {', '.join(self._jobs) or 'none'}")
+        return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.lanes), self.limits.requests)
+
+    def job_stats(self) -> dict[str, dict[str, Any]]:
+        """What runs beside requests, by name: background jobs, turns, and other processes."""
+        own = {name: job.stats() for name, job in self.jobs.items()}
+        return {**self.guests.stats(), **self._turns.stats(), **own}
