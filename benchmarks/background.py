@@ -4,27 +4,37 @@
     python benchmarks/background.py --device virtual:h200 --small     to try it
 
 For each job: the plain loop's speed, the job's alone, and both under each way to share the GPU. Every seed has its own
-arrivals. Results are written after every point; points that are there already are not measured again.
+arrivals, which a compiled client sends whether or not others are answered. Results are written after every point;
+points that are there already are not measured again.
+
+The losses of 200 steps are compared with the plain loop's, and those of the plain loop with its own when it is run a
+second time: PyTorch's algorithms that add in any order are off in all of them (`deterministic`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for where algorithms are deterministic
+
 import numpy as np
 import torch
 from common import RESULTS, save
+from engine_load import Generator, poisson
 
 import paellapy as pp
 from paellapy.instrument.device import Device
+from paellapy.scheduler.core.state import Limits
 
 F = torch.nn.functional
 RATE = 250.0  # requests a second
+STEPS = 200  # whose losses are compared
 # Ways to share the GPU with a job of low priority, and their policies.
 WAYS = {"priority": "priority", "tally": "tally", "reef": "reef", "orion": "orion", "stream priorities": "streams"}
 
@@ -48,9 +58,11 @@ def small_net(width: int = 8) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def trainee(kind: str, where: str, small: bool) -> tuple[Callable[[], Any], list[Any]]:
+def trainee(kind: str, where: str, small: bool, seed: int = 0) -> tuple[Callable[[], Any], list[Any]]:
     """A step on data that stay on the GPU, and its state."""
-    torch.manual_seed(0)
+    # Where it only warns, attention adds its gradients in any order; resnet's pooling knows no other way.
+    torch.use_deterministic_algorithms(True, warn_only=kind != "transformer")
+    torch.manual_seed(seed)
     if kind == "transformer":
         net: Any = SmallTransformer(32 if small else 512, 1 if small else 4).to(where).train()
         x = torch.randint(0, 1000, (2 if small else 16, 8 if small else 256), device=where)
@@ -78,10 +90,14 @@ def trainee(kind: str, where: str, small: bool) -> tuple[Callable[[], Any], list
     return step, [net, optimizer]
 
 
-def plain_speed(kind: str, where: str, small: bool, seconds: float) -> tuple[float, list[float]]:
-    """Steps a second of the loop as everybody writes it, and its first losses."""
-    step, _ = trainee(kind, where, small)
-    losses = [step().detach() for _ in range(20)]
+def plain_losses(kind: str, where: str, small: bool, seed: int) -> tuple[Callable[[], Any], list[float]]:
+    step, _ = trainee(kind, where, small, seed)
+    losses = torch.stack([step().detach() for _ in range(STEPS)])
+    return step, losses.cpu().tolist()
+
+
+def plain_speed(step: Callable[[], Any], where: str, seconds: float) -> float:
+    """Steps a second of the loop as everybody writes it."""
     _wait(where)
     began, steps = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -90,7 +106,7 @@ def plain_speed(kind: str, where: str, small: bool, seconds: float) -> tuple[flo
         if steps % 8 == 0:
             _wait(where)
     _wait(where)
-    return steps / (time.perf_counter() - began), [float(each) for each in losses]
+    return steps / (time.perf_counter() - began)
 
 
 def _wait(where: str) -> None:
@@ -100,29 +116,47 @@ def _wait(where: str) -> None:
 
 def served(small: bool) -> pp.Model:
     if small:
-        return pp.Model.from_torch(small_net(), torch.zeros(1, 3, 16, 16), name="served", batch=(1,), lanes=2)
+        return pp.Model.from_torch(small_net(), torch.zeros(1, 3, 16, 16), name="served", batch=(1,), lanes=4)
     from torchvision.models import resnet50
 
+    torch.manual_seed(0)
     net = resnet50().eval().cuda()
     return pp.Model.from_torch(net, torch.zeros(1, 3, 224, 224), name="served", dtype=torch.float16,
                                channels_last=True, batch=(1,), lanes=4)  # fmt: skip
 
 
-def ask(engine: pp.Engine, seed: int, seconds: float) -> list[float]:
-    """Latencies in ms of Poisson arrivals, from the moment each was due."""
-    rng = np.random.default_rng(seed)
-    spec = engine.models["served"].inputs["input"]
-    x = rng.standard_normal(spec.shape).astype(spec.dtype)
-    found = []
-    due = time.perf_counter() + 0.01
-    end = due + seconds
-    while due < end:
-        while time.perf_counter() < due:
-            pass
-        engine.infer_sync("served", {"input": x}, priority=1)
-        found.append((time.perf_counter() - due) * 1e3)
-        due += rng.exponential(1 / RATE)
-    return found
+class Load:
+    """Poisson arrivals for the served model from a client of its own; every output is compared with that of a request
+    that was alone.
+    """
+
+    INPUTS = 8
+
+    def __init__(self, engine: pp.Engine) -> None:
+        rng = np.random.default_rng(0)
+        spec = engine.models["served"].inputs["input"]
+        self._inputs = rng.standard_normal((self.INPUTS, *spec.shape)).astype(spec.dtype)
+        answers = [next(iter(engine.infer_sync("served", {"input": x}).values())) for x in self._inputs]
+        self._expected = np.stack(answers)
+        self._generator = Generator(engine, ["served"], [self._inputs], front=1)
+        self.wrong = 0
+
+    def __call__(self, seed: int, seconds: float) -> list[float]:
+        """Latencies in ms from the moment each request was due."""
+        rng = np.random.default_rng(seed)
+        n = max(20, int(RATE * seconds))
+        which = rng.integers(0, self.INPUTS, n)
+        run = self._generator.run(poisson(rng, RATE, n), np.zeros(n, np.int64), which, priority=[1])
+        found = run.outputs.view(self._expected.dtype).reshape(n, *self._expected.shape[1:]).astype(np.float32)
+        wanted = self._expected[which].astype(np.float32)
+        differs = np.abs(found - wanted).reshape(n, -1).max(axis=1)
+        self.wrong += int((~(differs <= 0.02 * np.abs(wanted).max())).sum())
+        return [float(ns) * 1e-6 for ns in run.latency_ns]
+
+
+def make_engine(device: str, policy: str = "priority") -> pp.Engine:
+    """With a front end for the client."""
+    return pp.Engine(device, policy=policy, limits=Limits(fronts=2))
 
 
 def rate_of(job: Any, seconds: float) -> float:
@@ -147,81 +181,132 @@ class Points:
         return self.found[name]
 
 
-def beside(engine: pp.Engine, job: Any, args: argparse.Namespace) -> dict[str, Any]:
+def beside(load: Load, job: Any, args: argparse.Namespace) -> dict[str, Any]:
     latencies, speeds = [], []
     for seed in range(args.seeds):
         before, began = job.steps, time.perf_counter()
-        latencies.append(ask(engine, seed, args.seconds))
+        latencies.append(load(seed, args.seconds))
         speeds.append((job.steps - before) / (time.perf_counter() - began))
     if job.error is not None:
         raise job.error
-    return {**summary(latencies), "steps_per_s": [round(each, 2) for each in speeds]}
+    return {**summary(latencies, load), "steps_per_s": [round(each, 2) for each in speeds]}
 
 
-def summary(latencies: list[list[float]]) -> dict[str, Any]:
+def alone(load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    return summary([load(s, args.seconds) for s in range(args.seeds)], load)
+
+
+def summary(latencies: list[list[float]], load: Load) -> dict[str, Any]:
     return {
         "p50_ms": [round(float(np.percentile(each, 50)), 4) for each in latencies],
         "p99_ms": [round(float(np.percentile(each, 99)), 4) for each in latencies],
         "all_p99_ms": round(float(np.percentile([ms for each in latencies for ms in each], 99)), 4),
         "requests": sum(map(len, latencies)),
+        "wrong": load.wrong,
     }
 
 
-def measure(engine: pp.Engine, kind: str, args: argparse.Namespace, points: Points) -> None:
+def compare_losses(engine: pp.Engine, kind: str, where: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Of 200 steps, by seed: the plain loop's, its own once more, and the captured job's."""
+    found: dict[str, Any] = {"steps": STEPS, "equal": [], "plain_repeats": [], "last": []}
+    for seed in range(args.loss_seeds):
+        plain, again = (plain_losses(kind, where, args.small, seed)[1] for _ in range(2))
+        step, state = trainee(kind, where, args.small, seed)
+        got: list[float] = []
+
+        def note(job: Any, got: list[float] = got) -> None:
+            got.append(float(job.outputs["output"]))
+            if len(got) == STEPS:
+                job.stop()
+
+        job = engine.background(step, name=f"{kind} {seed}", state=state, every=1, callback=note)
+        if not job.join(60) or job.error is not None:
+            raise RuntimeError(f"{kind}, seed {seed}: {job.error or 'no 200 steps in a minute'}")
+        found["equal"].append(got == plain)
+        found["plain_repeats"].append(plain == again)
+        found["last"].append([plain[-1], got[-1]])
+    return found
+
+
+def where_of(args: argparse.Namespace) -> str:
+    return "cpu" if args.device.startswith("virtual") else "cuda"
+
+
+def measure_all(engine: pp.Engine, load: Load, kind: str, args: argparse.Namespace, points: Points) -> None:
+    where = where_of(args)
+    for quantum in args.quanta.split(","):
+        measure(engine, load, (kind, float(quantum)), args, points)
+    made = plain_losses(kind, where, args.small, 0)[0]
+    points(f"{kind}: plain loop", lambda: plain_speed(made, where, args.seconds))
+    points(f"{kind}: losses", lambda: compare_losses(engine, kind, where, args))
+
+
+def measure(
+    engine: pp.Engine, load: Load, which: tuple[str, float], args: argparse.Namespace, points: Points
+) -> None:
     """One job of low priority under each policy, then one like the served model's."""
-    where = "cpu" if args.device.startswith("virtual") else "cuda"
-    _, losses = points(f"{kind}: plain loop", lambda: plain_speed(kind, where, args.small, args.seconds))
+    where, (kind, quantum_us) = where_of(args), which
+    title = f"{kind}, {quantum_us:g} µs"
     engine.set_policy("priority")
+    points(f"{title}: alone before", lambda: alone(load, args))
     step, state = trainee(kind, where, args.small)
-    got: list[float] = []
-    job = engine.background(step, name=kind, state=state, every=1, callback=lambda job: _note(got, job))
-    while len(got) < len(losses) and job.error is None:
-        time.sleep(0.01)
-    points(f"{kind}: losses", lambda: {"equal": got == losses, "first": losses[:2], "last": [got[-1], losses[-1]]})
+    job = engine.background(step, name=kind, state=state, quantum_us=quantum_us)
     profile = engine.job_profile(kind)
-    points(f"{kind}: step", lambda: {"whole_ms": profile.alone_ns() * 1e-6, "segments": len(profile.sizes[1])})
+    points(f"{title}: step", lambda: {"whole_ms": profile.alone_ns() * 1e-6, "segments": len(profile.sizes[1])})
     pp.save_profiles(args.folder / f"{args.name}-{kind}.profile.json", [profile])
-    for way, policy in WAYS.items():
-        engine.set_policy(policy)
-        points(f"{kind}: {way}: job alone", lambda: rate_of(job, args.seconds))
-        points(f"{kind}: {way}", lambda: beside(engine, job, args))
+    for way in args.ways.split(","):
+        engine.set_policy(WAYS[way])
+        points(f"{title}: {way}: job alone", lambda: rate_of(job, args.seconds))
+        points(f"{title}: {way}", lambda: beside(load, job, args))
     engine.set_policy("priority")
     job.pause()
-    points(f"{kind}: paused", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
+    points(f"{title}: paused", lambda: alone(load, args))
     job.stop()
     job.join()
-    points(f"{kind}: alone again", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
-    engine.set_policy("streams")
-    step, state = trainee(kind, where, args.small)
-    equal = engine.background(step, name=kind, state=state, priority=0)
-    points(f"{kind}: streams", lambda: beside(engine, equal, args))
-    equal.stop()
-    equal.join()
+    points(f"{title}: alone again", lambda: alone(load, args))
+    if args.equals:
+        engine.set_policy("streams")
+        step, state = trainee(kind, where, args.small)
+        equal = engine.background(step, name=kind, state=state, priority=0)
+        points(f"{title}: streams", lambda: beside(load, equal, args))
+        equal.stop()
+        equal.join()
 
 
-def _note(got: list[float], job: Any) -> None:
-    if len(got) < 20:
-        got.append(float(job.outputs["output"]))
+def deterministic() -> None:
+    """As for a run that is to be repeated bit for bit."""
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("high")  # tensor cores, as everybody trains
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it is for finding faults, and takes time
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="nets of a few weights, to try the script")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each point and seed")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--loss-seeds", type=int, default=5)
     parser.add_argument("--jobs", default="resnet18,transformer")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--quanta", default="100,50", help="lengths of a job's segments in µs")
+    parser.add_argument("--no-equals", dest="equals", action="store_false", help="no job of the same priority")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     parser.add_argument("--name", default="background")
-    args = parser.parse_args()
-    torch.backends.cudnn.deterministic = True
-    with pp.Engine(args.device, policy="priority") as engine:
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    deterministic()
+    with make_engine(args.device) as engine:
         points = Points(args.folder / f"{args.name}.json", engine.device)
         engine.load(served(args.small))
-        ask(engine, 99, 0.3)
-        points("alone", lambda: summary([ask(engine, s, args.seconds) for s in range(args.seeds)]))
+        load = Load(engine)
+        load(99, 0.3)
+        points("alone", lambda: alone(load, args))
         for kind in args.jobs.split(","):
-            measure(engine, kind, args, points)
+            measure_all(engine, load, kind, args, points)
 
 
 if __name__ == "__main__":

@@ -59,21 +59,24 @@ plt.show()
 # are counted below, and every answer is checked.
 
 # %%
-served = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).eval()
+hidden, last = torch.nn.Linear(16, 64), torch.nn.Linear(64, 4)
+served = torch.nn.Sequential(hidden, torch.nn.ReLU(), last).eval()
 x = np.ones(16, np.float32)
 with torch.no_grad():
     expected = served(torch.from_numpy(x)[None])[0].numpy()
 times, steps, right = [], [], []
 with pp.Engine("virtual:h200", policy="priority") as engine:
     engine.load(pp.Model.from_torch(served, torch.zeros(1, 16), name="served", batch=(1,)))
-    job = engine.background(step, name="train", state=[net, optimizer], data=batches(100_000), priority=-1)
+    data = batches(100_000)
+    job = engine.background(step, name="train", state=[net, optimizer], data=data, priority=-1)
     began = time.monotonic()
     for k in range(150):
         if k == 50:
             job.pause()
         if k == 100:
             job.resume()
-        right.append(np.allclose(engine.infer_sync("served", {"input": x}, priority=1)["output"], expected, atol=1e-5))
+        answer = engine.infer_sync("served", {"input": x}, priority=1)["output"]
+        right.append(np.allclose(answer, expected, atol=1e-5))
         times.append(time.monotonic() - began)
         steps.append(job.steps)
         time.sleep(0.005)
@@ -104,14 +107,15 @@ models = [
 ]
 ask = pp.Poisson(250, "net", duration=1.0, priority=1)
 alone = pp.simulate(models, ask, "priority").model("net").p99_ms
-free = pp.simulate(models, pp.Background("train", duration=1.0), "priority").model("train").completed
+by_itself = pp.Background("train", duration=1.0)
+free = pp.simulate(models, by_itself, "priority").model("train").completed
 policies = ["streams", "priority", "tally", "reef"]
 late, kept = [], []
 for policy in policies:
     found = pp.simulate(models, ask + pp.Background("train"), policy)
     late.append(found.model("net").p99_ms / alone)
     kept.append(found.model("train").completed / free)
-    print(f"{policy}: p99 {late[-1]:.2f} times that alone, the job keeps {kept[-1]:.2f} of its speed")
+    print(f"{policy}: p99 {late[-1]:.2f} × alone, the job keeps {kept[-1]:.2f} of its speed")
 
 # %%
 figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")

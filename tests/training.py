@@ -11,10 +11,12 @@ import torch
 F = torch.nn.functional
 
 
-def trainee(device: str = "cpu", width: int = 16, kind: str = "adam") -> SimpleNamespace:
+def trainee(device: str = "cpu", width: int = 16, kind: str = "adam", dropout: float = 0.1) -> SimpleNamespace:
     """A net that learns the sum of its inputs, and the step that teaches it."""
     torch.manual_seed(1)
-    layers = [torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(width)]
+    layers: list[Any] = [torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.BatchNorm1d(width)]
+    if dropout:
+        layers.insert(2, torch.nn.Dropout(dropout))
     net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).to(device)
     rate: Any = torch.tensor(1e-2, device=device)
     if kind == "adam":
@@ -51,6 +53,22 @@ def plain_losses(n: int, device: str = "cpu", kind: str = "adam") -> list[float]
         found.append(float(made.step(x.to(device), y.to(device)).detach()))
         made.schedule.step()
     return found
+
+
+def losses_now_and_then(
+    engine: Any, n: int, every: int, device: str = "cpu", dropout: float = 0.1
+) -> tuple[list[float], list[float]]:
+    """Of a plain loop and of a job that is looked at after some steps only: the steps between follow each other."""
+    made = trainee(device, kind="sgd", dropout=dropout)
+    plain = [float(made.step(x.to(device), y.to(device)).detach()) for x, y in batches(n)]
+    made, found = trainee(device, kind="sgd", dropout=dropout), []
+    job = engine.background(made.step, state=made.state, data=batches(n), every=every,
+                            callback=lambda job: found.append(float(job.outputs["output"])))  # fmt: skip
+    assert job.join(120)
+    if job.error is not None:
+        raise job.error
+    assert job.steps == n
+    return plain[every - 1 :: every], found
 
 
 def job_losses(engine: Any, n: int, device: str = "cpu", kind: str = "adam") -> list[float]:

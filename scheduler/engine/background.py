@@ -5,12 +5,14 @@
     job.stop()
     job.join()
 
-A job is a model with one request at a time, which the job's own thread hands in when the last one is done: policies see
-it as any other. An error in the step, its data or its callback ends the job, and nothing else.
+A job is a model whose requests the job's own thread hands in: policies see it as any other. It has two lanes that run
+by turns (core: `lane.berth`), so the next step is there when one ends. An error in the step, its data or its callback
+ends the job, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 from paellapy.scheduler.backends.launches import LoadedModel
 from paellapy.scheduler.core.errors import EngineClosedError, MemoryPlanError
 from paellapy.scheduler.engine.feed import Feed
+from paellapy.scheduler.engine.front_end import Waiter
 from paellapy.scheduler.engine.requests import Outputs, Requester, Slot
 from paellapy.scheduler.models.torch_step import Batch, TorchStep
 
@@ -41,6 +44,14 @@ class Reports:
     callback: Callable[[Job], object] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step on its way."""
+
+    finish: Callable[[], Outputs]
+    batch: Batch | None
+
+
 class Job:
     """A background job. `steps`, `steps_per_s`, `outputs` and `error` may be read at any time."""
 
@@ -53,6 +64,8 @@ class Job:
         self._go.set()
         self._waiting = False  # its thread, for the end of a pause
         self._slot: Slot | None = None  # of the next step
+        self._ahead = 1  # steps that are handed in at a time
+        self._waiters: deque[Waiter] = deque()  # one for each of them
         self.steps = 1  # the first was made when the job was
         self.outputs: Outputs = step.first
         self.error: BaseException | None = None
@@ -64,12 +77,16 @@ class Job:
 
     def start(self, loaded: LoadedModel, computes: bool) -> None:
         self._loaded, self._computes = loaded, computes
+        draws = self.step.draws
+        # One behind the one that runs, so that the GPU need not wait for this thread. Not where the host has to write
+        # before each step which random numbers it draws.
+        self._ahead = 2 if draws is None or not any(draws.drawn) else 1
         self._thread.start()
 
     # -- for its owner
 
     def pause(self) -> None:
-        """No further step begins; the one that runs ends."""
+        """The step that runs ends, and the one that was handed in behind it; no further one begins."""
         self._go.clear()
 
     def resume(self) -> None:
@@ -77,7 +94,7 @@ class Job:
         self._go.set()
 
     def stop(self) -> None:
-        """Ends the job after the step that runs. `join` waits for it."""
+        """Ends the job after the step that runs, and the one behind it. `join` waits for it."""
         self._stopping.set()
         if self.feed is not None:
             self.feed.stop()
@@ -142,41 +159,60 @@ class Job:
             self._host.unload_job(self)
 
     def _train(self) -> None:
+        begun: deque[_Begun] = deque()
+        self._waiters.extend(Waiter() for _ in range(self._ahead))
         batch = self._fetch()
         self._slot = self._reserve(batch)
         try:
-            while self._slot is not None and not self._stopping.is_set():
-                if self._go.is_set():
-                    batch = self._one_step(self._slot, batch)
+            while begun or (self._slot is not None and not self._stopping.is_set()):
+                if self._may_begin(len(begun)):
+                    batch = self._begin(begun, batch)
+                elif begun:
+                    self._end(begun.popleft())
                 else:
-                    self._slot.cancel()  # a batch that waits for its turn keeps the core awake
-                    self._waiting = True
-                    self._go.wait()
-                    self._waiting = False
-                    self._slot = self._reserve(batch)
+                    self._rest(batch)
         finally:
             if self._slot is not None:
                 self._slot.cancel()
+            for each in begun:  # something went wrong meanwhile: nothing is taken away while the GPU uses it
+                with contextlib.suppress(Exception):
+                    each.finish()
 
-    def _one_step(self, slot: Slot, batch: Batch | None) -> Batch | None:
-        """Runs the step whose data are in the slot; the next one's batch, which has its slot too."""
+    def _may_begin(self, begun: int) -> bool:
+        """Whether another step may be handed in behind those that were: none is while a callback is due, since it is to
+        see the state as the step before it left it.
+        """
+        if self._slot is None or self._stopping.is_set() or not self._go.is_set() or begun >= self._ahead:
+            return False
+        return begun == 0 or not self._reports_after(self.steps + begun)
+
+    def _begin(self, begun: deque[_Begun], batch: Batch | None) -> Batch | None:
+        """Hands in the step whose data are in the slot; the next one's batch, which has its slot too."""
         if self.step.draws is not None:
             self.step.draws.next_step()
-        self._slot = None
-        finish = slot.begin()
-        following = None
-        try:
-            if self.feed is not None:  # while the GPU runs this step, the next one's data go to the other lane
-                following = self._fetch()
-                self._slot = self._reserve(following)
-        finally:
-            found = finish()
-        if self.feed is None:  # not before: this step may still wait for the only lane
-            self._slot = self._reserve(None)
-        if self._computes:
-            found = {key: t.detach().numpy().copy() for key, t in self.step.compute(batch).items()}
-        self._done(found)
+        slot, self._slot = self._slot, None
+        assert slot is not None
+        self._waiters.rotate()
+        self._waiters[0].clear()
+        begun.append(_Begun(slot.begin(self._waiters[0]), batch))
+        following = self._fetch()
+        self._slot = self._reserve(following)
         return following
+
+    def _end(self, begun: _Begun) -> None:
+        found = begun.finish()
+        if self._computes:
+            found = {key: t.detach().numpy().copy() for key, t in self.step.compute(begun.batch).items()}
+        self._done(found)
+
+    def _rest(self, batch: Batch | None) -> None:
+        """Until the pause is over."""
+        assert self._slot is not None
+        self._slot.cancel()
+        self._waiting = True
+        self._go.wait()
+        self._waiting = False
+        self._slot = self._reserve(batch)
 
     def _fetch(self) -> Batch | None:
         return None if self.feed is None else self.feed.take()
@@ -186,7 +222,8 @@ class Job:
         if self.feed is not None and batch is None:
             return None
         assert self._loaded is not None
-        slot = Slot(self._engine, self._loaded, None, None, None)
+        # Steps run in their order: one that took a place in an open lane could come before the one handed in last.
+        slot = Slot(self._engine, self._loaded, None, None, None, in_turn=True)
         if batch is not None:
             try:
                 batch.write(self.name, slot.inputs)
@@ -201,8 +238,11 @@ class Job:
         self._times.append(time.monotonic())
         self._report()
 
+    def _reports_after(self, step: int) -> bool:
+        return self._reports.callback is not None and step % self._reports.every == 0
+
     def _report(self) -> None:
-        if self._reports.callback is None or self.steps % self._reports.every:
+        if self._reports.callback is None or not self._reports_after(self.steps):
             return
         self._reports.callback(self)
         torch = self.step.torch

@@ -35,6 +35,8 @@ class Model:
     >>> model = Model("double", double, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, batch=(1,))
     """
 
+    quantum_us: float | None = None  # about how long a segment takes; None: as the engine has it
+
     def __init__(
         self,
         name: str,

@@ -15,7 +15,7 @@ from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Node
 
-_FORMAT = "5"
+_FORMAT = "7"
 
 
 @dataclass(frozen=True, slots=True)

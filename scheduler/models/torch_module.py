@@ -143,6 +143,7 @@ class TorchModule:
     def __init__(self, title: str, call: Callable[..., Any], signature: Signature, options: TorchOptions) -> None:
         self.title, self._call, self.signature, self.options = title, call, signature, options
         self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
+        self.drawn: dict[int, int] = {}  # by batch size, on a GPU: by how much a run moves random numbers on
 
     @property
     def nbytes(self) -> int:
@@ -170,14 +171,15 @@ class TorchModule:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """A function may change a module it refers to, one in training say: not by being loaded."""
+        """A function may change a module it refers to, one in training say, and anybody may draw random numbers: not by
+        being loaded.
+        """
         torch = needs_torch()
-        kept = None if isinstance(self._call, torch.nn.Module) else Kept(torch, state_behind(torch, self._call))
+        kept = Kept(torch, [] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call))
         try:
             yield
         finally:
-            if kept is not None:
-                kept.put_back()
+            kept.put_back()
 
     def parts(self) -> list[Any]:
         """Storages, each once, in the order in which modules have their parameters and buffers."""
@@ -214,8 +216,15 @@ class TorchModule:
         if isinstance(next(iter(inputs.values())), np.ndarray):
             record_or_run(torch, self.compute, self.operations, call, inputs, outputs)
             return
-        with refusing_to_wait() if isinstance(Device.current().capture, Counting) else contextlib.nullcontext():
+        if not isinstance(Device.current().capture, Counting):
             self.compute(torch, call, inputs, outputs)
+            return
+        first = next(iter(inputs.values()))
+        generator = torch.cuda.default_generators[first.device.index]
+        before = generator.get_offset()
+        with refusing_to_wait():
+            self.compute(torch, call, inputs, outputs)
+        self.drawn[first.shape[0]] = generator.get_offset() - before
 
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
         """Runs the module on our arrays and copies what it returns to the outputs."""

@@ -1,48 +1,119 @@
 """Random numbers in captured graphs: what PyTorch does before it replays a graph of its own.
 
 Kernels of a captured graph read the generator's seed and offset from two words of GPU memory that belong to the
-generator while a graph is registered with it. `Draws` has a graph of PyTorch's for each generator, with one draw in it.
-To replay it writes the words, for all graphs of that generator; the offset then moves on by what a step draws.
+generator while a graph is registered with it. Before a step of a job is replayed the host writes them, as PyTorch does.
+The graph of a model that is served has no host beside it, and moves the offset on itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from paellapy.scheduler.core.errors import CaptureError
 
-class Draws:
-    """Generators of one GPU that a step draws from."""
+_GOLDEN = 0x9E3779B97F4A7C15  # lanes' seeds are far from each other
+_MARK = 1 << 20  # an offset by which its word is found
 
-    def __init__(self, torch: Any, generators: list[Any], index: int) -> None:
-        self._torch, self._index = torch, index
-        self.generators = generators
-        self._stream = torch.cuda.Stream(index)
-        self._graphs = [self._registered(each) for each in generators]
-        self.drawn = [0] * len(generators)  # by one step
+WordsOf = Callable[[Any], list[int]]  # the numbers of eight bytes that a graph's kernels are launched with, in order
 
-    def _registered(self, generator: Any) -> Any:
-        torch = self._torch
+
+class _Words:
+    """The two words of a generator: a graph with one draw keeps them, and writes them when it is replayed."""
+
+    def __init__(self, torch: Any, index: int, generator: Any) -> None:
+        self._torch, self._index, self.generator = torch, index, generator
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._offset: Any = None
         before = generator.get_state()
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
-        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
+        self._graph.register_generator_state(generator)
+        with torch.cuda.device(index):
             torch.rand(4, device="cuda", generator=generator)  # what it loads, it loads outside the capture
-            self._stream.synchronize()
-            graph.capture_begin(capture_error_mode="thread_local")
+            torch.cuda.synchronize(index)
+        # Nothing but the capture is on a second stream: kernels there would slow all graphs of the process.
+        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
+            self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 torch.rand(4, device="cuda", generator=generator)
             finally:
-                graph.capture_end()
+                self._graph.capture_end()
+        self._graph.instantiate()
         generator.set_state(before)
-        return graph
+
+    def write(self) -> None:
+        """What the generator would draw next is what replays draw from now on."""
+        offset = self.generator.get_offset()
+        with self._torch.cuda.device(self._index):
+            self._graph.replay()
+        self.generator.set_offset(offset)
+
+    def wait(self) -> None:
+        self._torch.cuda.current_stream(self._index).synchronize()
+
+    def offset(self, words_of: WordsOf) -> Any:
+        """The word of the offset as a tensor, None where it cannot be found: the second of two addresses that a draw's
+        kernel is given, behind the seed's.
+        """
+        if self._offset is None:
+            before = self.generator.get_state()
+            self.generator.set_offset(_MARK)
+            self.write()
+            self.wait()
+            self.generator.set_state(before)
+            words = [word for word in words_of(self._graph) if word % 8 == 0 and word > _MARK]
+            for pair in itertools.pairwise(words):
+                found = [_word(self._torch, self._index, each) for each in pair]
+                if [each and each[1] for each in found] == [self.generator.initial_seed() % (1 << 64), _MARK]:
+                    self._offset = found[1][0]  # type: ignore[index]
+                    break
+        return self._offset
+
+
+class _Own:
+    """A state of PyTorch's default generator that belongs to one job or lane: two that run at once do not meet in its
+    words, and nobody else's captures write them.
+    """
+
+    def __init__(self, torch: Any, index: int) -> None:
+        self.default = torch.cuda.default_generators[index]
+        self.generator = torch.Generator(f"cuda:{index}")
+        self.generator.set_state(self.default.get_state())
+        self._state = self.generator.graphsafe_get_state()
+        with self.drawing():
+            self.words = _Words(torch, index, self.generator)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """What PyTorch draws without naming a generator is this one's."""
+        before = self.default.graphsafe_get_state()
+        self.default.graphsafe_set_state(self._state)
+        try:
+            yield
+        finally:
+            self.default.graphsafe_set_state(before)
+
+
+class Draws:
+    """Random numbers of a step, from PyTorch's default generator of one GPU and from others that it names."""
+
+    def __init__(self, torch: Any, named: list[Any], index: int) -> None:
+        self._own = _Own(torch, index)
+        self._named = named
+        self._generators = [self._own.default, *named]
+        with self._own.drawing():
+            self._words = [self._own.words, *(_Words(torch, index, each) for each in named)]
+        self.drawn = [0] * len(self._words)  # by one step
+        self.recording = self._own.drawing  # around a capture of the step
 
     def register(self, graph: Any) -> None:
-        """Before a step is captured into it."""
-        for generator in self.generators:
+        """Before a step is captured into it. The default generator need not be: captures always know it."""
+        for generator in self._named:
             graph.register_generator_state(generator)
 
     def offsets(self) -> list[int]:
-        return [each.get_offset() for each in self.generators]
+        return [each.get_offset() for each in self._generators]
 
     def note(self, before: list[int]) -> None:
         """What one step drew, from the offsets before it."""
@@ -52,12 +123,48 @@ class Draws:
         """The next replay draws what PyTorch would draw now."""
         if not any(self.drawn):
             return
-        torch = self._torch
-        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
-            # The default one is the first, and every graph is registered with it too: its words are written last.
-            for generator, graph, drawn in reversed([*zip(self.generators, self._graphs, self.drawn, strict=True)]):
-                if drawn:
-                    offset = generator.get_offset()
-                    graph.replay()
-                    generator.set_offset(offset + drawn)
-            self._stream.synchronize()
+        self._own.generator.set_state(self._own.default.get_state())
+        # Graphs of the named ones know the job's own state too: it is written last.
+        for words, drawn in reversed([*zip(self._words, self.drawn, strict=True)]):
+            if drawn:
+                words.write()
+                words.wait()
+        for generator, drawn in zip(self._generators, self.drawn, strict=True):
+            if drawn:
+                generator.set_offset(generator.get_offset() + drawn)
+
+
+class LaneDraws:
+    """What a served model's lane draws: from a seed of its own."""
+
+    def __init__(self, torch: Any, index: int, number: int, words_of: WordsOf) -> None:
+        self._own = _Own(torch, index)
+        generator = self._own.generator
+        generator.manual_seed((self._own.default.initial_seed() + _GOLDEN * (number + 1)) % (1 << 62))
+        self._offset = self._own.words.offset(words_of)
+        if self._offset is None:
+            raise CaptureError(
+                f"draws random numbers, and where PyTorch {torch.__version__} keeps the state of a captured draw was "
+                "not found: draw before, and give the numbers as an input"
+            )
+        self._own.words.write()
+        self._own.words.wait()
+        self.drawing = self._own.drawing
+
+    def move_on(self, drawn: int) -> None:
+        """Captured behind what draws: the next replay draws other numbers."""
+        self._offset.add_(drawn)
+
+
+class _Word:
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i8", "data": (address, False), "version": 3}
+
+
+def _word(torch: Any, index: int, address: int) -> tuple[Any, int] | None:
+    """A word of the GPU's memory as a tensor, and its value; None: the address is not one."""
+    try:
+        tensor = torch.as_tensor(_Word(address), device=f"cuda:{index}")
+    except (RuntimeError, ValueError):
+        return None
+    return tensor, int(tensor.item()) % (1 << 64)

@@ -30,6 +30,7 @@ from paellapy.scheduler.models.torch_state import (
     tensors_of,
 )
 
+LANES = 2  # one runs, the next one's data are written to the other
 _NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes have at least one input and one output
 
 
@@ -117,7 +118,6 @@ class TorchStep:
         check_capturable(self.torch, name, list(state))
         self.pool: TorchPool | None = None  # of all lanes: one of them runs at a time
         self.draws: Draws | None = None
-        self._stream: Any = None
         self._operations: list[Operation] | None = None
         # Made here as PyTorch does: it creates what it needs on its way. Its graph is let go: as long as it is there,
         # the nodes that add up gradients are those of this step's stream, which a capture on another cannot wait for.
@@ -147,11 +147,13 @@ class TorchStep:
                     "capturable=True), and change it between steps"
                 )
 
-    def model(self, lanes: int, **about: Any) -> Model:
+    def model(self, quantum_us: float | None, **about: Any) -> Model:
         outputs = {key: _spec(self.torch, t) for key, t in self._results.items()}
         inputs = _NOTHING if self._batch is None else self._batch.specs
-        return Model(self.name, self.run, inputs=inputs, outputs=outputs or _NOTHING, weights=self, batch=(1,),
-                     lanes=lanes, **about)  # fmt: skip
+        made = Model(self.name, self.run, inputs=inputs, outputs=outputs or _NOTHING, weights=self, batch=(1,),
+                     lanes=LANES, **about)  # fmt: skip
+        made.quantum_us = quantum_us
+        return made
 
     # -- as weights
 
@@ -173,9 +175,8 @@ class TorchStep:
                 raise ModelError(f"job {model!r}: its state is on {tensor.device}; this engine's is on {where}")
         if on_gpu:
             index: int = device.index  # type: ignore[attr-defined]
-            self._stream = torch.cuda.Stream(index)
             own = [g for g in generators_of(torch, list(self.state)) if g.device.type == "cuda"]
-            self.draws = Draws(torch, [torch.cuda.default_generators[index], *own], index)
+            self.draws = Draws(torch, own, index)
         return {}
 
     @contextlib.contextmanager
@@ -208,14 +209,11 @@ class TorchStep:
         if isinstance(capture, LaneCapture):
             self._into(inputs, outputs)
             return
-        torch = self.torch
         assert self.draws is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
         before = self.draws.offsets()
-        with torch.cuda.stream(self._stream), refusing_to_wait():
+        with refusing_to_wait():  # on PyTorch's default stream: kernels on a second one slow all graphs of the process
             self._into(inputs, outputs)
         self.draws.note(before)
-        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _into(self, inputs: Arrays, outputs: Arrays) -> None:
         """Runs the step on our arrays."""

@@ -7,7 +7,6 @@ period's requests by these reports and by what they have sent since; then all GP
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from paellapy.instrument.device.jit import address_of
 from paellapy.instrument.errors import ArgumentError
 from paellapy.scheduler.core import state as st
 from paellapy.scheduler.core.codes import NEVER, NONE, OK
+from paellapy.scheduler.core.cpus import usable_cpus
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim import fluid_state as fluid
@@ -172,9 +172,7 @@ class _Cluster:
         one = fluid_of(core, own, self._gpu, self._seconds, self._fleet.inbox[gpu], nobody, self._options)
         slow_down(core, one, self._speed(gpu))
         expected = max(256, int(1.5 * len(self._asked) / self._o.gpus))
-        return core, one._replace(
-            records=np.zeros(expected, fluid.RECORD), report=self._fleet.report[gpu]
-        )
+        return core, one._replace(records=np.zeros(expected, fluid.RECORD), report=self._fleet.report[gpu])
 
     def _attach(self, gpu: int) -> None:
         self._fleet.fluid_at[gpu], self._fleet.state_at[gpu] = self._fluids[gpu].address, self._cores[gpu].address
@@ -184,7 +182,7 @@ class _Cluster:
     def run(self) -> ClusterResults:
         o, period_ns = self._o, self._o.stale_ms * 1e6
         function = address_of(advance, fluid.Fluid.numba_type, st.State.numba_type, numba.types.float64)
-        threads = o.threads or os.cpu_count() or 1
+        threads = o.threads or max(1, int(usable_cpus()))
         events = sorted(self._events(), key=lambda each: each[0])
         late = np.zeros(0, ASKED)  # to be sent again
         first, now_ns, end_ns = 0, 0.0, (self._seconds + LONGEST_TAIL_S) * 1e9

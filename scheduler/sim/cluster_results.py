@@ -12,6 +12,8 @@ from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.profiles import ModelProfile
 from paellapy.scheduler.core.tables import Table
 
+PARTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterResults:
@@ -58,12 +60,20 @@ class ClusterResults:
 
     def attainment(self, model: str | None = None) -> float:
         """Part of all requests answered within their model's target; of models without one, answered at all."""
-        rows = self.requests
+        met = self._met()
         if model is not None:
-            rows = rows[rows["model"] == [each.name for each in self.models].index(model)]
-        target = np.array([float(each.target_ns) for each in self.models])
-        met = (rows["finish_ns"] != NEVER) & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
-        return float(met.mean()) if len(rows) else 1.0
+            met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
+        return float(met.mean()) if len(met) else 1.0
+
+    def attainment_error(self) -> float:
+        """Its standard error, from as many parts of the run as there are `PARTS`, one after another."""
+        parts = [each.mean() for each in np.array_split(self._met(), PARTS) if len(each)]
+        return float(np.std(parts, ddof=1) / np.sqrt(len(parts))) if len(parts) > 1 else 0.0
+
+    def _met(self) -> NDArray[np.bool_]:
+        rows, target = self.requests, np.array([float(each.target_ns) for each in self.models])
+        found: NDArray[np.bool_] = self.done & (rows["finish_ns"] - rows["first_ns"] <= target[rows["model"]])
+        return found
 
     def summary(self) -> dict[str, float]:
         ms = self.latency_ms()

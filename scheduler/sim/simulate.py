@@ -150,13 +150,13 @@ def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Ta
     """What the options ask for that this load or these models cannot have."""
     if asked.admission and (len(clients) or asked.fidelity != "segments"):
         raise WorkloadError(
-            "admission is for loads that come whether or not they are answered, and for fidelity 'segments': "
-            "leave it out, or choose those"
+            "admission needs an open-loop workload (Poisson, Lognormal, TraceWorkload) and fidelity='segments': leave "
+            "admission out, or choose these"
         )
     if asked.sm_windows and (asked.fidelity != "segments" or not all(each.demand for each in models)):
         raise ArgumentError(
-            "sm_windows is for fidelity 'segments' and models whose demand was measured, as an engine measures it that "
-            "loads them: leave it out, or choose those"
+            "sm_windows needs fidelity='segments' and profiles with a measured demand, as engine.model_profile(name) "
+            "gives them: leave sm_windows out, or choose these"
         )
 
 

@@ -11,11 +11,12 @@ import pytest
 import paellapy as pp
 from paellapy.scheduler.core.check import check_at_rest
 from paellapy.scheduler.core.errors import CaptureError, MemoryPlanError, ModelError, UnknownModelError
+from paellapy.scheduler.engine.monitor import Monitor
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch==2.13.0")
 
 from engine_models import scale_model  # noqa: E402
-from training import batches, job_losses, plain_losses, trainee  # noqa: E402
+from training import batches, job_losses, losses_now_and_then, plain_losses, trainee  # noqa: E402
 
 DEVICE = "virtual:h200"
 
@@ -36,10 +37,15 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_job_s_losses_are_those_of_the_plain_loop_bit_for_bit(engine, kind):
-    expected = plain_losses(60, kind=kind)
-    assert job_losses(engine, 60, kind=kind) == expected
+    expected = plain_losses(50, kind=kind)
+    assert job_losses(engine, 50, kind=kind) == expected
     assert np.mean(expected[-5:]) < 0.7 * np.mean(expected[:5])  # it learns
     assert engine.jobs == {}
+
+
+def test_steps_that_follow_each_other_lose_what_the_plain_loop_loses(engine):
+    expected, found = losses_now_and_then(engine, 30, 10)
+    assert found == expected
 
 
 @pytest.mark.parametrize("policy", ["tally", "antman", "token", "fair", "paella"])
@@ -99,11 +105,31 @@ def test_a_job_without_data_runs_until_it_is_stopped(engine):
     def step() -> None:
         x.add_(1.0)
 
+    seen = []
+    unwatch = engine.watch(lambda entry: seen.append(int(entry["serial"])))
     job = engine.background(step, name="count", state=[x])
-    wait_for(lambda: job.steps > 10)
+    wait_for(lambda: job.steps > 100)
     job.stop()
     assert job.join(30)
+    unwatch()
     assert x.tolist() == [float(job.steps)] * 4
+    seen = [serial for serial in seen if serial]  # not that the model is closed
+    assert seen == sorted(seen)  # steps are done in the order in which they were handed in
+    assert len(seen) >= 99
+
+
+def test_steps_are_no_slow_requests(engine):
+    engine.load(scale_model())
+    x = torch.zeros(4)
+    with Monitor(engine) as monitor:
+        job = engine.background(lambda: x.add_(1.0), name="count", state=[x])
+        wait_for(lambda: job.steps > 10)
+        engine.infer_sync("scale", {"x": np.ones(64, np.float32)})
+        seen = monitor.snapshot()
+        job.stop()
+        assert job.join(30)
+    assert {each["model"] for each in seen["slow"]} == {"scale"}
+    assert [each["name"] for each in seen["jobs"]] == ["count"]
 
 
 def test_loading_a_job_leaves_its_state_and_random_numbers_after_its_first_step(engine):

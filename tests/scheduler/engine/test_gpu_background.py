@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default:The AccumulateGrad")]
 
 from engine_models import scale_model  # noqa: E402
-from training import batches, job_losses, plain_losses, trainee  # noqa: E402
+from training import batches, job_losses, losses_now_and_then, plain_losses, trainee  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -24,6 +24,13 @@ def test_200_captured_steps_lose_what_the_plain_loop_loses_bit_for_bit(kind):
         expected = plain_losses(200, "cuda", kind)
         assert job_losses(engine, 200, "cuda", kind) == expected
     assert np.mean(expected[-20:]) < 0.5 * np.mean(expected[:20])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_steps_that_follow_each_other_lose_what_the_plain_loop_loses(dropout):
+    with pp.Engine("cuda", policy="priority") as engine:
+        expected, found = losses_now_and_then(engine, 200, 20, "cuda", dropout)
+    assert found == expected
 
 
 def test_requests_are_right_beside_a_job():
@@ -70,6 +77,28 @@ def test_a_generator_of_its_own_draws_on():
         assert job.join(60)
         assert job.error is None
     assert np.array_equal(found, expected)
+
+
+def test_a_served_module_that_draws_random_numbers_draws_new_ones_each_time():
+    class Noisy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.nn.functional.dropout(self.body(x), 0.5, training=True) + torch.rand_like(x)
+
+    torch.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    with pp.Engine("cuda") as engine:
+        model = pp.Model.from_torch(Noisy().cuda(), torch.zeros(1, 8), name="noisy", batch=(1, 2), lanes=2)
+        engine.load(model)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        x = {"input": np.ones(8, np.float32)}
+        answers = [engine.infer_sync("noisy", x)["output"] for _ in range(40)]
+    assert len({each.tobytes() for each in answers}) == 40
+    assert np.std(answers, axis=0).min() > 0.1
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_a_graph_that_pytorch_captured_gives_what_it_gave():
@@ -123,7 +152,9 @@ def test_an_unmodified_script_waits_at_the_gate(tmp_path, monkeypatch):
                 assert time.monotonic() < end, engine.job_stats()
                 assert process.poll() is None
                 assert np.array_equal(engine.infer_sync("scale", {"x": x})["y"], 2 * x)
-            assert engine.job_stats()["script"]["launches"] > 100
+            while engine.job_stats()["script"]["launches"] < 100:  # nobody asks: it goes on
+                assert time.monotonic() < end, engine.job_stats()
+                time.sleep(0.01)
         finally:
             process.kill()
             process.wait()

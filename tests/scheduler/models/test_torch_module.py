@@ -44,6 +44,19 @@ def images(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, 3, 16, 16)).astype(np.float32)
 
 
+def test_a_module_that_draws_random_numbers_draws_new_ones_for_every_request(engine):
+    def noisy(x):
+        return x + torch.rand_like(x)
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    engine.load(pp.Model.from_torch(noisy, torch.zeros(1, 8), name="noisy", batch=(1, 2)))
+    assert torch.equal(torch.get_rng_state(), before)
+    answers = [engine.infer_sync("noisy", {"input": np.ones(8, np.float32)})["output"] for _ in range(5)]
+    assert len({each.tobytes() for each in answers}) == 5
+    assert all(((each >= 1) & (each < 2)).all() for each in answers)
+
+
 def test_a_module_gives_what_it_gives_by_itself_at_every_batch_size(engine):
     net = SmallNet().eval()
     model = pp.Model.from_torch(net, torch.zeros(1, 3, 16, 16), name="net", batch=(1, 2, 4))

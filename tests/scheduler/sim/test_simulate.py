@@ -536,7 +536,7 @@ def test_windows_are_simulated_where_demand_was_measured_and_for_segments(
     fidelity: Fidelity, demand: dict[int, float]
 ) -> None:
     net = ModelProfile("net", {1: [SegmentProfile(50e3)]}, demand=demand)
-    with pytest.raises(PaellaError, match="demand was measured"):
+    with pytest.raises(PaellaError, match="sm_windows needs"):
         simulate(net, Poisson(10, "net"), sm_windows=8, fidelity=fidelity)
 
 
