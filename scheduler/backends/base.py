@@ -36,6 +36,7 @@ class Backend(ABC):
     """A device behind the engine. One engine owns one backend."""
 
     device: Device
+    weights_limit_bytes: int = 0  # that weights which come and go may hold together
 
     @abstractmethod
     def default_memory_bytes(self) -> int:
@@ -159,8 +160,10 @@ class Backend(ABC):
         """Memory of the host that weights are copied from: an array `host`, and `free()`."""
 
     @abstractmethod
-    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
-        """For each node: how many of the first bytes of the weights must be there, by what it is launched with."""
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
+        """For each node, the number of leading bytes of the weights that it needs: a lower and an upper bound, both
+        from the pointers that the node is launched with.
+        """
 
     @abstractmethod
     def run_segment(self, launches: Launches, k: int) -> None:
@@ -200,6 +203,7 @@ class Backend(ABC):
         Before any model is loaded.
         """
 
+    computes_in_python = False  # whether the loop computes in Python itself, and so competes with other threads for it
     shares_are_free = False  # whether `segment_shares` is known without a measurement
     windows = 0  # of SMs; 0: none
     window_share = 0.0  # of the SMs that each has

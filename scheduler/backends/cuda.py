@@ -35,10 +35,10 @@ from paellapy.scheduler.backends.cuda_graphs import (
     settled_times_ns,
     word_graph,
 )
-from paellapy.scheduler.backends.cuda_hogs import Hogs, segment_shares
+from paellapy.scheduler.backends.cuda_hogs import Hogs, part_without_place, segment_shares
 from paellapy.scheduler.backends.cuda_loop import BROKEN, serve
 from paellapy.scheduler.backends.cuda_trace import CudaTrace
-from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends
+from paellapy.scheduler.backends.cuda_weights import CudaPages, CudaWeights, PinnedBlock, node_ends, words_of
 from paellapy.scheduler.backends.cuda_windows import CudaWindows
 from paellapy.scheduler.backends.launches import Bounds, Launches, LoadedModel
 from paellapy.scheduler.backends.recorded import TracedBlocks
@@ -54,6 +54,7 @@ from paellapy.scheduler.models.model import Model
 from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays, Capturable
 from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
+from paellapy.scheduler.models.torch_random import LaneDraws
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 # The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
@@ -97,6 +98,7 @@ class CudaMemory(Memory):
         self._device = device
         self._berth = CudaBerth(device, plan.device_bytes) if berth is None else berth
         self._ptr, self._own = self._berth.ptr, berth is None
+        self._draws: LaneDraws | None = None
         try:
             self._pinned = self._share(plan.host_bytes) if shared else self._allocate(plan.host_bytes)
         except PaellaError:
@@ -139,6 +141,13 @@ class CudaMemory(Memory):
                 driver().cuMemHostUnregister(self._pinned)
             self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
 
+    def draws(self, number: int) -> LaneDraws:
+        """Random numbers of this lane, which is the model's of this number."""
+        if self._draws is None:
+            torch: Any = sys.modules["torch"]
+            self._draws = LaneDraws(torch, self._device.index, number, words_of)
+        return self._draws
+
     @property
     def torch_pool(self) -> TorchPool | None:
         return self._berth.torch_pool
@@ -178,9 +187,7 @@ class CudaBackend(Backend):
         self._weight_stream: CudaStream | None = None
 
     def default_memory_bytes(self) -> int:
-        self.device.activate()
-        free, _ = check(driver().cuMemGetInfo(), "reading the GPU's memory")
-        return int(free * 0.9)
+        return int(free_and_whole_bytes(self.device)[0] * 0.9)
 
     def fingerprint(self) -> str:
         version = check(driver().cuDriverGetVersion(), "reading the driver's version")
@@ -199,7 +206,7 @@ class CudaBackend(Backend):
 
     def weight_range(self, layout: Layout, chunk_bytes: int) -> CudaWeights:
         if self._pages is None:
-            self._pages = CudaPages(self.device)
+            self._pages = CudaPages(self.device, self.weights_limit_bytes)
             self._weight_stream = CudaStream(self.device, 0)
         assert self._weight_stream is not None
         return CudaWeights(self.device, layout, chunk_bytes, self._pages, self._weight_stream)
@@ -207,7 +214,7 @@ class CudaBackend(Backend):
     def host_block(self, nbytes: int) -> PinnedBlock:
         return PinnedBlock(self.device, nbytes)
 
-    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
         return node_ends(program.body.nodes, weights)
 
     def run_segment(self, launches: Launches, k: int) -> None:
@@ -384,7 +391,15 @@ class CudaBackend(Backend):
         def one(segment: int) -> float:
             return launch_times_ns([[launches.handles[segment]]], stream, self._gate)[0][0]
 
-        return segment_shares(self._hogs, one, alone_ns)
+        def tensor(segment: int) -> float:
+            return hogs.tensor.share(launches.handles[segment], alone_ns[segment], stream)
+
+        hogs, nodes, sms = self._hogs, launches.program.nodes, self.device.sm_count
+        kept = [
+            part_without_place(nodes[first:end], hogs.takes, self.device.limits, sms)
+            for first, end in launches.bounds
+        ]
+        return segment_shares(hogs, one, tensor, alone_ns, kept)
 
     def release(self, launches: Launches) -> None:
         self.device.activate()
@@ -534,3 +549,10 @@ class CudaBackend(Backend):
 def _destroy(executables: Iterable[int]) -> None:
     for each in executables:
         driver().cuGraphExecDestroy(each)
+
+
+def free_and_whole_bytes(device: Any) -> tuple[int, int]:
+    """Of the GPU's memory."""
+    device.activate()
+    free, whole = check(driver().cuMemGetInfo(), "reading the GPU's memory")
+    return int(free), int(whole)

@@ -24,8 +24,10 @@ from paellapy.scheduler.core.errors import CaptureError
 from paellapy.scheduler.models.capture import LaneCapture, call_model, capturing, code_digest
 from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.program import Cuts, Marks, Node, Part, Program
-from paellapy.scheduler.models.tensors import Arrays
+from paellapy.scheduler.models.tensors import Arrays, Capturable
+from paellapy.scheduler.models.torch_module import TorchModule
 from paellapy.scheduler.models.torch_pool import TorchPool
+from paellapy.scheduler.models.torch_random import Draws, LaneDraws
 
 _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.WeakKeyDictionary()
 
@@ -218,12 +220,13 @@ class TorchRecorder(Recorder):
     come from the pool too, and random numbers need a graph that their generator knows.
     """
 
-    def __init__(self, stream: int, pool: TorchPool, step: Any) -> None:
+    def __init__(self, stream: int, pool: TorchPool, draws: Draws | None) -> None:
         super().__init__(stream)
         self._pool = pool
         torch: Any = sys.modules["torch"]
         self.owner = torch.cuda.CUDAGraph(keep_graph=True)
-        step.draws.register(self.owner)
+        if draws is not None:
+            draws.register(self.owner)
 
     def memory(self, pool: TorchPool | None) -> contextlib.AbstractContextManager[None]:
         return self._pool.stream_only(self.stream)
@@ -254,6 +257,20 @@ class TorchRecorder(Recorder):
         self.owner = None
 
 
+def _recorder(stream: int, pool: TorchPool | None, model: Capturable, drawn: int) -> Recorder:
+    if pool is None or not (model.stateful or drawn):
+        return Recorder(stream)
+    return TorchRecorder(stream, pool, model.source.draws if model.stateful else None)
+
+
+def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractContextManager[None]:
+    """Where random numbers come from while the model is captured."""
+    if model.stateful:
+        found: contextlib.AbstractContextManager[None] = model.source.draws.recording()
+        return found
+    return contextlib.nullcontext() if draws is None else draws.drawing()
+
+
 def capture_program(
     device: CudaDevice,
     stream: CudaStream,
@@ -270,13 +287,15 @@ def capture_program(
     capture = GraphCapture(lane, cuts, marks, device)
     inputs, outputs = lane.device_inputs(batch), lane.device_outputs(batch)
     handle = stream.handle
-    recorder = Recorder(handle) if pool is None or not model.stateful else TorchRecorder(handle, pool, model.source)
+    drawn = model.source.drawn.get(batch, 0) if isinstance(model.source, TorchModule) else 0
+    draws = lane.memory.draws(lane.index) if drawn else None  # type: ignore[attr-defined]
     with (
         no_collection(),
+        _drawing(model, draws),
         capturing(device, capture),
         stream,
         cupy_in_arena(device, handle, capture.empty),
-        recorder.memory(pool),
+        (recorder := _recorder(handle, pool, model, drawn)).memory(pool),
     ):
         recorder.begin()
         try:
@@ -284,6 +303,8 @@ def capture_program(
                 source = lane.inputs[name].ctypes.data
                 check(cu.cuMemcpyHtoDAsync(array.ptr, source, array.nbytes, handle), "capturing a copy")
             call_model(model, weights, inputs, outputs, batch, "while it was captured")
+            if draws is not None:
+                draws.move_on(drawn)
             for name, array in outputs.items():
                 target = lane.outputs[name].ctypes.data
                 check(cu.cuMemcpyDtoHAsync(target, array.ptr, array.nbytes, handle), "capturing a copy")

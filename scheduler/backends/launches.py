@@ -46,6 +46,7 @@ class LoadedModel:
     lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
     load_s: dict[str, float] = field(default_factory=dict)  # what loading it took, by phase
     range: WeightRange | None = None  # of weights that come and go
+    least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)  # by batch size, where `needs` has the most
     stays: bool = False  # it changes its weights, so they cannot
 
     @property

@@ -57,6 +57,7 @@ _HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for 
 
 class VirtualBackend(Backend):
     device: VirtualDevice
+    computes_in_python = True
     shares_are_free = True
 
     def __init__(self, device: VirtualDevice) -> None:
@@ -122,8 +123,8 @@ class VirtualBackend(Backend):
     def host_block(self, nbytes: int) -> VirtualMemory:
         return VirtualMemory(0, max(1, nbytes))
 
-    def weight_ends(self, program: Program, weights: WeightRange) -> list[int]:
-        return [_end(item, weights) for item in program.body]
+    def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
+        return [(end, end) for end in (_end(item, weights) for item in program.body)]
 
     def run_segment(self, launches: Launches, k: int) -> None:
         with self._sm_model(), np.errstate(all="ignore"):

@@ -94,7 +94,7 @@ def room(allowance: Any, m: int, limit: float, tuning: Any) -> float:
     late, are let in all the same.
     """
     w = allowance[m]
-    return float(max(w.size, tuning.late_share * w.margin * w.rate * limit))
+    return float(max(w.size, w.margin * w.rate * limit))
 
 
 @part
@@ -107,7 +107,10 @@ def note_latency(allowance: Any, m: int, entered: int, now: int, limit: float, n
     w.done_ns = max(now, w.done_ns)
     if w.rate > 0.0 and w.counted_ns >= tuning.rate_ns and w.counted >= tuning.few_requests:
         rate = w.counted / w.counted_ns
-        w.rate = max(rate, w.rate + tuning.rate_back * (rate - w.rate))  # a stall is forgotten: the best counts
+        if rate > w.rate:  # a stall is forgotten: the best counts
+            w.rate = rate
+        elif took > tuning.late_share * limit:  # otherwise it says how many asked, not how many could be done
+            w.rate += tuning.rate_back * (rate - w.rate)
         w.counted = w.counted_ns = 0
     if took <= limit:
         w.shortest_ns = min(w.shortest_ns, took)

@@ -151,9 +151,9 @@ def _check_queues(s: State) -> None:
     _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     live = s.core["live"][0]
     _require(len(used) == live == s.model["live"].sum() == s.client["live"].sum(), "requests are miscounted")
-    _require((s.flow["live"].sum(axis=1) == s.model["live"]).all(), "a model miscounts its clients' requests")
+    _require((s.flow["live"].sum(axis=0) == s.model["live"]).all(), "a model miscounts its clients' requests")
     own = s.client["tenant"] > 0
-    _require((s.flow["live"].sum(axis=0)[own] == s.client["live"][own]).all(), "a tenant miscounts its requests")
+    _require((s.flow["live"].sum(axis=1)[own] == s.client["live"][own]).all(), "a tenant miscounts its requests")
     _require((r["state"] == QUEUED).sum() == s.core["queued"][0], "queued requests are miscounted")
     busy = np.flatnonzero(s.model["queued"])
     jobs = (s.model["queued"][busy] / s.size["batch"][busy, s.model["n_sizes"][busy] - 1]).sum()
@@ -210,7 +210,8 @@ def _check_lanes(s: State) -> None:
             _require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
         weights = s.weights[m]
         absent = s.residency["managed"][0] and (weights["stage"] != HERE or weights["stop"])  # all of them, or some
-        taken = a["berth"] >= 0 and s.berth[a["berth"]] not in (0, lane + 1)
+        berth = a["berth"]
+        taken = berth >= 0 and s.berth[berth] != lane + 1 and (s.berth[berth] or s.berth_kept[berth])
         if a["state"] == RUNNING and a["berth"] >= 0:
             _require(s.berth[a["berth"]] == lane + 1, "two lanes run in one berth", lane)
         if a["state"] == RUNNING:

@@ -187,8 +187,9 @@ def feed(s: State, lane: int, now: int) -> bool:
     if a.issued == 0:
         # In one piece it could not be held back for those who are to go before it, and may come any moment.
         first = a.priority >= core.top_priority
-        quiet = core.whole_idle == 1 and is_quiet(s, lane)
-        if core.whole_always or (first and (quiet or in_one_piece(s, lane)) and all_here(s, a.model)):
+        alone = core.whole_idle == 1 and is_quiet(s, lane)
+        unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
+        if core.whole_always or (first and (alone or unequalled or in_one_piece(s, lane)) and all_here(s, a.model)):
             a.whole = 1
             a.segments = 1
     while a.issued < a.segments and a.issued - a.done < look_ahead(s) + a.draining and has_weights(s, lane):
@@ -268,10 +269,13 @@ def look_at_top(s: State) -> None:
         of_top = gpu.top
         of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
         for k in range(s.core[0].flight):
-            a = s.lane[s.flight[k]]
+            lane = s.flight[k]
+            a = s.lane[lane]
             ns = 0.0
             for j in range(a.done, a.issued):
-                ns += s.size[a.model, a.size].total_ns if a.whole else s.segment[a.model, a.size, j].time_ns
+                ns += s.segment[a.model, a.size, j].time_ns
+            if a.whole:  # what should be left of it
+                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[lane, 0, 0]))
             if a.priority >= top:
                 f = s.segment[a.model, a.size, a.done]
                 of_top.ns += ns

@@ -65,6 +65,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         segment["compute"] = [each.compute for each in program]
         capacity = state.gpu["capacity_memory"][0] or np.inf
         segment["memory"] = [each.memory or min(each.bytes / each.time_ns / capacity, 1.0) for each in program]
+        segment["occupancy"] = [_occupancy(state, each) for each in program]
         segment["copy_bytes"] = 0.0
         segment["copy_bytes"][0] = batch * profile.input_bytes
         segment["chunks"] = -(-np.array(profile.needs.get(batch, (profile.weight_bytes,) * len(program))) // chunk)
@@ -80,6 +81,13 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
         state.confined[lanes] = 0
     state.word[lanes] = 0
     return m, [int(lane) for lane in lanes]
+
+
+def _occupancy(state: State, segment: SegmentProfile) -> float:
+    """Part of the GPU's blocks, warps, registers or shared memory that a segment holds at once: the fullest."""
+    gpu = state.gpu[0]
+    names = ("blocks", "warps", "registers", "shared_bytes")
+    return float(max(getattr(segment, name) / (gpu[f"capacity_{name}"] or np.inf) for name in names))
 
 
 def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int) -> None:

@@ -21,6 +21,7 @@ class SegmentFacts(Protocol):
 
     ns: float
     blocks: float  # resident at once
+    occupancy: float  # part of the GPU's blocks, warps, registers or shared memory that these hold: the fullest
     compute: float
     memory: float
     copy_bytes: float  # inputs of a full batch, before the first segment; 0: none, or not known

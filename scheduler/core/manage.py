@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from paellapy.scheduler.core.codes import AUTO, GOES, OUT, STAYS
+import numpy as np
+
+from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
 from paellapy.scheduler.core.state import State
 
 KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by what users say
@@ -45,3 +47,26 @@ def hit_rate(state: State) -> float:
     """Part of the requests that found their model's weights on the GPU; 1 before the first."""
     hits, misses = (int(state.weights[name].sum()) for name in ("hits", "misses"))
     return hits / (hits + misses) if hits + misses else 1.0
+
+
+def keep_berth(state: State, berth: int) -> None:
+    """Between two steps: no lane gets the berth from now on; one may still have it (`State.berth`)."""
+    state.berth_kept[berth] = 1
+    _touch_lanes(state, berth)
+
+
+def open_berth(state: State, berth: int) -> None:
+    """Between two steps: lanes compete for it again."""
+    state.berth_kept[berth] = 0
+    _touch_lanes(state, berth)
+
+
+def _touch_lanes(state: State, berth: int) -> None:
+    """Those that wait for the berth are settled before the next decision."""
+    lane, core = state.lane, state.core
+    waits = (lane["berth"] == berth) & (lane["state"] == FILLING) & (lane["live"] > 0) & (lane["touched"] == 0)
+    for row in np.flatnonzero(waits):
+        lane["touched"][row] = 1
+        state.touched[core["touched"][0]] = row
+        core["touched"][0] += 1
+    core["changed"][0] = 1

@@ -99,7 +99,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     model = s.model[m]
     job.now_ns = now
     job.target_ns = model.target_ns
-    flow = s.flow[m, flow_of(s, client)]
+    flow = s.flow[flow_of(s, client), m]
     # A flow without requests would begin at the common clock.
     waits = flow.live > 0
     job.share = model.share * s.client[client].share
@@ -108,7 +108,6 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.occupancy = s.gpu[0].occupancy
     job.used_ns = model.used_ns
-    job.missing_bytes, job.ready_ns = 0.0, now
     if core.facts & READS_WEIGHTS:
         job.missing_bytes, job.ready_ns = missing_bytes(s, m), ready_ns(s, m, 0, 0, now)
     job.model = m
@@ -134,7 +133,7 @@ def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
     """What a policy sees of a segment."""
     f = s.segment[m, size, segment]
     facts.ns, facts.blocks, facts.compute, facts.memory = f.time_ns, f.blocks, f.compute, f.memory
-    facts.copy_bytes = f.copy_bytes
+    facts.copy_bytes, facts.occupancy = f.copy_bytes, f.occupancy
 
 
 @part

@@ -179,7 +179,7 @@ class State(TableSet):
     word: Words = table(WORD, "lanes", "launches")
     request: Table = table(REQUEST, "requests")
     client: Table = table(CLIENT, "clients")
-    flow: Table = table(FLOW, "models", "clients")
+    flow: Table = table(FLOW, "clients", "models")
     tenant_name: NDArray[np.uint8] = table(np.uint8, "clients", TENANT_NAME)  # UTF-8, then zeros
     ready: Ints = table(INT, "lanes")  # heap of lanes that wait for their turn, least rank first
     next_rank: Floats = table(np.float64, "lanes")  # scratch heap: which places of `ready` come next by rank
@@ -218,6 +218,7 @@ class State(TableSet):
     gate: Table = table(GATE, GATES)  # by the engine, while core.gates; then the core's
     clock: Ints = table(INT, 8)  # scratch of the core's thread
     berth: Ints = table(INT, "lanes")  # the lane that has it, + 1; 0: nobody
+    berth_kept: Ints = table(INT, "lanes")  # 1: no lane gets it, since a model is being loaded that runs there
     residency: Table = table(RESIDENCY, 1)
     weights: Table = table(WEIGHTS, "models")
     owner: Table = table(OWNER, 1)  # scratch: a model as `victim` sees it

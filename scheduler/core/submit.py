@@ -134,12 +134,13 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
 
 @part
 def look_for_top(s: State) -> None:
-    """The highest priority of an open model: programs of lower ones are not launched in one piece."""
+    """The highest priority of an open model: programs of lower ones are not launched in one piece. And the lowest."""
     core = s.core[0]
-    core.top_priority = -NEVER
+    core.top_priority, core.least_priority = -NEVER, NEVER
     for m in range(s.model.shape[0]):
         if s.model[m].state == OPEN:
             core.top_priority = max(core.top_priority, s.model[m].priority)
+            core.least_priority = min(core.least_priority, s.model[m].priority)
 
 
 @part
@@ -149,8 +150,8 @@ def opened(s: State, m: int) -> None:
     model.root = model.first = model.last = model.filling = NONE
     model.queued = model.live = model.completed = 0
     model.used_ns = model.gpu_ns = 0.0
-    for c in range(s.flow.shape[1]):
-        s.flow[m, c].virtual_ns = 0.0
+    for c in range(s.flow.shape[0]):
+        s.flow[c, m].virtual_ns = 0.0
     model.free_n = model.n_lanes
     model.warm = 0
     for k in range(s.core[0].own_names):

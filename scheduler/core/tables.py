@@ -39,6 +39,7 @@ CORE = np.dtype(
         ("demand_limit", "f8"),  # GPUs that active jobs together may keep busy
         ("look_ahead", "i8"),  # segments of one job on the GPU at a time
         ("whole_always", "i8"),  # 1: the hardware decides, programs are launched in one piece
+        ("top_whole", "i8"),  # 1: so are programs of the highest priority, where there are lower ones
         ("whole_idle", "i8"),  # 1: so is a program alone on the GPU
         ("hold", "i8"),  # 1: lanes wait until their outputs are read
         ("refresh", "i8"),  # waiting lanes ranked afresh with each decision
@@ -75,7 +76,8 @@ CORE = np.dtype(
         ("first", "i8"),  # 1: the next completion is the first of its batch
         ("turn", "i8"),  # front end whose submissions are looked at next
         ("tap_tail", "i8"),
-        ("top_priority", "i8"),  # highest of an open model
+        ("top_priority", "i8"),  # highest of an open model,
+        ("least_priority", "i8"),  # and lowest
         ("standing_back", "i8"),  # active lanes that launch nothing for a short one's sake
         ("demand", "f8"),  # of active jobs
         ("waiting_jobs", "f8"),  # of late
@@ -201,6 +203,7 @@ SEGMENT = np.dtype(  # [model, size, segment]
         ("compute", "f8"),  # parts of what the GPU can do; 0: not known
         ("memory", "f8"),
         ("copy_bytes", "f8"),  # of the inputs, before the first segment
+        ("occupancy", "f8"),  # part of the places for blocks that it takes: see Capacity.slots
         ("chunks", "i8"),  # of the weights, that must be on the GPU before it starts: the first so many
     ],
     align=True,

@@ -100,6 +100,8 @@ class Tuning:
     link_gbps: float = _number("rate at which weights come from the host's pinned memory")
     file_gbps: float = _number("rate at which weights come from a file")
     map_ns: float = _number("time until the first chunk of weights is copied")
+    cold_lead_ns: float = _number("a model whose weights come starts this much before it must, to be done with them")
+    cold_stretch: float = _number("times alone that its segments are expected to take meanwhile")
     chunk_bytes: int = _number("weights that are mapped and copied at a time", whole=True)
     demand_memory_ns: float = _number("after this time a request counts for 1/e of a new one, where weights compete")
     patience: float = _number("times its reload: after this wait a model gets room from busy ones, too")

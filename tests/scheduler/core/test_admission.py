@@ -78,7 +78,7 @@ def test_deadlines_are_kept_as_targets_are():
 
 @pytest.mark.parametrize("other", [{"fidelity": "blocks"}, {"workload": ClosedLoop("net", 4, duration=0.1)}])
 def test_what_admission_cannot_be_simulated_with_is_refused(other):
-    with pytest.raises(ValueError, match="admission is for loads that come"):
+    with pytest.raises(ValueError, match="admission needs"):
         simulate([NET], other.pop("workload", Poisson(100, "net", duration=0.1)), admission=True, **other)
 
 

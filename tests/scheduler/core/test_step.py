@@ -460,6 +460,23 @@ def test_predictions_grow_with_the_work_ahead() -> None:
     bench.run_dry()
 
 
+WHOLE = [("priority", 1, True), ("priority", 0, False), ("orion", 1, False)]
+
+
+@pytest.mark.parametrize(("policy", "high", "whole"), WHOLE)
+def test_high_priority_goes_in_one_piece_beside_lower_ones(policy: str, high: int, whole: bool) -> None:
+    bench = Bench([profile("low", segments=4, lanes=2), profile("high", lanes=2, priority=high)], policy=policy)
+    bench.submit(0)
+    bench.submit(0)
+    bench.step()
+    serial = bench.submit(1, priority=high)
+    bench.step()
+    (lane,) = [each for each in bench.running if bench.state.lane["model"][each] == 1]
+    assert bool(bench.state.lane["whole"][lane]) is whole
+    bench.run_dry()
+    assert bench.done[serial]["status"] == codes.OK
+
+
 def test_one_segment_at_a_time_the_next_is_sent_when_the_last_block_has_started() -> None:
     bench = Bench([profile(segments=4, lanes=2)], policy=careful)
     bench.submit()
