@@ -55,7 +55,7 @@ class Allowance(ctypes.Structure):
         """A trial took so long for one full batch. Until real requests tell, as many are let in as it had time for."""
         if trial_ns > 0:
             t = self.tuning
-            self.rate = t.few_margin / (t.late_share * t.first_margin) * batch / trial_ns / max(1, workers)
+            self.rate = t.few_margin / t.first_margin * batch / trial_ns / max(1, workers)
 
     def is_full(self, limit_ns: float) -> bool:
         """For a request with so much time."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.core.codes import OWN_ROWS
 from paellapy.scheduler.core.errors import ModelError
@@ -73,6 +74,19 @@ def check_fork(config: Config) -> None:
             "this process has used the GPU already, so the engine cannot have a process of its own: give the models as "
             "factories in a configuration file, or serve without workers"
         )
+
+
+def has_room_twice(config: Config) -> bool:
+    """Whether the device would clearly hold again what is on it. A process that asks cannot fork any more."""
+    if config.device.startswith("virtual"):
+        return True
+    device = Device.open(config.device)
+    if device.name.startswith("virtual"):
+        return True
+    from paellapy.scheduler.backends.cuda import free_and_whole_bytes  # needs a driver
+
+    free, whole = free_and_whole_bytes(device)
+    return config.memory_bytes is None and free > 2 * (whole - free)
 
 
 def build_entries(config: Config, source: Source) -> list[Entry]:

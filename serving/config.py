@@ -72,6 +72,8 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     send_timeout_s: Positive = 30.0  # for a client to take some of its answer
     keepalive_s: Positive = 75.0
     engine_timeout_s: Positive | None = None  # an engine silent for so long is given up; 10, or 60 on a virtual GPU
+    # A second process of the engine, to take over: with models, or with compiled code only; None: by the device.
+    standby: Literal["loaded", "warm", "off"] | None = None
     grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice
     drain_s: NotNegative = 30.0  # then: what is in flight may take so long
     hosts: list[Text] = []  # names of this server, beside its addresses: others cannot change its state

@@ -7,6 +7,7 @@ are headers that come drop by drop: with the first limit alone each would hold i
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -43,8 +44,19 @@ class Connection(web.RequestHandler):
     client to take some of what was written. `log_rejected`: what is no HTTP has a line too.
     """
 
-    __slots__ = ("_began", "_content", "_header_timeout_s", "_log_rejected", "_send_timeout_s", "_send_timer", "_timer",
-                 "_to_client", "_unsent", "fresh")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "_began",
+        "_content",
+        "_header_timeout_s",
+        "_log_rejected",
+        "_send_timeout_s",
+        "_send_timer",
+        "_timer",
+        "_to_client",
+        "_unsent",
+        "fresh",
+    )  # fmt: skip
 
     def __init__(
         self, manager: web.Server, *, header_timeout_s: float, send_timeout_s: float, log_rejected: bool, **options: Any
@@ -159,9 +171,16 @@ class Connections(web.Server):
     def __init__(self, connection: Callable[..., Connection], *handler: Any, **options: Any) -> None:
         super().__init__(*handler, **options)
         self._connection = connection
+        self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()  # and not open yet, as in a TLS handshake
 
     def __call__(self) -> Connection:
-        return self._connection(self, loop=self._loop, **self._kwargs)
+        made = self._connection(self, loop=self._loop, **self._kwargs)
+        self.accepted.add(made)
+        return made
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.accepted.discard(handler)
 
 
 class Runner(web.AppRunner):

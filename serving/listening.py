@@ -13,9 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.serving.connections import Connection
+from paellapy.serving.connections import Connection, Connections
 
 BACKLOG = 1024
+TURNS = 4  # of the loop, until a connection that was accepted is known to the runner
 FRESH_S = 1.0  # after the last accept: who has connected and said nothing yet may still ask
 
 
@@ -54,6 +55,8 @@ async def stop_listening(runner: web.AppRunner) -> None:
             poll.register(each.fileno(), select.POLLIN)
         while sockets and poll.poll(0):
             await asyncio.sleep(0)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         await site.stop()
     loop = asyncio.get_running_loop()
     end = loop.time() + FRESH_S
@@ -62,7 +65,10 @@ async def stop_listening(runner: web.AppRunner) -> None:
 
 
 def _fresh(runner: web.AppRunner) -> bool:
-    connections = [] if runner.server is None else runner.server.connections
+    server = runner.server
+    if isinstance(server, Connections) and server.accepted:
+        return True
+    connections = [] if server is None else server.connections
     return any(isinstance(each, Connection) and each.fresh for each in connections)
 
 

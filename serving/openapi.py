@@ -15,30 +15,31 @@ from paellapy.serving.protocol import DEFAULT_LEVEL, RequestBody, ResponseBody
 
 _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}
-_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-_VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
+_TEXT = {"type": "string"}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "description": "Name of the model"}
+_VERSION = {"name": "version", "in": "path", "required": True, "schema": _TEXT, "description": "Only 1 exists"}
 _HEADERS = {
     "Inference-Header-Content-Length": "Length of the JSON in bytes, where binary tensors follow it",
-    "X-Client-Id": "Who asks: clients share the GPU fairly (unless API keys say who)",
-    "X-Request-Id": "Comes back in the answer and stands in the logs",
-    "traceparent": "W3C trace context; comes back with a span of the server's own",
+    "X-Client-Id": "Name of the client, for policies that are fair between clients; an API key's name goes before it",
+    "X-Request-Id": "Returned in the answer and written into the logs",
+    "traceparent": "W3C trace context; returned with a span of the server's own",
 }
 _INFER = (
-    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, where the policy looks at priorities; a "
-    f"request without one, or with 0, goes with those of {DEFAULT_LEVEL}. `parameters.timeout`: microseconds from now; "
-    "what cannot make it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and "
-    "outputs follow the binary tensor extension, bodies may be gzip or deflate; an output's parameter "
-    "`classification` asks for its best classes as texts."
+    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, under policies that read priorities; 0, or "
+    f"none, counts as {DEFAULT_LEVEL}. `parameters.timeout`: deadline in microseconds from now; a request that cannot "
+    "meet it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs follow the "
+    "binary tensor extension. Bodies may be packed with gzip or deflate. An output's parameter `classification` asks "
+    "for its best classes as text."
 )
 # path, method, summary, description, whether it has a body
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2", "get", "The server", "Name, version, extensions.", False),
-    ("/v2/health/live", "get", "Is it alive", "200 while the process answers.", False),
+    ("/v2/health/live", "get", "Is the server alive", "200 while the process answers.", False),
     (
         "/v2/health/ready",
         "get",
-        "Is it ready",
-        "200 once every model is loaded; 503 before, at the end, and while the engine is silent.",
+        "Is the server ready",
+        "200 once every model is loaded; 503 before, while the server stops, and while the engine is silent.",
         False,
     ),
     ("/v2/models/{model}", "get", "A model's tensors", "Shapes have -1 for the batch.", False),
@@ -48,12 +49,12 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("/v2/models/{model}/infer", "post", "Run the model", _INFER, True),
     ("/v2/models/stats", "get", "Statistics of all models", "", False),
     ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
-    ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models of the configuration.", True),
+    ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models that the settings name.", True),
     ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Its requests are finished first.", True),
-    ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5: again and again, a line each.", False),
+    ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5: a line every 5 ms.", False),
     ("/metrics", "get", "Prometheus metrics", "", False),
     ("/", "get", "The dashboard", "A page for browsers.", False),
-    ("/dashboard/events", "get", "The dashboard's data", "Server-sent events, one snapshot each.", False),
+    ("/dashboard/events", "get", "The dashboard's data", "Server-sent events; each is one snapshot.", False),
     ("/dashboard/policy", "post", "Switch the policy", 'Body: {"policy": "…"}; the header X-Paellapy: 1.', True),
 )
 _TEXTS = {"/metrics": "text/plain", "/": "text/html", "/dashboard/events": "text/event-stream"}
@@ -131,26 +132,26 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
 
 def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     """What else is answered. Any address answers a wrong method with 405, and says in `Allow` which are right."""
-    found = {"default": _response("An error", _JSON, _ERROR)}
+    found = {"default": _response("Another error; the body says which", _JSON, _ERROR)}
     if path.endswith("/ready"):
-        found["503"] = _response("Not ready; the same body", _JSON, answer)
+        found["503"] = _response("Not ready; the body is that of 200", _JSON, answer)
     if path.endswith("/infer"):
         found |= {
             "400": _response("The request is wrong; the error says how", _JSON, _ERROR),
             "413": _response("The body is larger than any request of the model", _JSON, _ERROR),
             "415": _response("A Content-Encoding other than gzip and deflate", _JSON, _ERROR),
-            "503": _response("Refused, or too late", _JSON, _ERROR),
+            "503": _response("Refused (it would be late, or the queue is full), or past its deadline", _JSON, _ERROR),
         }
         whole = {"type": "integer", "minimum": 1}
         found["503"]["headers"] = {
-            "Retry-After": {"description": "Seconds until it may be tried again", "schema": whole}
+            "Retry-After": {"description": "Seconds after which to try again", "schema": whole}
         }
     if "{model}" in path:
         found["404"] = _response("There is no such model", _JSON, _ERROR)
     if path.endswith(("/load", "/unload", "/policy")):
-        found["403"] = _response("Not by this key, from this page, under this name, or not over HTTP", _JSON, _ERROR)
-    found["405"] = _response("Another method", _JSON, _ERROR)
-    found["405"]["headers"] = {"Allow": {"description": "The methods there are", "schema": {"type": "string"}}}
+        found["403"] = _response("Not allowed: by this key, from another site, under this host name", _JSON, _ERROR)
+    found["405"] = _response("The address does not take this method", _JSON, _ERROR)
+    found["405"]["headers"] = {"Allow": {"description": "Methods that the address takes", "schema": {"type": "string"}}}
     return found
 
 

@@ -14,7 +14,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.core.predict import Predictor
 from paellapy.serving.errors import RequestError, short
 from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, Entry
@@ -57,6 +57,7 @@ class Outlooks:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._predictor = Predictor(service.engine.state)
         self._memory, self._memory_at = {"held_bytes": 0, "budget_bytes": 0}, -math.inf
         self._line, self._made_at = b"", -math.inf
         self.listeners = 0
@@ -93,7 +94,7 @@ class Outlooks:
         gain = max(1.0, float(state.core["gain"][0]))
         return ModelOutlook(
             state=READY,
-            predicted_ms=(predict_finish(state, row, now_ns) - now_ns) * 1e-6,
+            predicted_ms=(self._predictor.finish(state, row, now_ns) - now_ns) * 1e-6,
             step_ms=float(sizes["total_ns"][last]) / int(sizes["batch"][last]) / gain * 1e-6,
             alone_ms=float(sizes["total_ns"][0]) * 1e-6,
             live=int(state.model["live"][row]),

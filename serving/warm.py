@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 
 from paellapy.scheduler.core import admission
 from paellapy.scheduler.core.install import install
 from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
 from paellapy.scheduler.core.state import Limits, new_state
+from paellapy.scheduler.core.step import attach_loop
 from paellapy.scheduler.core.tables import COMPLETION
 from paellapy.scheduler.core.tuning import Tuning
 from paellapy.scheduler.engine import front_calls
@@ -22,6 +25,14 @@ def warm_up(policy: Policy) -> None:
     attach_policy(state, policy)
     install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
     admission.ask(state, admission.new_allowances([1], Tuning.of_row(state.tuning[0])), np.zeros(1, admission.ASKED))
+    attach_loop(state)
     front_calls.warm_up(state)
     note_items(counter_table()[0], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64),
                np.zeros(0, COMPLETION))  # fmt: skip
+
+
+def import_device(name: str) -> None:
+    """The modules of a virtual GPU, which every process of the engine would import for itself. Opens nothing."""
+    if name.startswith("virtual"):
+        for module in ("paellapy.scheduler.backends.virtual", "triton.compiler.code_generator"):
+            importlib.import_module(module)

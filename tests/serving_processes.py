@@ -99,17 +99,26 @@ def _is_zombie(pid: int) -> bool:
 
 def main() -> None:
     import paellapy as pp
+    from paellapy.serving.workers import supervisor
 
     def announce(url: str) -> None:
         print(url, flush=True)
 
+    options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    supervisor.STANDBY_AFTER_S = options.pop("standby_after_s", supervisor.STANDBY_AFTER_S)
     if sys.argv[1].endswith(".toml"):
         pp.serve(sys.argv[1], workers=int(sys.argv[2]), announce=announce)
         return
     module, _, name = sys.argv[1].partition(":")
     models = getattr(importlib.import_module(module), name)()
-    options = json.loads(sys.argv[3])
-    server = {"port": 0, "grace_s": 0.2, "drain_s": 20.0, "log_format": "json", **options.pop("server", {})}
+    server = {
+        "port": 0,
+        "grace_s": 0.2,
+        "drain_s": 20.0,
+        "log_format": "json",
+        "standby": "off",
+        **options.pop("server", {}),
+    }
     pp.serve(models, workers=int(sys.argv[2]), server=server, announce=announce, device="virtual:h200", **options)
 
 

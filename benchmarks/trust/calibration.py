@@ -1,6 +1,6 @@
 """Of the requests that admission refuses: how many would have been late?
 
-    python benchmarks/trust/calibration.py [--seconds 5] [--device virtual:h200] [--out DIR]
+    python benchmarks/trust/calibration.py [--seconds 10] [--device virtual:h200] [--out DIR]
 
 The same arrivals are played twice: against a server that refuses, and against one that lets everybody in. A refused
 request counts as rightly refused where the same one, in the second run, was answered after its model's target. First,
@@ -58,10 +58,10 @@ async def play(server: Served, arrivals: list[tuple[float, Checked]]) -> list[Ou
 
 
 async def capacity(server: Served, work: list[Checked]) -> float:
-    """Requests a second that 16 clients get who wait for their answers."""
+    """Requests a second that 64 clients get who wait for their answers: enough of them to fill batches."""
     counts, end = Counts(), asyncio.Event()
     began = time.perf_counter()
-    await run_clients(server.port, work, counts, 16, end, 1500)
+    await run_clients(server.port, work, counts, 64, end, 6000)
     return counts.outcomes["right"] / (time.perf_counter() - began)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--loads", default="0.5,0.8,1.2,1.6,2.0", help="parts of the capacity that is measured first")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -115,6 +115,7 @@ def main() -> None:
         plain = [w for w in made if b"timeout" not in w.request and w.kind in ("json", "binary")]
         work = [w for w in plain if w.model in TARGETS_MS]
         result: dict[str, Any] = {"device": args.device, "first": asyncio.run(first_impressions(refusing, work))}
+        asyncio.run(capacity(refusing, work))  # both have seen every model and size before they are compared
         most = result["capacity_per_s"] = round(asyncio.run(capacity(off, work)), 1)
         result["loads"] = {}
         for load in (float(each) for each in args.loads.split(",")):

@@ -2,10 +2,12 @@
 
     python benchmarks/trust/campaign.py [--requests 20000] [--clients 16] [--faults all|none|NAME,…] [--device D]
         [--resume FILE] [--out DIR]
+    python benchmarks/trust/campaign.py --merge FILE FILE … [--out DIR]
 
 Every answer is compared with what NumPy computes. A fault is injected while the clients go on; `recovery_s` is the time
 from its injection to the end of the last moment in which a prober, that asks every model in turn, was not answered
-right. The result is written every few seconds; --resume goes on from one that was stopped.
+right. The result is written every few seconds; --resume goes on from one that was stopped; --merge adds the counts of
+several servers, and takes each fault from the first that has it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,8 @@ class Prober:
         self._work = [next(w for w in work if w.model == m and b"timeout" not in w.request and w.kind == "json")
                       for m in sorted({w.model for w in work})]  # fmt: skip
         self.since = 0.0  # when the last failure was over
-        self.good_since = time.monotonic()
+        self.good_since = self.last_good = time.monotonic()
+        self.good = 0  # answers since then
         self.failures: list[str] = []
 
     async def run(self) -> None:
@@ -59,31 +64,44 @@ class Prober:
             except (OSError, EOFError, TimeoutError) as e:
                 said = f"{each.model}: {type(e).__name__}"
             if said:
-                self.good_since = self.since = time.monotonic()
+                self.since = time.monotonic()
                 self.failures.append(said)
+                self.begin_again()
+            else:
+                self.good += 1
+                self.last_good = time.monotonic()
             await asyncio.sleep(0.02)
 
+    def begin_again(self) -> None:
+        self.good_since, self.good = time.monotonic(), 0
+
     async def quiet(self, for_s: float, at_most_s: float) -> bool:
-        """Waits until all was right for so long."""
+        """Waits until all was right for so long, every model was asked meanwhile, and no answer is overdue."""
         end = time.monotonic() + at_most_s
-        while time.monotonic() - self.good_since < for_s:
-            if time.monotonic() > end:
+        while True:
+            now = time.monotonic()
+            asked = self.good >= 2 * len(self._work) and now - self.last_good < for_s / 2
+            if asked and now - self.good_since >= for_s:
+                return True
+            if now > end:
                 return False
             await asyncio.sleep(0.02)
-        return True
 
 
 async def inject(names: list[str], server: Served, prober: Prober, found: list[dict[str, Any]]) -> None:
     for name in names:
+        end = time.monotonic() + LONGEST_S  # faults come one after the other: the server has done with the last one
+        while not server.has_standby() and time.monotonic() < end:
+            await asyncio.sleep(0.1)
         await prober.quiet(QUIET_S, LONGEST_S)
         prober.failures.clear()
         began = time.monotonic()
-        entry: dict[str, Any] = {"fault": name, "what": FAULTS[name].__doc__}
+        entry: dict[str, Any] = {"fault": name, "what": FAULTS[name].__doc__, "standby": server.has_standby()}
         try:
             entry["seen"] = await asyncio.wait_for(FAULTS[name](server), LONGEST_S)
         except Exception as e:
             entry["seen"] = f"{type(e).__name__}: {e}"
-        prober.good_since = time.monotonic()  # what it did may not show at once
+        prober.begin_again()  # what it did may not show at once
         recovered = await prober.quiet(QUIET_S, LONGEST_S)
         entry["recovery_s"] = round(max(0.0, prober.since - began), 2) if recovered else None
         entry["probes_failed"] = len(prober.failures)
@@ -127,6 +145,18 @@ async def run(server: Served, args: argparse.Namespace, result: dict[str, Any], 
     note()
 
 
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of several servers together; each fault as the first of them saw it; the rest is the first one's."""
+    load: dict[str, Any] = {"requests": sum(each["load"]["requests"] for each in parts)}
+    for key in ("outcomes", "kinds", "errors"):
+        load[key] = dict(sum((Counter(each["load"][key]) for each in parts), Counter()))
+    load["recent_latency_ms"] = parts[0]["load"]["recent_latency_ms"]
+    servers = [{**each["settings"], "faults": len(each["faults"])} for each in parts]
+    faults = {each["fault"]: each for part in reversed(parts) for each in part["faults"]}
+    ordered = [faults[name] for name in FAULTS if name in faults]
+    return {**parts[0], "load": load, "faults": ordered, "servers": servers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="virtual:h200")
@@ -139,11 +169,18 @@ def main() -> None:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--name", default="trust_campaign")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--merge", type=Path, nargs="+")
     args = parser.parse_args()
+    if args.merge:
+        print(
+            save(args.name, merged([json.loads(each.read_text())["results"] for each in args.merge]), folder=args.out)
+        )
+        return
     result: dict[str, Any] = {"load": {}, "faults": []}
     if args.resume is not None:
         result = json.loads(args.resume.read_text())["results"]
     result["settings"] = {k: getattr(args, k) for k in ("device", "workers", "requests", "clients", "seed")}
+    result["settings"]["cores"] = len(os.sched_getaffinity(0))
     with served(args.device, args.workers) as server:
         asyncio.run(run(server, args, result, lambda: save(args.name, result, folder=args.out)))
     path = save(args.name, result, folder=args.out)

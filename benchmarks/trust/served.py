@@ -34,7 +34,7 @@ host = "127.0.0.1"
 port = 0
 workers = {workers}
 model_control = true
-engine_timeout_s = 5.0
+engine_timeout_s = 2.0
 log_format = "json"
 {server}
 [[models]]
@@ -47,7 +47,7 @@ factory = "paellapy.demo:load"
 arguments = {{ name = "{name}" }}
 target_ms = {target_ms}
 """
-LOOKUP = '''
+LOOKUP = """
 import numpy as np
 import paellapy as pp
 import triton
@@ -66,7 +66,7 @@ def model():
     table = np.repeat(np.arange({rows}, dtype=np.float32)[:, None], 32, axis=1)
     return pp.Model("lookup", fn, inputs={{"i": pp.TensorSpec((1,), np.int64{bounds})}},
                     outputs={{"y": pp.TensorSpec((32,))}}, weights={{"table": table}}, batch=(1, 4))
-'''
+"""
 
 
 class Served:
@@ -89,6 +89,12 @@ class Served:
                     name = (each / "comm").read_text().strip().removeprefix("paellapy-")
                     found.setdefault(name, []).append(int(each.name))
         return found
+
+    def has_standby(self) -> bool:
+        """Whether the latest process that stands by has loaded what it is to have."""
+        said = [json.loads(each) for each in self.log.read_text().splitlines() if each.endswith("}")]
+        ready = [each["pid"] for each in said if each["message"] == "a standby is there"]
+        return bool(ready) and ready[-1:] == self.children().get("spare")
 
     def pids(self) -> list[int]:
         return [self.process.pid, *(pid for pids in self.children().values() for pid in pids)]

@@ -65,13 +65,17 @@ class EngineHost:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gone = asyncio.Event()
         self._settled = False
+        self._loop = asyncio.get_running_loop()
         self._listening: socket.socket | None = None
 
-    async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    async def restore(self) -> None:
+        """What was changed while the last process ran. To be called first."""
         if policy := self._kept.restore(self._registry):
             # By way of the configured one, to which one can then switch back.
             await asyncio.to_thread(self._calls.set_policy, policy)
+
+    def start(self) -> None:
+        """Listens for workers."""
         self._path.unlink(missing_ok=True)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listening.bind(str(self._path))
@@ -163,6 +167,7 @@ class EngineHost:
                 "stage_address": stage.address,
                 "device": engine.device.name,
                 "title": engine.device.title,
+                "pid": os.getpid(),
             },
             [self._fronts.state.fd, engine.bell.fd, wake_fd, stage.fd],
         )

@@ -133,6 +133,7 @@ class EngineLink:
         self._ended = asyncio.Event()
         self._news = asyncio.Event()
         self._closing = False
+        self.pid = 0  # of the engine's process
         self.settled = False  # what was to be loaded at the start is, or could not be
 
     async def call(self, name: str, data: Any = None) -> Any:
@@ -202,6 +203,7 @@ class EngineLink:
             data["device"],
             data["title"],
         )
+        self.pid = int(data["pid"])
         self.engine.attach(link)
         for each, more in early:
             self._told(each, more)

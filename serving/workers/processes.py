@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paellapy.instrument.errors import PaellaError
 from paellapy.scheduler.models.model import Model
-from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
 from paellapy.serving.access import Key
-from paellapy.serving.build import build_engine, build_entries, build_keys, build_policy, build_tls, check_fork
+from paellapy.serving.build import build_keys, build_policy, build_tls, check_fork
 from paellapy.serving.config import Config, Source
 from paellapy.serving.counters import Counters, Numbers, counter_table
 from paellapy.serving.listening import Shares, url_of
 from paellapy.serving.logs import configure, log
 from paellapy.serving.machine import own_folder
-from paellapy.serving.registry import Entry, Registry, entry_of
-from paellapy.serving.reload import Reloader, noted
+from paellapy.serving.reload import noted
 from paellapy.serving.server import (
     Announce,
     Server,
-    end_now,
-    ends,
-    failure_of,
     keep_memory,
-    load_models,
     loop_factory,
     run,
     share_interpreter,
@@ -40,26 +31,14 @@ from paellapy.serving.server import (
 )
 from paellapy.serving.service import Service
 from paellapy.serving.suspects import Suspects, suspect_table
-from paellapy.serving.warm import warm_up
-from paellapy.serving.workers.engine_host import EngineHost
+from paellapy.serving.warm import import_device, warm_up
 from paellapy.serving.workers.engine_link import EngineLink
-from paellapy.serving.workers.kept import Kept
-from paellapy.serving.workers.supervisor import HUNG, READY, STOPPING, Process, Supervisor, Tell
+from paellapy.serving.workers.engine_process import EngineProcess, Latest, Policies
+from paellapy.serving.workers.process import HUNG, READY, STOPPING, Process, Tell
+from paellapy.serving.workers.supervisor import Supervisor
 
-SOCKET, KEPT = "engine", "kept"
+SOCKET = "engine"
 ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
-
-
-class Policies:
-    """The configured policy, and those of the package by name."""
-
-    def __init__(self, configured: Policy) -> None:
-        self.configured = configured
-
-    def __call__(self, name: str) -> Policy:
-        """By name; the configured one where there is none."""
-        known = name and name != self.configured.name and name in policy_names()
-        return find_policy(name) if known else self.configured
 
 
 def serve_workers(config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None) -> None:
@@ -71,6 +50,7 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
     warn_of_neighbours(options, keys)
     check_fork(config)
     warm_up(policies.configured)
+    import_device(config.device)
     shares = Shares(options.host, options.port, options.workers)
     url = url_of(shares.address, tls is not None)
     table, suspects, since = counter_table(options.workers), suspect_table(), time.time()
@@ -85,9 +65,12 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
             )
             for k in range(1, options.workers + 1)
         ]
-        latest = _Latest(config, source)
-        engine = Process("engine", "engine", partial(_engine, latest, models, policies, path))
-        supervisor = Supervisor(workers, [engine], shares, options.grace_s + options.drain_s, latest.read_again)
+        latest = Latest(config, source)
+        made_from = EngineProcess(latest, models, policies, path)
+        engine = Process("engine", "engine", made_from.main)
+        standby = None if options.standby == "off" else Process("standby", "spare", made_from.stand_by)
+        drain_s = options.grace_s + options.drain_s
+        supervisor = Supervisor(workers, [engine], shares, drain_s, latest.read_again, standby)
         log.info("listening", extra={"fields": {"url": url, "workers": options.workers}})
 
         def ready() -> None:
@@ -97,78 +80,6 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
         with noted(source):
             supervisor.run(ready)
     log.info("stopped")
-
-
-# -- the engine's process
-
-
-class _Latest:
-    """The configuration that the next process of the engine begins with: as it was last taken up."""
-
-    def __init__(self, config: Config, source: Source) -> None:
-        self._first = config, source
-        self.config, self.source = config, source
-
-    def read_again(self) -> None:
-        """One that is wrong is told by whoever was to take it up."""
-        with contextlib.suppress(PaellaError):
-            self.config, self.source = self.source.again()
-
-    def entries(self) -> list[Entry]:
-        """Also where what the file names cannot be imported any more: then as it was at the start."""
-        try:
-            return build_entries(self.config, self.source)
-        except PaellaError as e:
-            if self.config is self._first[0]:
-                raise
-            log.error("the configuration of the start is used", extra={"fields": {"error": str(e)}})
-            self.config, self.source = self._first
-            return build_entries(self.config, self.source)
-
-
-def _engine(latest: _Latest, models: Sequence[Model], policies: Policies, path: Path, tell: Tell) -> int:
-    options = latest.config.server
-    configure(options.log_format, options.log_level, process="engine")
-    entries = [entry_of(model) for model in models]
-    if latest.config.models or not entries:
-        entries += latest.entries()
-    config, source = latest.config, latest.source
-    engine = build_engine(config, source, policies.configured)
-    registry = Registry(engine, entries)
-
-    async def main() -> int:
-        host, stop = EngineHost(registry, path, Kept(path.with_name(KEPT))), asyncio.Event()
-
-        def stopping() -> None:
-            tell(STOPPING)
-            stop.set()
-
-        loop, reloader = asyncio.get_running_loop(), Reloader(registry, config, source)
-        loop.add_signal_handler(signal.SIGTERM, stopping)
-        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, reloader.reload))
-        await host.start()
-        loading = asyncio.create_task(load_models(registry, stop.is_set, host.warm_up))
-        stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(failure_of(engine))
-        try:
-            await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
-                loading.result()
-                host.settle()
-                tell(READY)
-            await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                raise failed.result()
-            await host.stop()
-            if not await ends(loading, config.server.drain_s):
-                end_now(0)
-        finally:
-            stopped.cancel()
-            failed.cancel()
-        return 0
-
-    code = asyncio.run(main())
-    engine.close()
-    return code
 
 
 # -- a worker
@@ -201,7 +112,7 @@ class _Worker:
 
     async def _main(self, tell: Tell) -> None:
         link = EngineLink(self.path, self.front, self.policies)
-        server = _WorkerServer(link, self, lambda: tell(HUNG))
+        server = _WorkerServer(link, self, lambda: tell(HUNG, str(link.pid)))
         linked = asyncio.create_task(link.run())
         try:
             await run(server, lambda _: tell(READY), aloud=False, heard=lambda: tell(STOPPING))

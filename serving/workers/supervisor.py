@@ -7,11 +7,15 @@ no device is opened here, no loop and no thread is started.
 Every worker has a listening socket of its own on the same port (SO_REUSEPORT, the kernel deals out the connections),
 which the supervisor keeps open: connections that wait in the queue of a worker that died are served by the next one.
 One that dies again and again leaves the port while it waits to be started, so that the others get its connections.
+
+A standby is a second process of the engine that has done what takes time and waits. It takes over when the engine ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import math
 import os
 import select
 import signal
@@ -19,43 +23,16 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from paellapy.instrument.errors import PaellaError
-from paellapy.scheduler.core.shared_memory import die_with_parent, name_process
 from paellapy.serving.listening import Shares
 from paellapy.serving.logs import log
+from paellapy.serving.workers.process import CHANGED, HUNG, LONGEST_PAUSE_S, READY, STOPPING, Process, become, how_ended
 
-# What a process tells: it is there; it has heard that it is to stop; the engine hangs, though its process lives.
-READY, STOPPING, HUNG = "ready", "stopping", "hung"
-LEAST_LIFE_S = 10.0  # who lives shorter is started again later and later
-LONGEST_PAUSE_S = 30.0
+STANDBY_AFTER_S = 2.0  # of rest after a start or a change: a standby is not to slow what is being loaded
 STOP_MARGIN_S = 5.0
-
-Tell = Callable[..., None]
-Main = Callable[[Tell], int]  # of a process: tells the supervisor, and returns its exit code
-
-
-@dataclass(slots=True)
-class Process:
-    """One that is kept alive. `main` runs in it."""
-
-    name: str
-    short: str  # in `ps`
-    main: Main
-    share: int = -1  # of the sockets that share the port: which one is its own
-    pid: int = 0
-    pidfd: int = -1
-    status_fd: int = -1
-    began: float = 0.0
-    failures: int = 0
-    start_at: float = 0.0  # when it ended: the time to start it again
-    ready: bool = False
-    stopping: bool = False  # it has heard that it is to stop
-    said: str = ""  # why it could not go on
-    started: int = 0  # times
 
 
 class Supervisor:
@@ -68,18 +45,27 @@ class Supervisor:
         shares: Shares,
         drain_s: float,
         hung_up: Callable[[], None] | None = None,
+        standby: Process | None = None,
     ) -> None:
-        """`hung_up` is called on SIGHUP, before the processes get it too."""
+        """`hung_up` is called on SIGHUP, before the processes get it too; `standby` takes over from `then`'s first."""
         self._on_hang_up = hung_up
         self._first, self._then, self._shares, self._drain_s = first, then, shares, drain_s
         self._processes = [*then, *first]  # the engine is started first and stopped last
-        self._stopping_since = 0.0
+        self._standby = standby
+        if standby is not None:
+            standby.start_at = math.inf  # when all else is there
+            self._processes.append(standby)
         self._signals = 0
         self._open: set[int] = set()  # what children must not keep
+        self._outdated = False  # the standby is
+        self._leaving: list[int] = []  # processes that have ended but for what the system does for them
 
     def run(self, ready: Callable[[], None]) -> None:
         """Blocks. `ready` is called once, when every process has said that it is; PaellaError: one cannot start."""
         told = False
+        # What is there now stays: else the first full collection of each process copies all that they share.
+        gc.collect()
+        gc.freeze()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._open |= {wake_read, wake_write}
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -89,9 +75,10 @@ class Supervisor:
             while True:
                 self._start_those_due()
                 self._wait(wake_read)
-                if not told and not self._stopping and all(each.ready for each in self._processes):
+                if not told and not self._stopping and all(p.ready for p in (*self._first, *self._then)):
                     told = True
                     ready()
+                    self._renew_standby()
                 hopeless = next((p for p in self._processes if p.said and not told and not p.pid), None)
                 if hopeless is not None and not self._stopping:
                     self._stop()
@@ -102,6 +89,7 @@ class Supervisor:
                     return
         finally:
             self._kill_all()
+            gc.unfreeze()
             signal.set_wakeup_fd(old_fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -119,15 +107,43 @@ class Supervisor:
         """Who listens takes up the configuration as it stands now; those that are being started have it."""
         if self._on_hang_up is not None:
             self._on_hang_up()
-        self._signal(self._processes, signal.SIGHUP)
+        self._signal([*self._first, *self._then], signal.SIGHUP)
+        self._outdated = True
 
     # -- starting
 
     def _start_those_due(self) -> None:
         now = time.monotonic()
+        if self._outdated:
+            self._outdated = False
+            self._renew_standby()
         for each in self._processes:
             if each.pid == 0 and now >= each.start_at and not self._stopping:
-                self._start(each)
+                if each is self._then[0] and self._standby is not None:
+                    self._start_engine(each, self._standby)
+                else:
+                    self._start(each)
+
+    def _start_engine(self, engine: Process, standby: Process) -> None:
+        if self._can_take_over():
+            engine.take_over(standby)
+            log.info("the standby takes over", extra={"fields": {"process": engine.name, "pid": engine.pid}})
+        else:
+            self._start(engine)
+        # The next one may be needed soon; but it does not slow an engine that is still loading.
+        standby.start_at = 0.0 if engine.ready else math.inf
+
+    def _can_take_over(self) -> bool:
+        return self._standby is not None and self._standby.pid != 0 and not self._standby.unwanted
+
+    def _renew_standby(self) -> None:
+        """After a rest. What was ready to take over does not know of what has changed since."""
+        standby = self._standby
+        if standby is not None and not self._stopping:
+            if standby.pid:
+                standby.unwanted = True
+                self._signal([standby], signal.SIGKILL)
+            standby.start_at = time.monotonic() + STANDBY_AFTER_S
 
     def _start(self, process: Process) -> None:
         own = set[int]()
@@ -146,15 +162,15 @@ class Supervisor:
             pid = os.fork()
         if pid == 0:
             others = (self._open | self._shares.descriptors()) - own - {theirs.fileno()}
-            _child(process, supervisor, theirs, others | {ours.fileno()})
+            become(process, supervisor, theirs, others | {ours.fileno()})
         theirs.close()
         ours.setblocking(False)
         process.pid, process.pidfd, process.status_fd = pid, os.pidfd_open(pid), ours.detach()
         process.began, process.ready, process.said = time.monotonic(), False, ""
-        process.stopping = False
+        process.stopping = process.unwanted = process.gone = False
         process.started += 1
         self._open |= {process.pidfd, process.status_fd}
-        if process.started > 1:
+        if process.started > 1 and process is not self._standby:
             log.info("started again", extra={"fields": {"process": process.name, "pid": pid}})
 
     # -- watching
@@ -165,8 +181,10 @@ class Supervisor:
         for each in self._processes:
             if each.pid:
                 poll.register(each.pidfd, select.POLLIN)
-                poll.register(each.status_fd, select.POLLIN)
-        waiting = [each.start_at for each in self._processes if each.pid == 0]
+                if not each.gone:
+                    poll.register(each.status_fd, select.POLLIN)
+        self._leaving = [pid for pid in self._leaving if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        waiting = [each.start_at for each in self._processes if each.pid == 0 and each.start_at < math.inf]
         timeout_ms = max(0.0, min(waiting) - time.monotonic()) * 1e3 + 1 if waiting else None
         poll.poll(timeout_ms)
         with contextlib.suppress(BlockingIOError):
@@ -183,38 +201,58 @@ class Supervisor:
             except OSError:
                 return
             if not packet:
+                process.gone = True
                 return
             event, text = msgspec.json.decode(packet, type=tuple[str, str])
             if event == READY:
                 process.ready = True
+                self._is_ready(process)
+            elif event == CHANGED:
+                self._outdated = True
             elif event == STOPPING:
                 process.stopping = True
             elif event == HUNG:
-                log.error("the engine is ended: a worker has had no sign of life of it")
-                self._signal(self._then, signal.SIGKILL)
+                self._end_hung(int(text))
             else:
                 process.said = text
+
+    def _is_ready(self, process: Process) -> None:
+        if process is self._standby:
+            log.info("a standby is there", extra={"fields": {"pid": process.pid}})
+        elif self._standby is not None and process is self._then[0]:
+            self._standby.start_at = min(self._standby.start_at, time.monotonic() + STANDBY_AFTER_S)
+
+    def _end_hung(self, pid: int) -> None:
+        """Every worker says so of the same one, and the next one may be there already."""
+        hung = [each for each in self._then if each.pid == pid]
+        if hung:
+            log.error("the engine is ended: a worker has had no sign of life of it", extra={"fields": {"pid": pid}})
+            self._signal(hung, signal.SIGKILL)
 
     def _look(self, process: Process) -> None:
         """Has it ended?"""
         pid, status = os.waitpid(process.pid, os.WNOHANG)
         if pid == 0:
-            return
+            if not process.gone or process is not self._then[0] or not self._can_take_over():
+                return
+            # What it has of a real GPU takes seconds to be given back, and the standby does not need it.
+            self._leaving.append(process.pid)
         self._listen(process)
         for fd in (process.pidfd, process.status_fd):
             self._open.discard(fd)
             os.close(fd)
         process.pid, process.pidfd, process.status_fd = 0, -1, -1
         lived_s = time.monotonic() - process.began
-        if self._stopping:
-            if status:
-                log.warning("ended badly", extra={"fields": {"process": process.name, "how": _how(status)}})
+        if self._stopping or process.unwanted:
+            if status and not process.unwanted:
+                log.warning("ended badly", extra={"fields": {"process": process.name, "how": how_ended(status)}})
+            process.unwanted = False
             return
-        process.failures = 0 if lived_s >= LEAST_LIFE_S else process.failures + 1
-        # The first time at once; a process that dies again and again must not take the machine with it.
-        pause_s = 0.0 if process.failures <= 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (process.failures - 1))
+        pause_s = process.pause_s(lived_s)
+        if process is self._standby:  # nobody waits for it
+            pause_s = LONGEST_PAUSE_S
         process.start_at = time.monotonic() + pause_s
-        fields = {"process": process.name, "how": _how(status), "lived_s": round(lived_s, 1)}
+        fields = {"process": process.name, "how": how_ended(status) if pid else "killed", "lived_s": round(lived_s, 1)}
         if process.said:
             fields["why"] = process.said
         if pause_s:
@@ -229,6 +267,9 @@ class Supervisor:
         """The first ones, and when they are gone the others; a second signal ends all at once."""
         self._signals = max(1, self._signals)
         asked = self._signals
+        if self._standby is not None and self._standby.pid:
+            self._standby.unwanted = True
+            self._signal([self._standby], signal.SIGKILL)
         for group in (self._first, self._then):
             self._signal(group, signal.SIGTERM)
             began = time.monotonic()
@@ -261,38 +302,3 @@ class Supervisor:
         for each in group:
             if each.pid:
                 signal.pidfd_send_signal(each.pidfd, number)
-
-
-def _child(process: Process, supervisor: int, status: socket.socket, close: set[int]) -> None:
-    """In the new process: never returns."""
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it knows what to do
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the supervisor passes it on
-        die_with_parent(signal.SIGTERM)
-        name_process(f"paellapy-{process.short}")
-        if os.getppid() != supervisor:  # it died before it was watched
-            os._exit(1)
-        for fd in close:
-            os.close(fd)
-
-        def tell(event: str, text: str = "") -> None:
-            with contextlib.suppress(OSError):
-                status.send(msgspec.json.encode((event, text))[: 1 << 15])
-
-        try:
-            code = process.main(tell)
-        except PaellaError as e:
-            tell("error", str(e))
-        except Exception as e:
-            log.error("failed", exc_info=e, extra={"fields": {"process": process.name}})
-            tell("error", f"{process.name}: {type(e).__name__}: {e}")
-    finally:
-        os._exit(code)
-
-
-def _how(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"

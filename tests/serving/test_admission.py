@@ -278,6 +278,20 @@ def test_a_machine_that_stalls_does_not_close_a_model_that_is_fast():
     assert refused == 0
 
 
+def test_a_burst_after_a_time_of_few_requests_is_let_in():
+    """One at a time for long: what was done then says how many asked, not how many could have been done."""
+    allowance = Allowance(8, TUNING)
+    allowance.begin(8, 2e6, 1)
+    limit_ns, now_ns = 50e6, 10**9
+    for _ in range(3000):
+        allowance.in_flight = 0
+        allowance.done(now_ns, now_ns + 5_000_000, limit_ns, 1)
+        now_ns += 10_000_000
+    while not allowance.is_full(limit_ns) and allowance.in_flight < 200:
+        allowance.in_flight += 1
+    assert allowance.in_flight >= 0.8 * 8 * 25
+
+
 def test_a_flood_that_cannot_be_done_in_time_is_still_refused():
     allowance = Allowance(8, TUNING)
     allowance.begin(8, 16e6, 1)

@@ -24,6 +24,11 @@ from hypothesis import strategies as some
 from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from serving_server import read_until, serving
 
 from paellapy.serving.datatypes import DTYPES
@@ -197,7 +202,12 @@ def described():
     return schemathesis.openapi.from_dict(spec)
 
 
-def test_requests_from_our_own_description_do_no_harm(target):
+AS_DESCRIBED = [
+    not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance,
+]  # fmt: skip
+
+
+def test_requests_from_our_own_description_do_no_harm_and_are_answered_as_it_says(target):
     before, asked = target.measure(), target.asked
     session = requests.Session()
     with session:
@@ -213,7 +223,7 @@ def test_requests_from_our_own_description_do_no_harm(target):
                     target.asked += 1
                     answer = case.call(base_url=target.url, session=session, timeout=TIMEOUT_S)
                     if answer.status_code != 503:
-                        case.validate_response(answer, checks=[not_a_server_error])
+                        case.validate_response(answer, checks=AS_DESCRIBED)
                     if answer.status_code >= 400 and case.method != "HEAD":
                         assert list(answer.json()) == ["error"] or answer.status_code == 503
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
+import io
 import json
 import socket
 import ssl
@@ -16,7 +19,8 @@ from places import TESTS
 from raw_client import Client
 from serving_server import ask, infer_body, running
 
-from paellapy.serving import codings
+from paellapy.serving import codings, metrics
+from paellapy.serving.logs import configure, log
 from paellapy.serving.protocol import largest_request
 
 INFER = "/v2/models/scale/infer"
@@ -191,3 +195,73 @@ def test_a_missing_host_is_told_on_both_ways(open_server, path):
         status, _, body = client.answer()
     assert status == 400
     assert "Host" in json.loads(body)["error"]
+
+
+# -- nobody waits for what another one asks for
+
+
+def test_metrics_are_written_away_from_the_loop(open_server, monkeypatch):
+    where, write = [], metrics.generate_latest
+
+    def noted(registry):
+        where.append(threading.current_thread())
+        return write(registry)
+
+    async def loops_thread():
+        return threading.current_thread()
+
+    monkeypatch.setattr(metrics, "generate_latest", noted)
+    assert ask(open_server, "GET", "/metrics")[0] == 200
+    assert where
+    assert open_server.call(loops_thread()) not in where
+
+
+def test_whoever_waits_to_be_accepted_when_the_server_stops_is_answered():
+    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(BODY), BODY)
+    with running([scale_model(batch=(1, 4))]) as server, contextlib.ExitStack() as opened:
+        busy, go_on = threading.Event(), threading.Event()
+
+        def stand_still():
+            busy.set()
+            go_on.wait()
+
+        server.loop.call_soon_threadsafe(stand_still)
+        busy.wait()
+        stopped = asyncio.run_coroutine_threadsafe(server.server.stop(), server.loop)
+        clients = [opened.enter_context(Client(server)) for _ in range(24)]
+        for client in clients:
+            client.send(request)
+        go_on.set()
+        assert {client.answer()[0] for client in clients} == {200}
+        stopped.result()
+
+
+# -- the access log
+
+
+@pytest.fixture
+def logged():
+    """What a server with an access log writes, as JSON."""
+    text, before = io.StringIO(), (log.handlers[:], log.propagate, log.level)
+    configure("json")
+    log.handlers[0].setStream(text)
+    yield lambda: [json.loads(line) for line in text.getvalue().splitlines()]
+    log.handlers[:], log.propagate = before[:2]
+    log.setLevel(before[2])
+
+
+def test_whatever_bytes_a_client_is_named_by_the_log_is_json(logged):
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nX-Client-Id: a\xff\xfe\r\nContent-Length: %d\r\n\r\n"
+    with running([scale_model(batch=(1,))], access_log=True) as server:
+        with Client(server) as client:
+            client.send(head % (INFER.encode(), len(BODY)) + BODY)
+            assert client.answer()[0] == 200
+        server.wait_until(lambda: any(line.get("client") == "a\\xff\\xfe" for line in logged()))
+
+
+def test_what_is_no_request_is_logged_too(logged):
+    with running([scale_model(batch=(1,))], access_log=True) as server:
+        with Client(server) as client:
+            client.send(b"\x16\x03\x01 not HTTP\r\n\r\n")
+            assert client.answer()[0] == 400
+        server.wait_until(lambda: any(line.get("status") == 400 for line in logged()))

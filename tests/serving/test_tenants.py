@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import numpy as np
@@ -60,6 +64,26 @@ def test_requests_over_http_count_for_their_tenant_and_no_other(server) -> None:
         had = {each: after[each]["completed"] - before[each]["completed"] for each in "abc"}
         assert had == {**dict.fromkeys("abc", 0), name: 1}
         assert after[name]["alone_ms"] > before[name]["alone_ms"]
+
+
+def test_who_waits_over_http_is_served_by_shares(server) -> None:
+    engine = server.server.service.engine
+    released, order = threading.Event(), list[int]()
+    unwatch = engine.watch(lambda entry: order.append(int(entry["client"])))
+    engine.call_in_loop(released.wait)  # until all have asked
+    with ThreadPoolExecutor(36) as clients:
+        answers = [
+            clients.submit(ask, server, "POST", INFER, BODY, {"X-Client-Id": name}) for name in "abc" for _ in range(12)
+        ]
+        while engine._front.waiting < len(answers):
+            assert not any(each.done() for each in answers)
+            time.sleep(0.01)
+        released.set()
+        assert [each.result()[0] for each in answers] == [200] * len(answers)
+    unwatch()
+    had = Counter(order[:20])
+    for name, share in {"a": 0.1, "b": 0.3, "c": 0.6}.items():
+        assert had[engine._front.client_number(name)] == pytest.approx(20 * share, abs=2)
 
 
 def test_keys_belong_to_tenants() -> None:

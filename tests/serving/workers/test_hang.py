@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,13 @@ BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
 SOON = json.dumps(infer_body("x", np.ones((1, 64), np.float32), parameters={"timeout": 500_000})).encode()
 
 
+def stop(server, pid):
+    """Stands still, every thread of it: on a busy machine one may run on until another has taken the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    states = [Path(each, "stat") for each in Path(f"/proc/{pid}/task").iterdir()]
+    server.wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in states))
+
+
 def is_ready(server):
     return ask(server, "GET", "/v2/health/ready")[0] == 200
 
@@ -24,7 +32,7 @@ def is_ready(server):
 def test_an_engine_that_stands_still_is_answered_for_and_started_again(body):
     with processes("served_models:pair", workers=1, server={"engine_timeout_s": 3.0, "admission": "off"}) as server:
         (stopped,) = server.pids("engine")
-        os.kill(stopped, signal.SIGSTOP)
+        stop(server, stopped)
         status, headers, said = ask(server, "POST", INFER, body)
         assert status == 503
         assert headers["Retry-After"]
@@ -41,6 +49,6 @@ def test_a_stop_does_not_wait_for_an_engine_that_stands_still():
     options = {"engine_timeout_s": 600.0, "drain_s": 600.0, "admission": "off"}
     with processes("served_models:pair", workers=1, server=options) as server:
         (stopped,) = server.pids("engine")
-        os.kill(stopped, signal.SIGSTOP)
+        stop(server, stopped)
         server.process.terminate()
         assert server.process.wait(300) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -278,6 +279,27 @@ def test_a_worker_killed_with_requests_in_its_only_lane_gives_it_back(server):
     assert ask(server, "POST", "/v2/models/long/infer", RIGHT)[2]["outputs"][0]["data"] == [1.0] * 64
 
 
+def listening(port):
+    """How many sockets listen on the port, by the kernel's own table."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "0A" and int(row[1].partition(":")[2], 16) == port for row in rows)
+
+
+def test_a_worker_that_dies_again_and_again_leaves_the_port_to_the_others(server):
+    assert listening(server.port) == 2
+
+    def left():
+        for pid in server.pids("work2"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return listening(server.port) == 1
+
+    server.wait_until(left)
+    for _ in range(20):  # each on a connection of its own
+        assert ask(server, "POST", INFER, RIGHT)[0] == 200
+    server.wait_until(lambda: listening(server.port) == 2 and is_ready(server))
+
+
 def test_an_engine_that_is_killed_under_load_is_a_503_and_a_restart(server):
     total = metric(server, "paellapy_requests_answered_total", model="scale")
 
@@ -424,6 +446,7 @@ def test_a_restart_loop_backs_off_says_so_and_ends_when_the_cause_is_gone(tmp_pa
         assert "engine" in content["error"]
         crash.unlink()
         server.wait_until(lambda: is_ready(server))
+        assert not any("standby" in line["message"] for line in server.lines())
         assert ask(server, "POST", INFER, RIGHT)[0] == 200
 
 
@@ -432,6 +455,7 @@ device = "virtual:h200"
 [server]
 port = 0
 log_format = "json"
+standby = "off"
 [[models]]
 name = "scale"
 factory = "served_models:{}"

@@ -1,0 +1,185 @@
+"""What runs in the engine's process: an engine, its models, and what hosts them for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from paellapy.instrument.errors import PaellaError
+from paellapy.scheduler.core.shared_memory import name_process
+from paellapy.scheduler.models.model import Model
+from paellapy.scheduler.policies.policy import Policy, find_policy, policy_names
+from paellapy.serving.build import build_engine, build_entries, has_room_twice
+from paellapy.serving.config import Config, Source
+from paellapy.serving.logs import configure, log
+from paellapy.serving.registry import Entry, Registry, entry_of
+from paellapy.serving.reload import Reloader
+from paellapy.serving.server import end_now, ends, failure_of, load_models
+from paellapy.serving.warm import warm_up
+from paellapy.serving.workers.engine_host import EngineHost
+from paellapy.serving.workers.kept import Kept
+from paellapy.serving.workers.process import CHANGED, READY, STOPPING, Tell
+
+KEPT = "kept"
+
+
+class Policies:
+    """The configured policy, and those of the package by name."""
+
+    def __init__(self, configured: Policy) -> None:
+        self.configured = configured
+
+    def __call__(self, name: str) -> Policy:
+        """By name; the configured one where there is none."""
+        known = name and name != self.configured.name and name in policy_names()
+        return find_policy(name) if known else self.configured
+
+
+class Latest:
+    """The configuration that the next process of the engine begins with: as it was last taken up."""
+
+    def __init__(self, config: Config, source: Source) -> None:
+        self._first = config, source
+        self.config, self.source = config, source
+
+    def read_again(self) -> None:
+        """One that is wrong is told by whoever was to take it up."""
+        with contextlib.suppress(PaellaError):
+            self.config, self.source = self.source.again()
+
+    def entries(self) -> list[Entry]:
+        """Also where what the file names cannot be imported any more: then as it was at the start."""
+        try:
+            return build_entries(self.config, self.source)
+        except PaellaError as e:
+            if self.config is self._first[0]:
+                raise
+            log.error("the configuration of the start is used", extra={"fields": {"error": str(e)}})
+            self.config, self.source = self._first
+            return build_entries(self.config, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """What an engine is made from. `main` and `stand_by` run in processes of their own."""
+
+    latest: Latest
+    models: Sequence[Model]
+    policies: Policies
+    path: Path
+
+    def main(self, tell: Tell) -> int:
+        self._log_as("engine")
+        return self._run(tell, called=None)
+
+    def stand_by(self, tell: Tell) -> int:
+        """Does what takes time, waits until it is called, and is the engine from then on.
+
+        Where the GPU's memory is not to hold the models twice, it has imported modules and compiled code only.
+        """
+        config = self.latest.config
+        self._log_as("standby", "warning")
+        if config.server.standby == "loaded" or (config.server.standby is None and has_room_twice(config)):
+            return self._run(tell, called=partial(self._called, tell))
+        self._entries()
+        warm_up(self.policies.configured)
+        tell(READY)
+        tell.wait_for_call()
+        name_process("paellapy-engine")
+        return self.main(tell)
+
+    async def _called(self, tell: Tell) -> None:
+        await tell.called()
+        name_process("paellapy-engine")
+        self._log_as("engine")
+
+    def _log_as(self, process: str, level: str | None = None) -> None:
+        options = self.latest.config.server
+        configure(options.log_format, level or options.log_level, process=process)
+
+    def _entries(self) -> list[Entry]:
+        entries = [entry_of(model) for model in self.models]
+        if self.latest.config.models or not entries:
+            entries += self.latest.entries()
+        return entries
+
+    def _run(self, tell: Tell, called: Callable[[], Awaitable[None]] | None) -> int:
+        entries = self._entries()
+        config, source = self.latest.config, self.latest.source
+        engine = build_engine(config, source, self.policies.configured)
+        registry = Registry(engine, entries)
+        if called is not None:
+            engine.guests.hide()
+        reloader = Reloader(registry, config, source)
+
+        async def life() -> int:
+            return await _Life(registry, reloader, tell, self.path, config.server.drain_s).main(called)
+
+        code = asyncio.run(life())
+        engine.close()
+        return code
+
+
+class _Life:
+    """Of one engine in this process, from its first model to its end."""
+
+    def __init__(self, registry: Registry, reloader: Reloader, tell: Tell, path: Path, drain_s: float) -> None:
+        self._registry, self._engine, self._reloader = registry, registry.engine, reloader
+        self._tell, self._drain_s = tell, drain_s
+        self._host = EngineHost(registry, path, Kept(path.with_name(KEPT)))
+        self._stop = asyncio.Event()
+
+    def _stopping(self) -> None:
+        self._tell(STOPPING)
+        self._stop.set()
+
+    async def main(self, called: Callable[[], Awaitable[None]] | None) -> int:
+        """`called`: nobody is served before that."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stopping)
+        await self._host.restore()
+        if called is None:
+            self._open()
+        loading = asyncio.create_task(load_models(self._registry, self._stop.is_set, self._host.warm_up))
+        settled = asyncio.create_task(self._settle(loading))
+        stopped, failed = asyncio.create_task(self._stop.wait()), asyncio.create_task(failure_of(self._engine))
+        calling = None if called is None else asyncio.ensure_future(called())
+        try:
+            if calling is not None:
+                await asyncio.wait((calling, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done():
+                    return 0
+                self._open()
+            await asyncio.wait((settled, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+            if settled.done():
+                settled.result()
+                await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            await self._host.stop()
+            if not await ends(loading, self._drain_s):
+                end_now(0)
+        finally:
+            for task in (stopped, failed, calling):
+                if task is not None:
+                    task.cancel()
+        return 0
+
+    def _open(self) -> None:
+        """Workers may come."""
+        self._host.start()
+        self._engine.guests.show()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, self._reloader.reload))
+
+    async def _settle(self, loading: asyncio.Task[None]) -> None:
+        """Once all is loaded. Whoever loads has told of what went wrong."""
+        await asyncio.wait((loading,))
+        loading.result()
+        self._host.settle()
+        self._registry.changed.append(lambda: self._tell(CHANGED))
+        self._tell(READY)

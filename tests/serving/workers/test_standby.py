@@ -1,0 +1,63 @@
+"""A second process of the engine that has loaded everything and waits: it takes over when the engine ends."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from serving_processes import processes
+from serving_server import ask, infer_body
+
+INFER = "/v2/models/own/infer"
+BODY = json.dumps(infer_body("x", np.ones((1, 64), np.float32))).encode()
+CONFIG = """
+device = "virtual:h200"
+[server]
+port = 0
+log_format = "json"
+[[models]]
+name = "own"
+factory = "own_model:own"
+"""
+OWN = """
+from engine_models import scale_model
+
+def own():
+    return scale_model("own", factor={}, batch=(1,))
+"""
+
+
+def is_ready(server):
+    return ask(server, "GET", "/v2/health/ready")[0] == 200
+
+
+def answer(server):
+    return ask(server, "POST", INFER, BODY)[2]["outputs"][0]["data"][0]
+
+
+def standby_after(server, before):
+    """The process number of a standby that is not `before` and has loaded its models."""
+
+    def loaded():
+        return [line["pid"] for line in server.lines() if line["message"] == "a standby is there"]
+
+    server.wait_until(lambda: loaded() and loaded()[-1] != before)
+    return loaded()[-1]
+
+
+def test_it_takes_over_and_knows_what_was_changed(tmp_path):
+    (tmp_path / "own_model.py").write_text(OWN.format("2.0"))
+    (tmp_path / "serve.toml").write_text(CONFIG)
+    with processes(str(tmp_path / "serve.toml"), workers=2, standby_after_s=0.0) as server:
+        first = standby_after(server, 0)
+        engine = server.kill("engine")
+        server.wait_until(lambda: server.pids("engine") == [first] and is_ready(server))
+        assert answer(server) == 2.0
+        assert engine not in server.pids("spare")
+        second = standby_after(server, first)
+        (tmp_path / "own_model.py").write_text(OWN.format("3.0"))
+        assert ask(server, "POST", "/v2/repository/models/own/load", b"")[0] == 200
+        third = standby_after(server, second)
+        server.kill("engine")
+        server.wait_until(lambda: server.pids("engine") == [third] and is_ready(server))
+        assert answer(server) == 3.0
