@@ -2,13 +2,16 @@
 
     python benchmarks/cluster_kills.py
 
-For every event: wrong answers, errors, the longest pause that a client saw, when the last answer of the killed engine
-came, and when the placement was full again. Written after every event.
+Clients ask for two models all the time; some of them mark their requests X-At-Most-Once. Of every event: wrong answers,
+errors, the longest time in which nobody got an answer, the slowest request, the slowest of those that began a second
+after the event or later, and the seconds until every engine has its models again. The same times before the event say
+how busy the machine itself is. Written after every event.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -17,12 +20,16 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import save
+
+from paellapy.cluster import lifecycle
 
 CONFIG = """
 device = "virtual:h200"
@@ -39,7 +46,10 @@ arguments = {{ name = "mlp" }}
 factory = "paellapy.demo:load"
 arguments = {{ name = "cnn" }}
 """
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
+QUIET_S = 3.0  # before every event
+PACE_S = 0.05  # of each client: the machine is not to be busy with them
+AVOIDED_S = 1.0
 
 
 def free_port() -> int:
@@ -48,14 +58,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Clients:
-    """Ask both models all the time and compare every answer with the first."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    began_at: float
+    ended_at: float
+    marked: bool
 
-    def __init__(self, port: int, number: int = 4) -> None:
+
+class Clients:
+    """Ask for both models all the time and compare every answer with the first; half of them mark their requests."""
+
+    def __init__(self, port: int, number: int = 8) -> None:
         self._port, self._stop = port, threading.Event()
-        self.answers: list[tuple[float, str]] = []
+        self.answers: list[Answer] = []
         self.wrong: list[Any] = []
         self.errors: list[Any] = []
+        self.not_again = 0  # marked requests whose engine ended
         self.broken = 0  # connections to a router that ended: the client connects again
         self._threads = [threading.Thread(target=self._run, args=(k,)) for k in range(number)]
         for each in self._threads:
@@ -64,21 +82,25 @@ class Clients:
     def _run(self, k: int) -> None:
         from paellapy import demo
 
-        name = ("mlp", "cnn")[k % 2]
-        (key, spec), = demo.load(name).inputs.items()
+        name, marked = ("mlp", "cnn")[k % 2], k % 4 >= 2
+        ((key, spec),) = demo.load(name).inputs.items()
         x = np.random.default_rng(k).random((1, *spec.shape), np.float32)
         tensor = {"name": key, "shape": list(x.shape), "datatype": "FP32", "data": x.reshape(-1).tolist()}
         body, first = json.dumps({"inputs": [tensor]}).encode(), None
-        while not self._stop.is_set():
+        headers = {"X-At-Most-Once": "1"} if marked else {}
+        while not self._stop.wait(PACE_S):
+            began_at = time.monotonic()
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-                connection.request("POST", f"/v2/models/{name}/infer", body)
+                connection.request("POST", f"/v2/models/{name}/infer", body, headers)
                 answer = connection.getresponse()
                 said = json.loads(answer.read())
                 connection.close()
             except (OSError, http.client.HTTPException):
                 self.broken += 1
-                time.sleep(0.02)
+                continue
+            if marked and answer.status == 503:
+                self.not_again += 1
                 continue
             if answer.status != 200:
                 self.errors.append((answer.status, said))
@@ -88,7 +110,7 @@ class Clients:
                 first = data
             elif not np.allclose(first, data, rtol=1e-5, atol=1e-6):
                 self.wrong.append((name, data))
-            self.answers.append((time.monotonic(), answer.headers["X-Engine"]))
+            self.answers.append(Answer(began_at, time.monotonic(), marked))
 
     def close(self) -> None:
         self._stop.set()
@@ -96,96 +118,152 @@ class Clients:
             each.join()
 
 
-def event(clients: Clients, what: Callable[[], str | None], restored: Callable[[], bool]) -> dict[str, Any]:
-    """What clients see of something that happens; `what` returns the engine it happens to, if any."""
-    n, wrong, errors = len(clients.answers), len(clients.wrong), len(clients.errors)
-    began = time.monotonic()
-    engine = what()
+def seen(answers: list[Answer], first_at: float, last_at: float) -> dict[str, float]:
+    """Of the time between: the longest without any answer, and the slowest request that began then."""
+    ends = sorted(each.ended_at for each in answers if first_at <= each.ended_at <= last_at)
+    took = [each.ended_at - each.began_at for each in answers if first_at <= each.began_at <= last_at]
+    return {
+        "longest_pause_s": round(float(max(np.diff([first_at, *ends, last_at]))), 3),
+        "slowest_s": round(max(took, default=0.0), 3),
+    }
+
+
+def event(clients: Clients, what: Callable[[], object], restored: Callable[[], bool]) -> dict[str, Any]:
+    """What clients see of something that happens, and for how long."""
+    quiet_at = time.monotonic()
+    time.sleep(QUIET_S)
+    n, wrong, errors, not_again = len(clients.answers), len(clients.wrong), len(clients.errors), clients.not_again
     at = time.monotonic()
-    time.sleep(1.0)
+    what()
     while not restored() and time.monotonic() - at < PATIENCE_S:
         time.sleep(0.1)
     full_s = time.monotonic() - at
-    time.sleep(1.0)
-    times = [began] + [t for t, _ in clients.answers[n:]]
-    gaps = np.diff(times) if len(times) > 1 else [float("inf")]
-    after = [t - at for t, name in clients.answers[n:] if name == engine and t < at + full_s]
+    time.sleep(AVOIDED_S + 0.5)
+    end = time.monotonic()
+    found = clients.answers
     return {
-        "answers": len(clients.answers) - n, "wrong": len(clients.wrong) - wrong,
-        "errors": clients.errors[errors:], "longest_pause_s": float(max(gaps)),
-        "last_answer_of_it_s": max([0.0, *[t for t in after if t < 1.5]]), "full_again_s": full_s,
-    }  # fmt: skip
+        "answers": len(found) - n,
+        "wrong": len(clients.wrong) - wrong,
+        "errors": clients.errors[errors:],
+        "marked_and_not_sent_again": clients.not_again - not_again,
+        **seen(found, at - 0.1, end),
+        "slowest_a_second_later_s": seen(found, at + AVOIDED_S, end)["slowest_s"],
+        "full_again_s": round(full_s, 2) if full_s < PATIENCE_S else None,
+        "load_average": round(os.getloadavg()[0], 1),  # of the machine, in the last minute
+        "before": seen(found, quiet_at, at),
+    }
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    import ray
-    from ray.cluster_utils import Cluster
+class Ray:
+    """Three nodes on this machine, and a cluster on them."""
 
-    from paellapy.cluster import lifecycle
+    def __init__(self, file: Path) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    port = free_port()
-    results: dict[str, Any] = {}
-    nodes = [
-        cluster.add_node(
-            include_dashboard=False, num_cpus=1, resources={"virtual_gpu": 3}, object_store_memory=80 << 20
-        )
-        for _ in range(3)
-    ]
-    ray.init(address=cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
+        os.environ.update(RAY_worker_niceness="0", RAY_health_check_period_ms="1000")  # as docs/cluster.md says
+        self.port = free_port()
+        self._cluster = Cluster()
+        node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 80 << 20}
+        self._nodes = [self._cluster.add_node(resources={"virtual_gpu": 2}, **node) for _ in range(3)]
+        ray.init(address=self._cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
+        file.write_text(CONFIG.format(port=self.port))
+        lifecycle.bring_up(file)
 
-    def full(n: int) -> Callable[[], bool]:
+    def has(self, placement: dict[str, set[str]] | int) -> Callable[[], bool]:
+        """Whether every engine has its models ready, and no others; with a number, whether that many have both."""
+
         def look() -> bool:
             try:
-                seen = lifecycle.front_door(f"http://127.0.0.1:{port}")
+                found = lifecycle.front_door(f"http://127.0.0.1:{self.port}")["engines"]
             except OSError:
                 return False
-            return sum(each["up"] and len(each["models"]) == 2 for each in seen["engines"]) == n
+            ready = {
+                each["name"]: {name for name, model in each["models"].items() if model["state"] == "READY"}
+                for each in found
+                if each["up"]
+            }
+            if isinstance(placement, int):
+                return len(found) == placement == sum(each == {"mlp", "cnn"} for each in ready.values())
+            return ready == placement
 
         return look
 
-    def kill(pid: int, number: int = signal.SIGKILL) -> None:
-        os.kill(pid, number)
+    def engine(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = lifecycle.status()["engines"][name]
+        return found
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "cluster.toml"
-        file.write_text(CONFIG.format(port=port))
-        lifecycle.bring_up(file)
-        clients = Clients(port)
+    def replaced(self, name: str, what: str) -> Callable[[], bool]:
+        """The engine has another `what` than now, and three engines have their models."""
+        now = self.engine(name)[what]
 
-        def note(name: str, what: Callable[[], str | None], restored: Callable[[], bool]) -> None:
+        def look() -> bool:
+            found = lifecycle.status()["engines"][name]
+            return found is not None and found[what] not in (None, now) and self.has(3)()
+
+        return look
+
+    def move(self, placement: dict[str, set[str]]) -> None:
+        import ray
+
+        controller = ray.get_actor("paellapy-controller", namespace="paellapy")
+        ray.get(controller.move.remote({name: sorted(models) for name, models in placement.items()}))
+
+    def remove_node(self, name: str) -> None:
+        """The one of that engine. Not the first: it is Ray's own head."""
+        there = self.engine(name)["node"]
+        self._cluster.remove_node(next(each for each in self._nodes if each.node_id == there), allow_graceful=False)
+
+    def away_from_head(self) -> str:
+        """An engine on another node than the first."""
+        engines = lifecycle.status()["engines"]
+        return next(name for name, each in engines.items() if each["node"] != self._nodes[0].node_id)
+
+    def close(self) -> None:
+        import ray
+
+        lifecycle.take_down()
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def events(ray: Ray) -> Iterator[tuple[str, Callable[[], object], Callable[[], bool]]]:
+    """What happens in turn; each with when it is over."""
+    plan = {"engine-0": {"mlp"}, "engine-1": {"cnn"}, "engine-2": {"mlp", "cnn"}}
+    yield "scale 1 to 3", lambda: lifecycle.scale(3), ray.has(3)
+    for name, engine, what, number in (
+        ("kill an engine", "engine-0", "pid", signal.SIGKILL),
+        ("kill a worker", "engine-1", "actor_pid", signal.SIGKILL),
+        ("stop an engine", "engine-2", "pid", signal.SIGSTOP),
+    ):
+        yield name, partial(os.kill, ray.engine(engine)[what], number), ray.replaced(engine, what)
+    router = lifecycle.status()["routers"]["router-0"]["pid"]
+    others = lambda: lifecycle.status()["routers"]["router-0"]["pid"] != router and ray.has(3)()  # noqa: E731
+    yield "kill a router", partial(os.kill, router, signal.SIGKILL), others
+    controller = lifecycle.status()["pid"]
+    back = lambda: lifecycle.status()["pid"] != controller and ray.has(3)()  # noqa: E731
+    yield "kill the controller", partial(os.kill, controller, signal.SIGKILL), back
+    yield "another plan", lambda: ray.move(plan), ray.has(plan)
+    yield "the plan before", lambda: ray.move({}), ray.has(3)
+    moved = ray.away_from_head()
+    yield "remove a Ray node", partial(ray.remove_node, moved), ray.replaced(moved, "node")
+    yield "scale 3 to 1", lambda: lifecycle.scale(1), ray.has(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", default="cluster_kills", help="name of the results")
+    given = parser.parse_args()
+    results: dict[str, Any] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Ray(Path(folder) / "cluster.toml")) as ray,
+        contextlib.closing(Clients(ray.port)) as clients,
+    ):
+        for name, what, restored in events(ray):
             results[name] = event(clients, what, restored)
             print(name, results[name], flush=True)
-            save("cluster_kills", {**results, "broken_connections": clients.broken})
-
-        def status() -> dict[str, Any]:
-            return lifecycle.status()
-
-        def engine_pid(name: str) -> int:
-            return int(status()["engines"][name]["pid"])
-
-        try:
-            note("scale 1 to 3", lambda: lifecycle.scale(3) and None, full(3))
-            note("kill an engine", lambda: kill(engine_pid("engine-0")) or "engine-0", full(3))
-            actor = status()["engines"]["engine-1"]["actor_pid"]
-            note("kill an engine's actor", lambda: kill(actor) or "engine-1", full(3))
-            note("kill a router", lambda: kill(next(iter(status()["routers"].values()))["pid"]), full(3))
-            note("kill the controller", lambda: kill(status()["pid"]), lambda: full(3)() and bool(status()["pid"]))
-            stopped = engine_pid("engine-0")
-            note("stop an engine", lambda: kill(stopped, signal.SIGSTOP) or "engine-0", lambda: True)
-            note("let it go on", lambda: kill(stopped, signal.SIGCONT), full(3))
-            controller = ray.get_actor("paellapy-controller", namespace="paellapy")
-            moved = {"engine-0": ["mlp"], "engine-1": ["cnn"], "engine-2": ["cnn", "mlp"]}
-            note("another plan", lambda: ray.get(controller.move.remote(moved)), lambda: True)
-            note("the plan before", lambda: ray.get(controller.move.remote({})), full(3))
-            note("remove a Ray node", lambda: cluster.remove_node(nodes[2], allow_graceful=False), full(3))
-            note("scale 3 to 1", lambda: lifecycle.scale(1) and None, full(1))
-        finally:
-            clients.close()
-            lifecycle.take_down()
-            ray.shutdown()
-            cluster.shutdown()
+            save(given.save, {"events": results, "cores": os.cpu_count(), "broken_connections": clients.broken})
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def plot(sizes: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     gpus = [each["gpus"] for each in sizes]
     for router in ROUTINGS:
-        left.plot(gpus, [each["by_router"][router]["p99_ms"] for each in sizes], marker="o", label=router)
+        rows = [(each["gpus"], each["by_router"][router]["p99_ms"]) for each in sizes if router in each["by_router"]]
+        if rows:
+            left.plot(*zip(*rows, strict=True), marker="o", label=router)
     left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="p99 latency, ms")
     left.legend()
     cpu = [each["by_router"]["predicted"]["cpu_s"] for each in sizes]
@@ -74,7 +76,7 @@ def plot(sizes: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1000])
+    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 1000], help="none: plot what is stored")
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--routers", type=int, default=1)
@@ -82,11 +84,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="cluster_sim")
     given = parser.parse_args()
+    path = RESULTS / f"{given.out}.json"
+    if not given.gpus:
+        plot(json.loads(path.read_text())["results"]["sizes"], given.plot)
+        return
     profiles = mix_profiles()
     per_gpu = capacity(profiles)
     facts = {"load": given.load, "per_gpu": per_gpu, "speeds": list(SPEEDS), "routers": given.routers}
     sizes: dict[int, dict[str, Any]] = {}
-    path = RESULTS / f"{given.out}.json"
     if path.exists():
         before = json.loads(path.read_text())["results"]
         if all(before[name] == value for name, value in facts.items()):

@@ -32,8 +32,8 @@ def route(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port, 0 for any that is free")] = 8000,
     routers: Annotated[int, typer.Option(help="processes that share the port")] = 1,
-    every_ms: Annotated[float, typer.Option(help="between two reports of an engine")] = 5.0,
-    hold_s: Annotated[float, typer.Option(help="a request waits so long for an engine with its model")] = 20.0,
+    every_ms: Annotated[float, typer.Option(help="milliseconds between two reports of an engine")] = 5.0,
+    hold_s: Annotated[float, typer.Option(help="seconds that a request waits for an engine with its model")] = 20.0,
     key: Annotated[str | None, typer.Option(envvar="PAELLAPY_ROUTER_KEY", help="API key for the engines")] = None,
 ) -> None:
     """Route requests to engines that run already, without Ray, until SIGTERM or Ctrl-C."""
@@ -46,12 +46,13 @@ def route(
 
 @app.command()
 def serve(
-    file: Annotated[Path, typer.Argument(help="TOML: as for `paellapy serve`, and [cluster] with engines, port, …")],
-    detach: Annotated[bool, typer.Option("--detach", help="return once it is ready; needs a Ray that runs")] = False,
+    file: Annotated[Path, typer.Argument(help=r"TOML file: as for paellapy serve, and \[cluster] with engines, …")],
+    detach: Annotated[bool, typer.Option("--detach", help="return once it is ready; needs a running Ray")] = False,
 ) -> None:
     """Place one engine per GPU on Ray, load models by the plan, and open the front door, until SIGTERM or Ctrl-C."""
     from paellapy.cluster import lifecycle
 
+    typer.echo("bringing the cluster up; a first start on a machine compiles, which takes a minute …", err=True)
     url, started = lifecycle.bring_up(file)
     typer.echo(f"serving at {url}")
     if detach and not started:
@@ -61,7 +62,10 @@ def serve(
     stop = threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())
-    stop.wait()
+    while not stop.wait(1.0):
+        if not lifecycle.is_up():
+            typer.echo("the cluster was taken down")
+            return
     lifecycle.take_down()
 
 
@@ -83,21 +87,22 @@ def status() -> None:
 
 
 @app.command()
-def scale(engines: Annotated[int, typer.Argument(help="how many there are to be")]) -> None:
+def scale(engines: Annotated[int, typer.Argument(help="number of engines wanted")]) -> None:
     """Add engines, or drain the newest."""
     from paellapy.cluster import lifecycle
 
     lifecycle.connect()
-    typer.echo(", ".join(lifecycle.scale(engines)))
+    typer.echo(f"{', '.join(lifecycle.scale(engines))}: `paellapy cluster status` says when new ones are up")
 
 
 @app.command()
 def drain(engine: Annotated[str, typer.Argument(help="its name, as in the status")]) -> None:
-    """Take one engine out: it finishes what it has."""
+    """Take one engine out after it has finished its requests."""
     from paellapy.cluster import lifecycle
 
     lifecycle.connect()
     lifecycle.drain(engine)
+    typer.echo(f"{engine} is out")
 
 
 @app.command()
@@ -107,12 +112,13 @@ def down() -> None:
 
     lifecycle.connect()
     lifecycle.take_down()
+    typer.echo("the cluster is down")
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="TOML: profiles, gpus, gpu_gb and [models.NAME] with rate, memory_gb")],
+    file: Annotated[Path, typer.Argument(help=r"TOML file: profiles, gpus, gpu_gb, \[models.NAME] with rate, …")],
 ) -> None:
-    """Which models go on which GPUs, how many replicas each has, and how many requests will be within target."""
+    """Choose which models go on which GPUs, and predict how many requests will be within target."""
     from rich.console import Console
 
     from paellapy.cluster.plan import enough_gpus, load_fleet

@@ -13,6 +13,7 @@ arguments = { name = "mlp" }
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +22,14 @@ import msgspec
 from msgspec import Meta
 
 from paellapy.cluster.plan import Placement
-from paellapy.serving.build import build_entries, build_policy
+from paellapy.serving.access import Key
+from paellapy.serving.build import build_entries, build_keys, build_policy
 from paellapy.serving.config import Config, Source, load_config
 from paellapy.serving.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
+OWN_KEY = "paellapy-cluster"
 
 
 class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -38,6 +41,8 @@ class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     resource: str = "GPU"  # what a Ray node has one of for every engine: GPU, or a name of your own
     replicas: dict[str, Count] = {}
     ready_s: Positive = 300.0  # an engine that is not ready after so long will not be
+    hung_s: Positive = 5.0  # an engine that says nothing for so long is started again; routers avoid it after 0.6 s
+    standby: bool = True  # a process beside every engine, ready to take over: 0.3 GB of memory, none of the GPU's
     every_ms: Positive = 5.0
     hold_s: Positive = 20.0
     replan_s: float = 0.0  # how often placement follows the load; 0: never. Needs profiles
@@ -53,6 +58,7 @@ class ClusterFile(msgspec.Struct, kw_only=True):
     engine: dict[str, Any]  # as `paellapy serve` has it
     models: list[str]
     folder: str
+    key: str | None  # that the cluster's own parts show to engines, where clients need keys
 
 
 def load_cluster(path: Path) -> ClusterFile:
@@ -74,7 +80,18 @@ def load_cluster(path: Path) -> ClusterFile:
             raise ConfigError(f"{path}: {said}")
     if settings.replan_s and settings.profiles is None:
         raise ConfigError(f"{path}: cluster.replan_s needs cluster.profiles, a file that pp.save_profiles has written")
-    return ClusterFile(settings=settings, engine=tree, models=models, folder=str(path.resolve().parent))
+    if config.tls is not None:
+        raise ConfigError(f"{path}: [tls]: routers do not speak TLS: leave it out, and put a proxy that does in front")
+    keys = build_keys(config, source)
+    own = secrets.token_urlsafe(32) if keys else None
+    if own is not None:
+        if OWN_KEY in keys:
+            raise ConfigError(f"{path}: [keys]: {OWN_KEY!r} is the name of the cluster's own key: take another")
+        keys[OWN_KEY] = Key(own)
+    # Read from the environment here: that of other nodes has nothing of it.
+    tree["keys"] = {name: {"key": k.secret, "roles": k.roles, "tenant": k.tenant} for name, k in keys.items()}
+    folder = str(path.resolve().parent)
+    return ClusterFile(settings=settings, engine=tree, models=models, folder=folder, key=own)
 
 
 def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:

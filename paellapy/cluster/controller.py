@@ -6,21 +6,25 @@ anew at every look. One that is started again finds engines and routers by their
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from paellapy.cluster.actors import EngineActor, RouterActor
 from paellapy.cluster.cluster_file import ClusterFile, ClusterSettings, first_placement
+from paellapy.cluster.engine_actor import EngineActor
 from paellapy.cluster.placing import Placer
 from paellapy.cluster.plan import Placement
+from paellapy.cluster.router_actor import RouterActor
 from paellapy.serving.logs import configure, log
 
 NAMESPACE, CONTROLLER, STORED = "paellapy", "paellapy-controller", b"paellapy-cluster"
 LOOK_S = 0.5
 PATIENCE_S = 2.0  # for an actor's word
+GONE = "gone"
 
 
 class Memory(msgspec.Struct):
@@ -32,8 +36,10 @@ class Memory(msgspec.Struct):
 
 
 class Controller:
-    def __init__(self, file: dict[str, Any]) -> None:
+    def __init__(self, file: dict[str, Any], door_node: str) -> None:
+        """`door_node`: where routers are to be, as long as it is there: clients know that machine's address."""
         configure("text", "info")
+        self._door_node = door_node
         self._file = msgspec.convert(file, ClusterFile)
         self._settings: ClusterSettings = self._file.settings
         self._lock = threading.RLock()
@@ -79,20 +85,18 @@ class Controller:
                 log.error("the controller's look failed", exc_info=e)
 
     def look(self) -> None:
+        """One that says nothing delays nobody else. What it said last stands: its engine may be well."""
         wanted = self._wanted()
-        for name, models in wanted.items():
-            actor = self._engine(name, models)
-            said = _ask(actor.info)
-            if said is None:
+        told = _ask_all({name: (self._engine(name, models).info, models) for name, models in wanted.items()})
+        for name, said in told.items():
+            if said is GONE:
                 self._seen.pop(name, None)
-            else:
+            elif said is not None:
                 self._seen[name] = said
         members = [(name, self._seen[name]["url"]) for name in wanted if name in self._seen]
-        for k in range(self._settings.routers):
-            router = f"router-{k}"
-            said = _ask(self._router(router).set_members, members)
-            if said is not None:
-                self._routers[router] = said
+        routers = [f"router-{k}" for k in range(self._settings.routers)]
+        told = _ask_all({name: (self._router(name).set_members, members) for name in routers})
+        self._routers.update({name: said for name, said in told.items() if said not in (None, GONE)})
         self._placer.place(dict(members), wanted)
         if changed := self._placer.replan(self._routers, wanted):
             self._memory.placement = {name: list(models) for name, models in changed.items()}
@@ -104,22 +108,31 @@ class Controller:
         task = {"config": f.engine, "names": f.models, "loaded": list(models), "folder": f.folder}
         needs: dict[str, Any] = {"num_gpus": 1} if s.resource == "GPU" else {"resources": {s.resource: 1}}
         host = None if s.engine_host == "node" else s.engine_host
-        return _actor(name, EngineActor, (name, task, host), needs)
+        return _actor(name, EngineActor, (name, task, host, s.hung_s, s.standby), needs)
 
     def _router(self, name: str) -> Any:
         s = self._settings
-        options = {"host": s.host, "port": s.port, "every_ms": s.every_ms, "hold_s": s.hold_s}
-        return _actor(name, RouterActor, (name, options, self._file.models), {})
+        options = {
+            "host": s.host, "port": s.port, "every_ms": s.every_ms, "hold_s": s.hold_s, "key": self._file.key,
+        }  # fmt: skip
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._door_node, soft=True)}
+        return _actor(name, RouterActor, (name, options, self._file.models), where)
 
     # -- what it is asked
 
     def status(self) -> dict[str, Any]:
         return {
-            "pid": _pid(), "url": f"http://{self._settings.host}:{self._settings.port}",
+            "pid": _pid(), "resource": self._settings.resource, "url": f"http://{self._settings.host}:{self._settings.port}",
             "engines": {name: self._seen.get(name) for name in self._memory.engines},
             "routers": self._routers, "placement": {k: list(v) for k, v in self._wanted().items()},
-            "why": self._placer.why,
+            "why": {**self._placer.why, **{name: r["why"] for name, r in self._routers.items() if r["why"]}},
         }  # fmt: skip
+
+    def key(self) -> str | None:
+        """Opens the front door where clients need keys. Not part of the status, which is shown."""
+        return self._file.key
 
     def scale(self, engines: int) -> list[str]:
         """As many engines; who leaves is drained first, the newest first."""
@@ -157,15 +170,13 @@ class Controller:
         """Routers know already that they leave."""
         for name in names:
             self._seen.pop(name, None)
-            end_actor(name)
+        end_actors(names)
 
     def stop(self) -> None:
         self._stop.set()
         with self._lock:
-            for k in range(self._settings.routers):
-                end_actor(f"router-{k}")
-            for name in self._memory.engines:
-                end_actor(name)
+            end_actors([f"router-{k}" for k in range(self._settings.routers)])
+            end_actors(self._memory.engines)
         from ray.experimental.internal_kv import _internal_kv_del
 
         _internal_kv_del(STORED)
@@ -192,30 +203,38 @@ def _actor(name: str, kind: type, arguments: tuple[Any, ...], needs: dict[str, A
     return ray.remote(kind).options(**options).remote(*arguments)
 
 
-def _ask(method: Any, *arguments: Any) -> Any:
-    """What it says; None: it is away, or takes too long."""
+def _ask_all(questions: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What actors say, all asked at once. None: it takes too long; GONE: Ray is starting it again."""
     import ray
 
-    try:
-        return ray.get(method.remote(*arguments), timeout=PATIENCE_S)
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
+    asked = {name: method.remote(*arguments) for name, (method, *arguments) in questions.items()}
+    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=PATIENCE_S)
+    found: dict[str, Any] = {}
+    for name, answer in asked.items():
+        try:
+            found[name] = ray.get(answer) if answer in done else None
+        except ray.exceptions.RayError:
+            found[name] = GONE
+    return found
 
 
-def end_actor(name: str, within_s: float = 45.0) -> None:
-    """Stops one in order, then for good."""
+def end_actors(names: Sequence[str], within_s: float = 45.0) -> None:
+    """Stops them in order, all at once, then for good."""
     import ray
 
-    try:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return
-    try:
-        ray.get(actor.stop.remote(), timeout=within_s)
-    except (ray.exceptions.RayError, TimeoutError) as e:
-        log.warning("an actor did not stop in order", extra={"fields": {"actor": name, "why": str(e)[:200]}})
-    ray.kill(actor)
-    while _exists(name):
+    actors = {}
+    for name in names:
+        with contextlib.suppress(ValueError):
+            actors[name] = ray.get_actor(name, namespace=NAMESPACE)
+    stopping = {name: actor.stop.remote() for name, actor in actors.items()}
+    until = time.monotonic() + within_s
+    for name, actor in actors.items():
+        try:
+            ray.get(stopping[name], timeout=max(0.1, until - time.monotonic()))
+        except (ray.exceptions.RayError, TimeoutError) as e:
+            log.warning("an actor did not stop in order", extra={"fields": {"actor": name, "why": str(e)[:200]}})
+        ray.kill(actor)
+    while any(map(_exists, actors)):
         time.sleep(0.02)
 
 

@@ -1,4 +1,7 @@
-"""One engine of a cluster as a process: `python -m paellapy.cluster.engine_process '{…}'`, as its actor starts it."""
+"""One engine of a cluster as a process: `python -m paellapy.cluster.engine_process`, as its actor starts it.
+
+A standby has imported its modules and read compiled code from the disk when it is needed. It has not opened the GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,36 @@ from typing import Any
 
 import msgspec
 
+from paellapy.cluster.tasks import EngineTask, taken
 from paellapy.serving.api import serve_config
-from paellapy.serving.config import Source, load_config
+from paellapy.serving.build import build_policy
+from paellapy.serving.config import Config, Source, load_config
+from paellapy.serving.warm import import_device, warm_up
 
 
-class EngineTask(msgspec.Struct, kw_only=True):
-    """What the process is told. `loaded`: models to have from the start; the others wait for a plan."""
-
-    config: dict[str, Any]
-    names: list[str]  # of the models, in the configuration's order
-    loaded: list[str]
-    folder: str
-    host: str
-    port: int
-
-
-def main() -> None:
-    task = msgspec.json.decode(sys.argv[1], type=EngineTask)
+def _config(task: EngineTask) -> Config:
     models = [
         {**each, "name": name, "load": name in task.loaded}
         for each, name in zip(task.config["models"], task.names, strict=True)
     ]
     server = {**task.config.get("server", {}), "host": task.host, "port": task.port, "model_control": True}
-    tree = {**task.config, "models": models, "server": server}
-    config, _ = load_config(defaults=tree)
-    serve_config(config, Source(str(Path(task.folder) / "cluster.toml")))
+    tree: dict[str, Any] = {**task.config, "models": models, "server": server}
+    return load_config(defaults=tree)[0]
+
+
+def main() -> None:
+    task = taken(EngineTask)
+    source = Source(str(Path(task.folder) / "cluster.toml"))
+    config = _config(task)
+    if task.waits:
+        warm_up(build_policy(config, source))
+        import_device(config.device)
+        line = sys.stdin.buffer.readline()
+        if not line:  # its actor does not need it any more
+            return
+        task.loaded = msgspec.json.decode(line, type=list[str])
+        config = _config(task)
+    serve_config(config, source)
 
 
 if __name__ == "__main__":

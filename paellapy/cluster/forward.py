@@ -1,7 +1,8 @@
 """One request on its way through a router: to the engine likely to finish it first, and on to the next if need be.
 
 A request goes to another engine when one refuses it, and when one is lost before its answer was here: no byte of an
-answer is passed on before all of it has come. A request with the header `X-At-Most-Once` goes to one engine only.
+answer is passed on before all of it has come. A request with the header `X-At-Most-Once` goes to another engine only
+if it cannot have run: where the connection was not made, or the model has left (404).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Forward:
 
     __slots__ = (
         "_answer", "_deadline_at", "_over", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "body",
-        "client", "head", "losses", "model", "raw", "seen", "started_at", "tried",
+        "client", "head", "losses", "model", "raw", "refused_by", "seen", "started_at", "tried",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +72,8 @@ class Forward:
         self.head: Head
         self.client: Client | None = None
         self.body = b""
-        self.tried: set[str] = set()
+        self.tried: set[str] = set()  # engines that have refused or lost it
+        self.refused_by: set[str] = set()
         self.losses, self.seen = 0, False  # seen: the router has looked for an engine before
         self.started_at = self._sent_at = time.monotonic()
         self._predicted_ms = 0.0
@@ -121,9 +123,11 @@ class Forward:
         status = head[9:12]
         if status == b"200":
             view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
-        elif status in (b"503", b"404") and not self.at_most_once:  # full; or the model has just left that engine
+        elif status == b"404" or (status == b"503" and not self.at_most_once):
+            # The model has just left that engine, and nothing has run; or it is full. It may also be 503 after it ran.
             self._refusal = self._parts(view, head, body)
             self.tried.add(view.name)
+            self.refused_by.add(view.name)
             self._router.counts.refused += 1
             self._router.dispatch(self)
             return

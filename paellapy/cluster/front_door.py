@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from paellapy.cluster.forward import Forward
-from paellapy.cluster.merged import ROUTER, merged_index, merged_metrics, merged_statistics
+from paellapy.cluster.merged import ROUTER, check_key, merged_index, merged_metrics, merged_statistics
 from paellapy.cluster.router import Router
 from paellapy.cluster.status import cluster_status
 from paellapy.serving import describe
@@ -128,6 +128,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def model_ready(request: web.Request) -> web.Response:
     router, name = request.app[ROUTER], request.match_info["model"]
+    await check_key(request)
     router.check_model(name)
     is_ready = any(name in view.offers() for view in router.views.values() if view.up) and not router.draining
     return json_response({"name": name, "ready": is_ready}, 200 if is_ready else 503)
@@ -139,6 +140,7 @@ async def placed(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
+    await check_key(request)
     return json_response(cluster_status(request.app[ROUTER]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import urllib.error
@@ -18,6 +19,10 @@ from paellapy.instrument.errors import PaellaError
 
 OLDEST, BEYOND = (2, 40), (3, 0)  # Ray's versions that were tried are from 2.60 on; the calls are there since 2.40
 
+MOST_VIRTUAL = 64
+# Of a Ray that is started here. By default workers are at nice 15: a busy CPU would be for everybody else. And a node
+# is given up after five checks, one every 3 s.
+RAY_SETTINGS = {"RAY_worker_niceness": "0", "RAY_health_check_period_ms": "1000"}
 BACK_S = 30.0  # for a controller that was killed to be there again
 
 
@@ -49,7 +54,7 @@ def connect(start: ClusterFile | None = None) -> bool:
     ray = import_ray()
     if ray.is_initialized():
         return False
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "warning"}
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "error"}
     try:
         ray.init(address="auto", **quiet)
         return False
@@ -57,8 +62,12 @@ def connect(start: ClusterFile | None = None) -> bool:
         if start is None:
             said = "no Ray runs here: `paellapy cluster serve FILE` starts one, or `ray start --head`"
             raise ClusterError(said) from None
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     s = start.settings
-    own = {} if s.resource == "GPU" else {"resources": {s.resource: float(s.engines)}}
+    is_virtual = str(start.engine.get("device", "")).startswith("virtual")
+    number = max(s.engines, MOST_VIRTUAL) if is_virtual else s.engines  # virtual GPUs cost nothing: room to scale
+    own = {} if s.resource == "GPU" else {"resources": {s.resource: float(number)}}
     ray.init(include_dashboard=False, **own, **quiet)
     return True
 
@@ -89,7 +98,7 @@ def bring_up(path: Path) -> tuple[str, bool]:
     started = connect(file)
     ray = import_ray()
     try:
-        _check_resources(ray, file)
+        check_resources(file.settings.resource, file.settings.engines)
         try:
             ray.get_actor(CONTROLLER, namespace=NAMESPACE)
         except ValueError:
@@ -103,7 +112,8 @@ def bring_up(path: Path) -> tuple[str, bool]:
             "name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0,
             "max_concurrency": 8,
         }  # fmt: skip
-        ray.remote(Controller).options(**options).remote(msgspec.to_builtins(file))
+        here = ray.get_runtime_context().get_node_id()
+        ray.remote(Controller).options(**options).remote(msgspec.to_builtins(file), here)
         try:
             return _wait_ready(file), started
         except BaseException:
@@ -115,16 +125,15 @@ def bring_up(path: Path) -> tuple[str, bool]:
         raise
 
 
-def _check_resources(ray: Any, file: ClusterFile) -> None:
-    s = file.settings
-    have = ray.cluster_resources().get(s.resource, 0.0)
-    if have < s.engines:
+def check_resources(resource: str, engines: int) -> None:
+    have = import_ray().cluster_resources().get(resource, 0.0)
+    if have < engines:
         remedy = (
             'add nodes, ask for fewer engines, or set device = "virtual:h200" and cluster.resource = "virtual_gpu"'
-            if s.resource == "GPU"
-            else f'give nodes the resource, as in ray start --resources=\'{{"{s.resource}": 1}}\''
+            if resource == "GPU"
+            else f"give nodes the resource, as in ray start --resources='{{\"{resource}\": 1}}'"
         )
-        raise ClusterError(f"Ray has {have:g} of {s.resource}, and {s.engines} engines need one each: {remedy}")
+        raise ClusterError(f"Ray has {have:g} of {resource}, and {engines} engines need one each: {remedy}")
 
 
 def _wait_ready(file: ClusterFile) -> str:
@@ -132,23 +141,27 @@ def _wait_ready(file: ClusterFile) -> str:
     status: dict[str, Any] = {}
     while time.monotonic() < until:
         status = _ask("status")
-        if all(status["engines"].values()) and _is_placed(status):
+        has_all = all(status["engines"].values()) and len(status["routers"]) == file.settings.routers
+        if has_all and _is_placed(status, file.key):
             return str(status["url"])
         if status["why"]:
             break
         time.sleep(0.2)
-    why = "; ".join(f"{where}: {said}" for where, said in status.get("why", {}).items())
-    away = [name for name, said in status.get("engines", {}).items() if not said]
-    starts = max((said["starts"] for said in status.get("engines", {}).values() if said), default=0)
-    said = why or (f"{', '.join(away)} found no node" if away else f"its server was started {starts} times")
+    if status.get("why"):
+        why = "; ".join(f"{where}: {said}" for where, said in status["why"].items())
+        raise ClusterError(f"the cluster cannot be brought up: {why}")
+    engines = status.get("engines", {})
+    away = [name for name, said in engines.items() if not said]
+    starts = max((said["starts"] for said in engines.values() if said), default=0)
+    said = f"{', '.join(away)} found no node" if away else f"its server was started {starts} times"
     limit_s = file.settings.ready_s
     raise ClusterError(f"an engine did not get ready within {limit_s:g} s ({said}): see Ray's logs of its actor")
 
 
-def _is_placed(status: dict[str, Any]) -> bool:
+def _is_placed(status: dict[str, Any], key: str | None) -> bool:
     """Every engine has what it is to have, as the front door sees it."""
     try:
-        seen = front_door(status["url"])
+        seen = front_door(status["url"], key)
     except OSError:
         return False
     states = {each["name"]: each["models"] for each in seen["engines"] if each["up"]}
@@ -159,8 +172,9 @@ def _is_placed(status: dict[str, Any]) -> bool:
     )
 
 
-def front_door(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/v2/cluster", timeout=2.0) as answer:
+def front_door(url: str, key: str | None = None) -> dict[str, Any]:
+    request = urllib.request.Request(f"{url}/v2/cluster", headers={} if key is None else {"X-API-Key": key})
+    with urllib.request.urlopen(request, timeout=2.0) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
 
@@ -169,15 +183,17 @@ def status() -> dict[str, Any]:
     """What the controller wants, and what the front door sees."""
     found: dict[str, Any] = _ask("status")
     try:
-        found["front_door"] = front_door(found["url"])
+        found["front_door"] = front_door(found["url"], _ask("key"))
     except (OSError, urllib.error.URLError):
         found["front_door"] = None
     return found
 
 
 def scale(engines: int) -> list[str]:
+    """Names of the engines that there are to be. New ones are still loading, those that leave have finished."""
     if engines < 1:
         raise ClusterError(f"{engines} engines: give one or more, or take the cluster down")
+    check_resources(_ask("status")["resource"], engines)
     names: list[str] = _ask("scale", engines)
     return names
 
@@ -186,7 +202,18 @@ def drain(engine: str) -> None:
     known = _ask("status")["engines"]
     if engine not in known:
         raise ClusterError(f"there is no engine {engine!r}: there are {', '.join(known)}")
+    if len(known) == 1:
+        raise ClusterError(f"{engine} is the only engine: add one first, or take the cluster down")
     _ask("drain", engine)
+
+
+def is_up() -> bool:
+    """A cluster is on this Ray, though its controller may just be starting again."""
+    try:
+        _controller()
+    except ClusterError:
+        return False
+    return True
 
 
 def take_down() -> None:

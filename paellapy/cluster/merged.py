@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from paellapy.cluster.router import Router
-from paellapy.serving.errors import RequestError
+from paellapy.serving.errors import RefusedError, RequestError
 from paellapy.serving.middleware import json_response
 from paellapy.serving.registry import READY, VERSION
 
@@ -44,6 +45,16 @@ async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, 
         up = [(view.name, view.member.url.rstrip("/")) for view in router.views.values() if view.up]
         await asyncio.gather(*(ask(session, name, url) for name, url in up))
     return {view.name: found[view.name] for view in router.views.values() if view.name in found}
+
+
+async def check_key(request: web.Request) -> None:
+    """RequestError where engines want a key that the client has not. They know the keys; a router has its own only."""
+    router = request.app[ROUTER]
+    own = router.options.key
+    if own is None or hmac.compare_digest(request.headers.get("X-API-Key", "").encode(), own.encode()):
+        return
+    if not await ask_all(router, request, "/v2"):
+        raise RefusedError("no engine answers that could check the key", "engine_away", 2.0)
 
 
 def _add(total: Any, more: Any) -> Any:
@@ -89,6 +100,7 @@ async def merged_statistics(request: web.Request) -> web.Response:
 
 async def merged_index(request: web.Request) -> web.Response:
     router = request.app[ROUTER]
+    await check_key(request)
     try:
         body = await request.read()
         asked = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
@@ -153,7 +165,9 @@ def router_metrics(router: Router) -> list[str]:
         metric = f"paellapy_router_{name}_total"
         found += [f"# HELP {metric} {text}", f"# TYPE {metric} counter", f"{metric} {counts[name]}"]
     found += ["# HELP paellapy_engine_up 1: the engine takes requests", "# TYPE paellapy_engine_up gauge"]
-    found += [f'paellapy_engine_up{{engine="{view.name}"}} {int(view.up)}' for view in router.views.values()]
+    # One that was never there, or left in order, is not missed: routers may be told of engines that are yet to come.
+    known = [view for view in router.views.values() if view.outlook is not None and not view.outlook.draining]
+    found += [f'paellapy_engine_up{{engine="{view.name}"}} {int(view.up)}' for view in known]
     name = "paellapy_predicted_seconds"
     found += [f"# HELP {name} Predicted time of a request that came now", f"# TYPE {name} gauge"]
     for view in router.views.values():

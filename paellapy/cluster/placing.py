@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,53 +24,58 @@ from paellapy.serving.registry import READY, UNAVAILABLE
 
 LOAD_S = 600.0
 LOOK_S = 1.0
+MOST_ENGINES = 1024
+FEWEST = 100  # requests between two plans: fewer say nothing of the load
 
 Placed = Mapping[str, tuple[str, ...]]  # models by engine
 
 _decode = msgspec.json.Decoder(Outlook).decode
 
 
-def _call(url: str, path: str, data: bytes | None = None, within_s: float = LOOK_S) -> bytes:
-    request = urllib.request.Request(url + path, data, method="GET" if data is None else "POST")
-    with urllib.request.urlopen(request, timeout=within_s) as answer:
-        found: bytes = answer.read()
-        return found
-
-
 class Placer:
     """One change at a time on every engine; all engines at once."""
 
-    def __init__(self, file: ClusterFile) -> None:
-        self._file = file
-        self._pool = ThreadPoolExecutor(8)
+    def __init__(self, file: ClusterFile, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._clock = file, clock
+        self._pool = ThreadPoolExecutor(MOST_ENGINES)  # threads are made when they are needed
+        self._lookers = ThreadPoolExecutor(16)  # of their own: a look never waits for a load
         self._busy: dict[str, Future[None]] = {}
-        self._planned_at, self._counted = time.monotonic(), {}  # type: ignore[var-annotated]
+        self._planned_at, self._counted = clock(), {}  # type: ignore[var-annotated]
+        self._planning: Future[dict[str, tuple[str, ...]] | None] | None = None
         self.why: dict[str, str] = {}  # what could not be loaded
 
     def place(self, urls: Mapping[str, str], wanted: Placed) -> None:
-        seen: dict[str, dict[str, str]] = {}
-        for name, url in urls.items():
-            try:
-                seen[name] = {model: each.state for model, each in _decode(_call(url, "/v2/outlook")).models.items()}
-            except (OSError, msgspec.DecodeError):
-                continue
-        everywhere = all(
-            seen.get(name, {}).get(model) == READY for name, models in wanted.items() for model in models
-        )
-        for name, states in seen.items():
+        states = self._lookers.map(self._states, urls.values())
+        seen = {name: found for name, found in zip(urls, states, strict=True) if found is not None}
+        everywhere = all(seen.get(name, {}).get(model) == READY for name, models in wanted.items() for model in models)
+        for name, found in seen.items():
             if name in self._busy and not self._busy[name].done():
                 continue
-            hopeless = {model for model in states if f"{name}/{model}" in self.why}
-            missing = [m for m in wanted.get(name, ()) if states.get(m) == UNAVAILABLE and m not in hopeless]
-            extra = [m for m, state in states.items() if state == READY and m not in wanted.get(name, ())]
+            hopeless = {model for model in found if f"{name}/{model}" in self.why}
+            missing = [m for m in wanted.get(name, ()) if found.get(m) == UNAVAILABLE and m not in hopeless]
+            extra = [m for m, state in found.items() if state == READY and m not in wanted.get(name, ())]
             if missing:
                 self._busy[name] = self._pool.submit(self._change, name, urls[name], missing[0], "load")
             elif extra and everywhere:  # traffic has somewhere to go
                 self._busy[name] = self._pool.submit(self._change, name, urls[name], extra[0], "unload")
 
+    def _call(self, url: str, path: str, data: bytes | None = None, within_s: float = LOOK_S) -> bytes:
+        headers = {} if self._file.key is None else {"X-API-Key": self._file.key}
+        request = urllib.request.Request(url + path, data, headers, method="GET" if data is None else "POST")
+        with urllib.request.urlopen(request, timeout=within_s) as answer:
+            found: bytes = answer.read()
+            return found
+
+    def _states(self, url: str) -> dict[str, str] | None:
+        """Of an engine's models; None: it does not answer."""
+        try:
+            return {model: each.state for model, each in _decode(self._call(url, "/v2/outlook")).models.items()}
+        except (OSError, msgspec.DecodeError):
+            return None
+
     def _change(self, engine: str, url: str, model: str, what: str) -> None:
         try:
-            _call(url, f"/v2/repository/models/{model}/{what}", b"{}", LOAD_S)
+            self._call(url, f"/v2/repository/models/{model}/{what}", b"{}", LOAD_S)
             log.info(f"{what}ed by the plan", extra={"fields": {"engine": engine, "model": model}})
         except urllib.error.HTTPError as e:
             said = json.loads(e.read() or b"{}").get("error", e.reason)
@@ -80,9 +86,23 @@ class Placer:
             log.error("an engine did not move a model", extra={"fields": {"engine": engine, "why": str(e)}})
 
     def replan(self, routers: Mapping[str, Mapping[str, Any]], wanted: Placed) -> dict[str, tuple[str, ...]] | None:
-        """Another placement, if the load of the last while asks for one."""
-        s, now = self._file.settings, time.monotonic()
-        if not s.replan_s or now - self._planned_at < s.replan_s or s.profiles is None:
+        """Another placement, if the load of the last while asks for one. It is planned beside everything else: a call
+        starts that, and a later one has the result.
+        """
+        if self._planning is not None:
+            if not self._planning.done():
+                return None
+            found, self._planning = self._planning.result(), None
+            return found if found is not None and found.keys() == wanted.keys() else None  # scaled meanwhile
+        rates = self._rates(routers)
+        if rates is not None:
+            self._planning = self._pool.submit(self._plan, rates, dict(wanted))
+        return None
+
+    def _rates(self, routers: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+        """Requests a second of each model since the last plan; None: it is too early, or nobody asks."""
+        s, now = self._file.settings, self._clock()
+        if not s.replan_s or now - self._planned_at < s.replan_s:
             return None
         total: dict[str, int] = {}
         for each in routers.values():
@@ -91,15 +111,16 @@ class Placer:
         seconds, before = now - self._planned_at, self._counted
         self._planned_at, self._counted = now, total
         rates = {model: max(0.0, count - before.get(model, 0)) / seconds for model, count in total.items()}
-        if not before or sum(rates.values()) * seconds < 100:
-            return None
-        names = list(wanted)
+        return rates if before and sum(rates.values()) * seconds >= FEWEST else None
+
+    def _plan(self, rates: Mapping[str, float], wanted: Placed) -> dict[str, tuple[str, ...]] | None:
+        s, names = self._file.settings, list(wanted)
         try:
-            profiles = load_profiles(Path(self._file.folder) / s.profiles)
+            profiles = load_profiles(Path(self._file.folder) / str(s.profiles))
             full = {model: max(rates.get(model, 0.0), 0.01) for model in self._file.models}
-            fleet = Fleet(profiles, full, len(names), s.memory_gb, s.gpu_gb or float("inf"))
+            fleet = Fleet(profiles, full, len(names), s.memory_gb, s.gpu_gb or math.inf)
             current = tuple(tuple(sorted(wanted[name])) for name in names)
-            found = plan(fleet, current)
+            found = plan(fleet, current, sure=math.inf)
         except PaellaError as e:
             log.error("no plan", extra={"fields": {"why": str(e)}})
             return None

@@ -1,4 +1,4 @@
-"""Processes beside ours: started with everything they need on their command line, ended with us, started again."""
+"""Processes beside ours: started with everything they need in their environment, ended with us, started again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -22,21 +22,31 @@ def _die_with_parent() -> None:
 
 
 def start(
-    module: str, arguments: Sequence[str], pass_fds: Sequence[int] = (), environment: dict[str, str] | None = None
+    module: str, environment: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """`python -m module …` that does not outlive us, in a session of its own: Ctrl-C is for us to pass on."""
+    """`python -m module` that does not outlive us, in a session of its own: Ctrl-C is for us to pass on."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", module],
         pass_fds=list(pass_fds),
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+        stdin=stdin,
         preexec_fn=_die_with_parent,
         start_new_session=True,
     )
 
 
+def be_as_important_as_others() -> None:
+    """Ray's workers run at nice 15 and get little of a busy CPU; engines and routers answer people. Needs privileges:
+    without them Ray itself is to be started with RAY_worker_niceness=0.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def end(process: subprocess.Popen[bytes], within_s: float) -> None:
     """Asks it to stop, and kills it if it does not."""
+    if process.stdin is not None:
+        process.stdin.close()
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

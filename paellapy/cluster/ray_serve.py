@@ -21,7 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from paellapy.instrument.errors import ArgumentError
-from paellapy.scheduler.core.predict import predict_finish
+from paellapy.scheduler.core.predict import Predictor
 from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.models.model import Model
 
@@ -38,6 +38,7 @@ class EngineReplica:
         self._engine = Engine(device, policy)
         for model in _made(models):
             self._engine.load(model)
+        self._predictor = Predictor(self._engine.state)
 
     async def infer(self, model: str, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
         """One request; `options` as `Engine.infer` has them."""
@@ -48,7 +49,7 @@ class EngineReplica:
         state, now_ns = self._engine.state, time.monotonic_ns()
         found: dict[str, float] = {}
         for row, loaded in self._engine.loaded_rows().items():
-            found[f"predicted_ms:{loaded.model.name}"] = (predict_finish(state, row, now_ns) - now_ns) * 1e-6
+            found[f"predicted_ms:{loaded.model.name}"] = (self._predictor.finish(state, row, now_ns) - now_ns) * 1e-6
             found[f"step_ms:{loaded.model.name}"] = float(state.size["total_ns"][row, 0]) * 1e-6
         return found
 

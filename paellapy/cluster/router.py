@@ -22,6 +22,7 @@ from paellapy.serving.logs import log
 from paellapy.serving.outlook import Outlook
 
 TICK_S = 0.05
+LAST_TIMES = 4
 MOST_WAITING = 8192
 FIRST_S = 3.0  # a router that has not heard all of its engines yet does not know which models there are
 
@@ -123,11 +124,18 @@ class Router:
                 self._wake()
             for view in self.views.values():
                 view.quiet_ticks += 1
-                if view.quiet_ticks == most and view.outlook is not None and not view.outlook.draining:
-                    view.up = False
-                    log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
-                    assert view.pool is not None
-                    view.pool.cut()
+                # The last one that is up gets more time: its requests have nowhere to go.
+                is_last = view.up and sum(each.up for each in self.views.values()) == 1
+                if view.quiet_ticks >= most * (LAST_TIMES if is_last else 1) and not view.silent:
+                    self._give_up(view)
+
+    def _give_up(self, view: EngineView) -> None:
+        """It says nothing: what was sent there goes elsewhere."""
+        if view.outlook is not None and not view.outlook.draining:
+            view.silent, view.up = True, False
+            log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
+            assert view.pool is not None
+            view.pool.cut()
 
     # -- requests
 
@@ -170,11 +178,12 @@ class Router:
                 work.refuse(RefusedError(f"model {work.model!r}: the deadline has passed", "deadline"))
                 return
             work.shorten()
-        view = self.choose(work.model, work.tried)
+        # Who has lost it and is there again comes last: a busy machine may have silenced all engines for a moment.
+        view = self.choose(work.model, work.tried) or self.choose(work.model, work.refused_by)
         if view is not None:
             self.counts.again += again
             work.send_to(view)
-        elif any(v.up and v.name in work.tried and work.model in v.offers() for v in self.views.values()):
+        elif any(v.up and work.model in v.offers() for v in self.views.values()):
             work.refuse(RefusedError(f"model {work.model!r}: no engine takes the request now", "overloaded"))
         else:
             self._hold(work)
@@ -209,6 +218,7 @@ class Router:
             work.wake()
             work.seen &= known  # to be refused with the names that there are
             work.tried.clear()  # every engine may be asked again
+            work.refused_by.clear()
             self.dispatch(work, again=work.losses > 0)
 
     @property

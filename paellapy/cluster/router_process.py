@@ -1,29 +1,17 @@
-"""One router as a process: `python -m paellapy.cluster.router_process '{…}'`, as `routers.py` starts it."""
+"""One router as a process: `python -m paellapy.cluster.router_process`, as `routers.py` starts it."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import socket
-import sys
-from typing import Any
-
-import msgspec
 
 from paellapy.cluster.front_door import FrontDoor
 from paellapy.cluster.router import Router, RouterOptions
+from paellapy.cluster.tasks import RouterTask, taken
 from paellapy.cluster.view import Member
 from paellapy.serving.logs import configure
 from paellapy.serving.server import keep_memory, loop_factory
-
-
-class RouterTask(msgspec.Struct, kw_only=True):
-    """What the process is told."""
-
-    engines: dict[str, str]
-    options: dict[str, Any]
-    models: list[str] = []
-    descriptor: int | None = None  # of the socket that it listens on
 
 
 async def _run(task: RouterTask) -> None:
@@ -44,7 +32,7 @@ def main() -> None:
     configure("text", "info")
     keep_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_run(msgspec.json.decode(sys.argv[1], type=RouterTask)))
+        runner.run(_run(taken(RouterTask)))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
-import msgspec
-
 from paellapy.cluster.process import ends_within, start
 from paellapy.cluster.router import RouterOptions
-from paellapy.cluster.router_process import RouterTask
+from paellapy.cluster.tasks import RouterTask, given
 from paellapy.cluster.view import Member
 from paellapy.instrument.errors import ArgumentError
 from paellapy.serving.listening import Shares, url_of
@@ -41,7 +39,7 @@ class Routers:
     def _start(self, k: int) -> subprocess.Popen[bytes]:
         descriptor = self._shares[k].fileno()
         task = RouterTask(engines=self._engines, options=asdict(self._options), descriptor=descriptor)
-        return start(MODULE, [msgspec.json.encode(task).decode()], [descriptor])
+        return start(MODULE, given(task), [descriptor])
 
     def look(self) -> None:
         """Starts those again that have ended. Their sockets are kept, and who connects meanwhile waits there."""

@@ -75,6 +75,7 @@ class EngineView:
         self.outlook: Outlook | None = None
         self.up = False
         self.quiet_ticks = 0
+        self.silent = False  # given up, until it is heard again
         self.added_ms = 0.0  # work sent since its last line
         self.outstanding = 0  # requests of this router there
         self.sent = 0
@@ -86,7 +87,7 @@ class EngineView:
         before = self.offers() if self.up else None
         if self.outlook is None or self.outlook.since != outlook.since:
             self.learned.clear()
-        self.outlook, self.added_ms, self.quiet_ticks = outlook, 0.0, 0
+        self.outlook, self.added_ms, self.quiet_ticks, self.silent = outlook, 0.0, 0, False
         self.up = not outlook.draining
         if not self.outstanding:
             for each in self.learned.values():

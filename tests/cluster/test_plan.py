@@ -62,7 +62,12 @@ def test_moves_lead_to_the_wanted_placement_and_from_there_nowhere(now, data):
     assert (again.load, again.unload) == ((), ())
 
 
-def test_a_plan_expects_what_it_simulates_and_keeps_what_is_good_enough():
+@pytest.fixture
+def short_runs(monkeypatch):
+    monkeypatch.setattr("paellapy.cluster.plan.REQUESTS", 2000)
+
+
+def test_a_plan_expects_what_it_simulates_and_keeps_what_is_good_enough(short_runs):
     fleet = Fleet(PROFILES, {"a": 3000, "b": 500}, 2, {"a": 6, "b": 6}, 10)
     found = plan(fleet)
     assert sorted(found.placement) == [("a",), ("b",)]
@@ -72,7 +77,7 @@ def test_a_plan_expects_what_it_simulates_and_keeps_what_is_good_enough():
     assert plan(fleet, current=swapped).placement == swapped
 
 
-def test_more_load_takes_more_gpus():
+def test_more_load_takes_more_gpus(short_runs):
     few = enough_gpus(Fleet(PROFILES, {"a": 1000}, 1), 0.95)
     many = enough_gpus(Fleet(PROFILES, {"a": 60_000}, 1), 0.95)
     assert len(few.placement) < len(many.placement)

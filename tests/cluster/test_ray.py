@@ -12,7 +12,6 @@ import types
 
 import numpy as np
 import pytest
-from places import TESTS
 from router_server import INFER, X, body
 from serving_server import ask
 
@@ -22,10 +21,12 @@ from paellapy.serving.errors import ConfigError
 
 ray = pytest.importorskip("ray")
 # Ray's own
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"),
+    pytest.mark.xdist_group("ray"),  # one Ray for all
+]
 
+KEY = "for tests only"
 CONFIG = """
 device = "virtual:h200"
 [cluster]
@@ -33,6 +34,10 @@ engines = 1
 port = {port}
 resource = "virtual_gpu"
 engine_host = "127.0.0.1"
+hung_s = 3.0
+standby = false
+[keys]
+tests = "env:PAELLAPY_TEST_KEY"
 [server]
 grace_s = 0.2
 drain_s = 2.0
@@ -42,36 +47,15 @@ factory = "served_models:plain"
 """
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("PAELLAPY_TEST_KEY", KEY)
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    """Three Ray nodes; the first start may fail while an agent comes up."""
-    from ray.cluster_utils import Cluster
-
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), before])  # for engines' factories
-    node = {"num_cpus": 1, "resources": {"virtual_gpu": 2}, "object_store_memory": 80 << 20}
-    for attempt in range(3):
-        cluster = Cluster()
-        try:
-            for _ in range(3):
-                cluster.add_node(include_dashboard=False, **node)
-            ray.init(address=cluster.address, namespace="paellapy", log_to_driver=False, logging_level="error")
-            break
-        except Exception:
-            ray.shutdown()
-            cluster.shutdown()
-            if attempt == 2:
-                raise
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    os.environ["PYTHONPATH"] = before
 
 
 @contextlib.contextmanager
@@ -87,31 +71,37 @@ def served(tmp_path, text=CONFIG):
 
 
 @contextlib.contextmanager
-def asking(door, clients=2):
-    """Clients that ask all the time. A broken connection, to a router, is theirs to try again; an error is not."""
+def asking(door):
+    """Clients that ask all the time; the last marks its requests X-At-Most-Once. A broken connection, to a router, is
+    theirs to try again; an error is not, but that a marked request is not sent again.
+    """
     answers, wrong, stop = [], [], threading.Event()
 
-    def client(k):
+    def client(k, headers):
         x = X + k
         while not stop.is_set():
             try:
-                status, headers, said = ask(door, "POST", INFER, body(x))
+                status, found, said = ask(door, "POST", INFER, body(x), {"X-API-Key": KEY, **headers})
             except OSError:
                 time.sleep(0.05)
                 continue
+            if status == 503 and headers:
+                continue
             if status != 200 or not np.array_equal(said["outputs"][0]["data"], (2 * x).reshape(-1)):
                 wrong.append((status, said))
-            answers.append((time.monotonic(), headers.get("X-Engine")))
+            answers.append((time.monotonic(), found.get("X-Engine")))
+            time.sleep(0.01)  # engines that start need the CPU too
 
-    threads = [threading.Thread(target=client, args=(k,)) for k in range(clients)]
-    for each in threads:
-        each.start()
+    each = ({}, {}, {"X-At-Most-Once": "1"})
+    threads = [threading.Thread(target=client, args=(k, headers)) for k, headers in enumerate(each)]
+    for thread in threads:
+        thread.start()
     try:
         yield answers
     finally:
         stop.set()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.join()
     assert wrong == []
 
 
@@ -121,56 +111,91 @@ def until(condition):
         time.sleep(0.05)
 
 
-def up(door):
+def ready(door):
+    """Engines that have the model."""
     try:
-        return {each["name"]: each for each in ask(door, "GET", "/v2/cluster")[2]["engines"] if each["up"]}
+        engines = ask(door, "GET", "/v2/cluster", None, {"X-API-Key": KEY})[2]["engines"]
     except OSError:
-        return {}
+        return set()
+    return {each["name"] for each in engines if each["up"] and each["models"]["scale"]["state"] == "READY"}
+
+
+def engines_of(number):
+    """What the controller knows of each, once it knows all."""
+    until(lambda: len(found := lifecycle.status()["engines"]) == number and all(found.values()))
+    return lifecycle.status()["engines"]
 
 
 def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path):
-    before = set(_children())
+    all_three = {f"engine-{k}" for k in range(3)}
     with served(tmp_path) as door, asking(door) as answers:
-        assert lifecycle.scale(2) == ["engine-0", "engine-1"]
-        until(lambda: len(up(door)) == 2)
-        status = lifecycle.status()
-        engine = status["engines"]["engine-0"]["pid"]
-        os.kill(engine, signal.SIGKILL)
-        killed_at = time.monotonic()
-        until(lambda: sum(at > killed_at + 1.0 for at, _ in answers) > 20)  # the other one answers
-        until(lambda: len(up(door)) == 2)  # and it is back
-        assert lifecycle.status()["engines"]["engine-0"]["starts"] == 2
 
-        os.kill(status["pid"], signal.SIGKILL)  # the controller
-        os.kill(next(iter(status["routers"].values()))["pid"], signal.SIGKILL)
-        n = len(answers)
-        until(lambda: len(answers) > n + 20)
-        again = lifecycle.status()  # waits for the controller
-        assert again["pid"] != status["pid"]
-        until(lambda: all(lifecycle.status()["engines"].values()))
+        def others_answer(*names):
+            """Nobody waits for what is gone."""
+            gone_at = time.monotonic()
+            until(lambda: sum(at > gone_at + 1.0 and name not in names for at, name in answers) > 20)
+
+        assert ask(door, "POST", INFER, body())[0] == 401
+        assert lifecycle.scale(3) == sorted(all_three)
+        until(lambda: ready(door) == all_three)
+
+        # At once: a Ray node is lost with its workers, and an engine elsewhere is killed.
+        first = engines_of(3)
+        away = next(name for name, each in first.items() if each["node"] != nodes.head_node.node_id)
+        there = next(each for each in nodes.list_all_nodes() if each.node_id == first[away]["node"])
+        killed = next(name for name, each in first.items() if each["node"] != there.node_id)
+        kept = [name for name, each in first.items() if name != killed and each["node"] != there.node_id]
+        nodes.remove_node(there, allow_graceful=False)
+        if kept:  # Ray may have put two on the node
+            os.kill(first[killed]["pid"], signal.SIGKILL)
+        others_answer(*(all_three - {*kept, killed}), *([killed] if kept else []))
+        until(lambda: engines_of(3)[away]["node"] != there.node_id and ready(door) == all_three)
+        assert lifecycle.status()["engines"][killed]["starts"] == (2 if kept else 1)
+
+        # At once: the controller and a router are killed, and an engine is stopped for ever.
+        status = lifecycle.status()
+        stopped = status["engines"]["engine-2"]
+        os.kill(status["pid"], signal.SIGKILL)
+        os.kill(status["routers"]["router-0"]["pid"], signal.SIGKILL)
+        os.kill(stopped["pid"], signal.SIGSTOP)
+        others_answer("engine-2")
+        until(lambda: engines_of(3)["engine-2"]["pid"] != stopped["pid"] and ready(door) == all_three)
         again = lifecycle.status()
-        assert {name: each["pid"] for name, each in again["engines"].items()}.keys() == {"engine-0", "engine-1"}
-        assert again["engines"]["engine-1"]["pid"] == status["engines"]["engine-1"]["pid"]  # found, not started
+        assert again["pid"] != status["pid"]
+        for name in ("engine-0", "engine-1"):  # the new controller has found them
+            assert again["engines"][name]["pid"] == status["engines"][name]["pid"]
+
+        controller = ray.get_actor("paellapy-controller", namespace="paellapy")
+        ray.get(controller.move.remote({"engine-2": []}))
+        until(lambda: ready(door) == all_three - {"engine-2"})
+        ray.get(controller.move.remote({}))
+        until(lambda: ready(door) == all_three)
 
         lifecycle.drain("engine-0")
-        assert list(lifecycle.status()["engines"]) == ["engine-1"]
-        n = len(answers)
-        until(lambda: len(answers) > n + 20)
-        assert {name for _, name in answers[-10:]} == {"engine-1"}
-        with pytest.raises(lifecycle.ClusterError, match="there is no engine"):
-            lifecycle.drain("engine-7")
+        assert lifecycle.scale(1) == ["engine-1"]
+        until(lambda: {name for _, name in answers[-10:]} == {"engine-1"})
+        for wrong, said in (
+            (lambda: lifecycle.drain("engine-7"), "there is no engine"),
+            (lambda: lifecycle.drain("engine-1"), "the only engine"),
+            (lambda: lifecycle.scale(50), "50 engines need one each"),
+            (lambda: lifecycle.scale(0), "one or more"),
+        ):
+            with pytest.raises(lifecycle.ClusterError, match=said):
+                wrong()
+        assert lifecycle.is_up()
         with pytest.raises(lifecycle.ClusterError, match="runs on this Ray already"):
             lifecycle.bring_up(tmp_path / "cluster.toml")
     with pytest.raises(lifecycle.ClusterError, match="no cluster runs"):
         lifecycle.status()
-    until(lambda: set(_children()) <= before)
+    assert not lifecycle.is_up()
+    until(lambda: not any(servers(tmp_path)))
 
 
-def _children():
-    """Engine servers that run."""
+def servers(folder):
+    """Processes of engines of a cluster whose file is there."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"paellapy.cluster.engine_process" in file.read():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if f'"folder":"{folder}"'.encode() in file.read():
                 yield int(pid)
 
 
@@ -192,7 +217,7 @@ def test_an_engine_that_never_gets_ready_leaves_nothing_behind(nodes, tmp_path):
     text = CONFIG.replace("plain", "endless").replace("engines = 1", "engines = 1\nready_s = 4")
     with pytest.raises(lifecycle.ClusterError, match="did not get ready within 4 s"), served(tmp_path, text):
         pass
-    until(lambda: not list(_children()))
+    until(lambda: not any(servers(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +229,9 @@ def test_an_engine_that_never_gets_ready_leaves_nothing_behind(nodes, tmp_path):
         ("engines = 1", "replan_s = 5.0", "needs cluster.profiles"),
         ('device = "virtual:h200"', "device = ", "cannot be read"),
         ("drain_s = 2.0", "drain = 2.0", "no such setting"),
+        ("env:PAELLAPY_TEST_KEY", "env:PAELLAPY_NO_KEY", "the environment has no PAELLAPY_NO_KEY"),
+        ("tests = ", "paellapy-cluster = ", "the cluster's own key"),
+        ("[server]", '[tls]\ncertificate = "a"\nkey = "b"\n[server]', "routers do not speak TLS"),
     ],
 )
 def test_files_without_sense_are_refused(tmp_path, old, new, said):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import types
 
 import numpy as np
 import pytest
-from places import TESTS
 
 pytest.importorskip("ray.serve")
 # Ray's own
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"),
+    pytest.mark.xdist_group("ray"),  # one Ray for all
+]
 
 
 def replica(name, **stats):
@@ -43,17 +42,11 @@ def test_the_router_ranks_by_predicted_finish_and_counts_what_it_sends():
     assert first() == "fast"
 
 
-def test_serve_answers_from_engines():
-    import ray
+def test_serve_answers_from_engines(nodes):
     from ray import serve
 
     from paellapy.cluster.ray_serve import engine_deployment
 
-    path = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-        object_store_memory=80 << 20, runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )  # fmt: skip
     try:
         options = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
         app = engine_deployment("served_models:plain", "virtual:h200", **options)
@@ -63,4 +56,3 @@ def test_serve_answers_from_engines():
         np.testing.assert_array_equal(next(iter(found.values())), 2 * x)
     finally:
         serve.shutdown()
-        ray.shutdown()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
 import socket
 import threading
+import types
 
 import pytest
 from engine_models import scale_model
@@ -17,7 +19,9 @@ from router_server import INFER, X, asking, body, check, routing
 from serving_server import ask, running
 
 from paellapy.cluster.deadline import timeout_s, with_timeout
-from paellapy.cluster.view import EngineView, Member
+from paellapy.cluster.forward import Forward
+from paellapy.cluster.router import Router
+from paellapy.cluster.view import EngineView, Learned, Member
 from paellapy.instrument.errors import ArgumentError
 from paellapy.serving.outlook import ModelOutlook, Outlook
 
@@ -109,15 +113,15 @@ def test_metrics_are_what_prometheus_reads(router):
 
 def test_a_refusal_goes_to_the_next_engine(engines, router):
     """Engine a has no room for one more; b has."""
+    slow = Learned()
+    slow.actual_ms = 1e6  # so that a is asked first
+    router.do(router.router.views["b"].learned.__setitem__, "scale", slow)
     refused = router.router.counts.refused
     allowance = _refuse_all(engines["a"])
     try:
-        for _ in range(300):  # until the first engine is the better one by its predictions
-            status, headers, _ = ask(router, "POST", INFER, body(parameters={"timeout": 5_000_000}))
-            assert (status, headers["X-Engine"]) == (200, "b")
-            if router.router.counts.refused > refused:
-                break
-        assert router.router.counts.refused > refused
+        status, headers, _ = ask(router, "POST", INFER, body(parameters={"timeout": 5_000_000}))
+        assert (status, headers["X-Engine"]) == (200, "b")
+        assert router.router.counts.refused == refused + 1
         other = _refuse_all(engines["b"])
         status, headers, said = ask(router, "POST", INFER, body(parameters={"timeout": 5_000_000}))
         assert status == 503
@@ -126,6 +130,7 @@ def test_a_refusal_goes_to_the_next_engine(engines, router):
         other()
     finally:
         allowance()
+        router.do(router.router.views["b"].learned.clear)
 
 
 def _refuse_all(engine):
@@ -146,10 +151,31 @@ def test_keys_and_client_ids_reach_the_engine():
         routing({"e": engine.url}, key="other") as router,
     ):
         router.wait_until(lambda: router.router.ready)
+        engine.engine.tenant("alice")
         assert ask(router, "POST", INFER, body())[0] == 401
         check(ask(router, "POST", INFER, body(), {"X-API-Key": "secret", "X-Client-Id": "c"}))
-        assert ask(router, "GET", "/metrics")[0] == 401
-        assert ask(router, "GET", "/metrics", None, {"Authorization": "Bearer secret"})[0] == 200
+        assert engine.engine.tenants["alice"]["completed"] == 1
+        for method, path in (
+            ("GET", "/metrics"), ("GET", "/v2/cluster"), ("GET", "/v2/models/scale/ready"),
+            ("POST", "/v2/repository/index"), ("GET", "/v2/models/stats"), ("GET", "/v2/models/scale"),
+        ):  # fmt: skip
+            data = b"" if method == "POST" else None
+            assert ask(router, method, path, data)[0] == 401
+            assert ask(router, method, path, data, {"Authorization": "Bearer secret"})[0] == 200
+        assert ask(router, "GET", "/v2/health/ready")[0] == 200
+        engine.call(engine.server.stop())
+        router.wait_until(lambda: not router.router.views["e"].up)
+        assert ask(router, "GET", "/v2/cluster", None, {"X-API-Key": "secret"})[0] == 503  # nobody knows that key now
+        assert ask(router, "GET", "/v2/cluster", None, {"X-API-Key": "other"})[0] == 200
+
+
+def test_clients_are_told_apart_by_their_header_where_there_are_no_keys():
+    with running([scale_model(batch=(1,))]) as engine, routing({"e": engine.url}) as router:
+        engine.engine.tenant("c")
+        router.wait_until(lambda: router.router.ready)
+        for headers in ({"X-Client-Id": "c"}, {"X-Client-Id": "c", "Content-Encoding": "identity"}, {}):
+            check(ask(router, "POST", INFER, body(), headers))
+        assert engine.engine.tenants["c"]["completed"] == 2
 
 
 def test_draining_is_not_seen_by_clients(engines):
@@ -217,10 +243,27 @@ def test_a_lost_request_is_sent_again_unless_it_is_marked(engines, silent):
         assert headers["X-Engine"] == "b"
         assert (deaf.taken, router.router.counts.lost, router.router.counts.again) == (1, 1, 1)
         router.router.views["deaf"].up = True
-        router.router.views["deaf"].quiet_ticks = 0
+        router.router.views["deaf"].quiet_ticks, router.router.views["deaf"].silent = 0, False
         status, headers, said = ask(router, "POST", INFER, body(), {"X-At-Most-Once": "1"})
         assert (status, deaf.taken) == (503, 2)
         assert "not sent again" in said["error"]
+
+
+def test_the_last_engine_is_given_more_time_than_one_of_several():
+    """On a busy machine all may be silent at once."""
+    deaf, other = Deaf(silent=True), Deaf(silent=True)
+    with (
+        contextlib.closing(deaf),
+        contextlib.closing(other),
+        routing({"deaf": deaf.url, "other": other.url}, silent_s=0.1) as router,
+    ):
+        views = router.router.views
+        router.wait_until(lambda: all(view.outlook for view in views.values()))
+        router.wait_until(lambda: sum(view.silent for view in views.values()) == 1)
+        last = next(view for view in views.values() if not view.silent)
+        assert last.up
+        router.wait_until(lambda: last.silent)
+        assert last.quiet_ticks >= 4 * 2
 
 
 def test_requests_wait_for_an_engine_and_for_their_deadline(engines):
@@ -282,6 +325,40 @@ def test_views_correct_what_was_published_by_what_they_send_and_hear():
     assert view.estimate_ms("m") < 3.1
     view.hear(outlook(m=ModelOutlook(state="LOADING")))
     assert view.estimate_ms("m") is None
+
+
+def test_a_request_goes_back_to_an_engine_that_lost_it_and_is_there_again():
+    """All engines may be silent for a moment, one after another; who refuses it is not asked twice."""
+    ready = outlook(m=ModelOutlook(state="READY", predicted_ms=1.0))
+
+    async def run():
+        router, sent, answers = Router(models=["m"]), [], []
+        for name in "ab":
+            view = router.views[name] = EngineView(Member(name, "http://h:1"))
+            view.pool = types.SimpleNamespace(send=lambda work, view=view: sent.append(view))
+            view.hear(ready)
+        work = Forward(router, "m", b"POST / HTTP/1.1\r\n\r\n", answers.append)
+        work.start(b"{}")
+        first = sent[-1]
+        (other,) = set(router.views.values()) - {first}
+
+        def lose(view):
+            view.up = False
+            work.lost(view, was_sent=True)
+
+        lose(first)
+        assert sent == [first, other]
+        first.hear(ready)
+        lose(other)
+        assert sent == [first, other, first]
+        lose(first)
+        assert (len(sent), answers) == (3, [])  # it waits
+        router._hear(other, ready)
+        assert sent[3:] == [other]
+        work.answered(other, b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", [b""])
+        assert (len(sent), answers[0][0][:12]) == (4, b"HTTP/1.1 503")
+
+    asyncio.run(run())
 
 
 @given(st.integers(1, 10**9), st.binary(max_size=20), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3))

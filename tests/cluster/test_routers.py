@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import types
+from pathlib import Path
 
 import pytest
 from engine_models import scale_model
@@ -13,6 +15,7 @@ from serving_server import ask, running
 
 from paellapy.cli_cluster import _named
 from paellapy.cluster.router import RouterOptions
+from paellapy.cluster.router_actor import RouterActor
 from paellapy.cluster.routers import Routers
 from paellapy.instrument.errors import ArgumentError
 
@@ -20,11 +23,12 @@ from paellapy.instrument.errors import ArgumentError
 def test_a_killed_router_is_replaced_and_no_connection_is_left_in_its_queue():
     with (
         running([scale_model(batch=(1, 4))]) as engine,
-        Routers({"e": engine.url}, RouterOptions(port=0), 2) as routers,
+        Routers({"e": engine.url}, RouterOptions(port=0, key="secret"), 2) as routers,
     ):
         door = types.SimpleNamespace(port=int(routers.url.rpartition(":")[2]))
         check(ask(door, "POST", INFER, body()))
         before = [each.pid for each in routers.processes]
+        assert b"secret" not in Path(f"/proc/{before[0]}/cmdline").read_bytes()
         os.kill(before[0], signal.SIGKILL)
         routers.processes[0].wait()
         routers.look()
@@ -32,6 +36,19 @@ def test_a_killed_router_is_replaced_and_no_connection_is_left_in_its_queue():
         for _ in range(8):  # the kernel deals them out to both
             check(ask(door, "POST", INFER, body()))
     assert all(each.poll() is not None for each in routers.processes)
+
+
+def test_an_actors_router_listens_when_it_knows_its_engines_and_says_why_it_cannot():
+    with running([scale_model(batch=(1,))]) as engine, socket.create_server(("127.0.0.1", 0)) as taken:
+        door = types.SimpleNamespace(port=taken.getsockname()[1])
+        actor = RouterActor("router-0", {"port": door.port}, ["scale"])
+        assert "cannot listen" in actor.set_members([("e", engine.url)])["why"]
+        taken.close()
+        assert actor.set_members([("e", engine.url)])["why"] is None
+        check(ask(door, "POST", INFER, body()))
+        actor.stop()
+        with pytest.raises(ConnectionRefusedError):
+            ask(door, "POST", INFER, body())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""An engine's actor, without Ray: its server is replaced by the standby, which has done what takes time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import types
+from pathlib import Path
+
+import pytest
+from places import TESTS
+from router_server import INFER, body, check
+from serving_server import ask
+
+from paellapy.cluster.engine_actor import EngineActor
+
+pytest.importorskip("ray")
+
+
+def until(condition):
+    """Polls; the test's own timeout is the end of it."""
+    while not condition():
+        time.sleep(0.05)
+
+
+def is_ready(server):
+    with contextlib.suppress(OSError):
+        return ask(server, "GET", "/v2/health/ready")[0] == 200
+    return False
+
+
+def test_the_standby_takes_over_with_the_models_that_are_wanted_by_then(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    monkeypatch.setattr("paellapy.cluster.engine_actor.STANDBY_AFTER_S", 0.0)
+    models = [{"factory": "served_models:plain"}, {"factory": "served_models:spare"}]
+    config = {"device": "virtual:h200", "models": models, "keys": {"tests": "secret"}}
+    task = {"config": config, "names": ["scale", "spare"], "loaded": ["scale"], "folder": str(tmp_path)}
+    actor = EngineActor("engine-0", task, "127.0.0.1", 30.0, True)
+    try:
+        said = actor.info(["scale"])
+        server = types.SimpleNamespace(port=int(said["url"].rpartition(":")[2]))
+        until(lambda: is_ready(server))
+        first = actor.info(["spare"])  # what a plan wants now
+        assert b"secret" not in Path(f"/proc/{first['pid']}/cmdline").read_bytes()
+        until(lambda: actor._standby is not None)
+        standby = actor._standby.pid
+        os.kill(first["pid"], signal.SIGKILL)
+        until(lambda: actor.info(["spare"])["pid"] == standby)
+        until(lambda: is_ready(server))
+        check(ask(server, "POST", INFER.replace("scale", "spare"), body(), {"X-API-Key": "secret"}))
+        assert ask(server, "POST", INFER, body(), {"X-API-Key": "secret"})[0] == 404
+        assert actor.info(["spare"])["starts"] == 2
+    finally:
+        actor.stop()
+    with pytest.raises(ConnectionRefusedError):
+        ask(server, "GET", "/v2/health/live")
