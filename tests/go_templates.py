@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -51,6 +52,10 @@ def _run(pieces: list[Any], scope: dict[str, Any], variables: dict[str, Any]) ->
 
 def _value(expression: str, scope: dict[str, Any], variables: dict[str, Any]) -> Any:
     path, *filters = [part.strip() for part in expression.split("|")]
+    if path.startswith("not "):
+        return not _value(path.removeprefix("not "), scope, variables)
+    if added := re.fullmatch(r"add (\S+) (\d+)", path):
+        return _value(added[1], scope, variables) + int(added[2])
     if path in variables:
         found: Any = variables[path]
     else:
@@ -60,6 +65,10 @@ def _value(expression: str, scope: dict[str, Any], variables: dict[str, Any]) ->
     for each in filters:
         if each == "quote":
             found = json.dumps(str(found))
+        elif each == "toJson":
+            found = json.dumps(found)
+        elif each == "sha256sum":
+            found = hashlib.sha256(str(found).encode()).hexdigest()
         elif indent := re.fullmatch(r"indent (\d+)", each):
             found = "\n".join(" " * int(indent[1]) + line for line in str(found).splitlines())
         else:

