@@ -86,6 +86,7 @@ from .scheduler.policies.roles import Where as Where
 from .scheduler.sim.cluster import Failure as Failure
 from .scheduler.sim.cluster import Straggler as Straggler
 from .scheduler.sim.cluster import simulate_cluster as simulate_cluster
+from .scheduler.sim.training import training_profiles as training_profiles
 from .scheduler.sim.tune import Tuned as Tuned
 from .scheduler.sim.tune import tune as tune
 from .scheduler.sim.workload import (

@@ -99,8 +99,8 @@ def serve(
 
 
 @app.command()
-def reload(config: Annotated[Path, typer.Argument(help="the file that a server of yours runs with")]) -> None:
-    """Have a running server take up its configuration, its models' code and its certificates as they stand now."""
+def reload(config: Annotated[Path, typer.Argument(help="settings file of the running server")]) -> None:
+    """Make a running server read its settings, its models' code and its certificates again."""
     from paellapy.serving.config import load_config
     from paellapy.serving.errors import ConfigError
     from paellapy.serving.reload import ask_to_reload

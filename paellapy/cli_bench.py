@@ -67,7 +67,7 @@ def bench(
         raise BenchError(f"{clients} clients: at least one asks")
     if trace is not None and (duration is not None or warmup is not None):
         raise BenchError(
-            "a --trace says itself how long it takes: leave --duration and --warmup out, or change --speed"
+            "the file of --trace sets the duration: leave --duration and --warmup out, or change --speed"
         )
     by_itself = rate is None and concurrency is None and trace is None
     if by_itself:

@@ -16,12 +16,12 @@ from paellapy.instrument.errors import ArgumentError
 def tune(
     models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
     rate: Annotated[float, typer.Option(help="requests a second, of all models together")] = 8000.0,
-    gpus: Annotated[int, typer.Option(help="that the models are spread over")] = 1,
+    gpus: Annotated[int, typer.Option(help="number of GPUs to spread the models over")] = 1,
     batch: Annotated[str, typer.Option(help="batch sizes to choose from; a file has its own")] = "1,2,4,8,16",
     policy: Annotated[str, typer.Option("--policy", "-p", help='"hrrn", "package.module:function", …')] = "hrrn",
-    seconds: Annotated[float, typer.Option(help="simulated, for each choice")] = 0.5,
-    seed: Annotated[int, typer.Option(help="of the arrivals, zero or more")] = 0,
-    out: Annotated[Path | None, typer.Option(help="write what was found here, as JSON")] = None,
+    seconds: Annotated[float, typer.Option(help="simulated seconds for each choice")] = 0.5,
+    seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
     """Choose batch sizes and GPUs for models, before there is a GPU: at most 50 choices are simulated."""
     from paellapy.scheduler.policies.imported import named_policy

@@ -68,7 +68,7 @@ def _traced(
 ) -> Results:
     own = [m for m in models if isinstance(m, Model)]
     if len(own) != len(models):
-        raise ArgumentError("trace=True needs the models themselves, not their profiles: those have no kernels")
+        raise ArgumentError("trace=True needs the models themselves, not their profiles: profiles have no kernels")
     if options.setdefault("fidelity", "blocks") != "blocks":
         raise ArgumentError("trace=True places every block: leave fidelity out")
     with Engine(device) as engine:
@@ -117,7 +117,7 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
         raise ArgumentError(f"no models {which!r}: say demo, mix, or a file of profiles saved as JSON")
     profiles = load_profiles(path)
     if batch is not None:
-        raise ArgumentError(f"{which} says itself which batch sizes its models have: leave --batch out")
+        raise ArgumentError(f"{which} has the batch sizes of its models: leave --batch out")
     return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
 
 

@@ -34,7 +34,8 @@ class MovingBench(Bench):
         super().__post_init__()
         self.models = models
         s = self.state
-        s.tuning[:] = Tuning.for_part("h200", {"chunk_bytes": CHUNK, "map_ns": 100.0, "patience": 4.0}).row()
+        ours = {"chunk_bytes": CHUNK, "map_ns": 100.0, "patience": 4.0, "cold_lead_ns": 0.0, "cold_stretch": 1.0}
+        s.tuning[:] = Tuning.for_part("h200", ours).row()
         s.residency["budget_bytes"], s.residency["ns_per_byte"] = self.budget, 1.0
         from paellapy.scheduler.core.install import install, open_model
 

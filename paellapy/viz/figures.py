@@ -12,7 +12,7 @@ from paellapy.viz.data import Parts, Picture, TimeAxis
 from paellapy.viz.needs import need
 from paellapy.viz.palette import WARNING, Look, Theme, colours, look
 from paellapy.viz.requests import has_requests, requests_view
-from paellapy.viz.views import Place, View, gantt_view, heatmap_view, residency_view, say_empty
+from paellapy.viz.views import TALL_PIXELS, Place, View, gantt_view, heatmap_view, residency_view, say_empty
 
 _FEW_SMS = 40
 
@@ -119,7 +119,7 @@ def build(
             above = figure.get_subplot(1, column).yaxis.plotly_name.replace("axis", "")
             figure.update_yaxes(matches=above, row=2, col=column)
     if height is None:
-        height = 120 + 150 * sum(_share(view, tall) for view in views)
+        height = 120 + TALL_PIXELS // 4 * sum(_share(view, tall) for view in views)
     _frame(figure, pictures, views, style, height)
     return figure
 
@@ -137,7 +137,8 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
     below = figure.get_subplot(2, 1).yaxis.domain[1] if heat and len(views) > 1 else 1
     figure.update_layout(
         template=style.plotly,
-        title={"text": pictures[0].title if len(pictures) == 1 else None, "x": 0.01, "font": {"size": 15}},
+        # In two lines: in one it would be cut on a phone.
+        title={"text": _two_lines(pictures[0]) if len(pictures) == 1 else None, "x": 0.01, "font": {"size": 15}},
         barmode="overlay",
         height=height,
         margin={"l": 70, "r": 30, "t": 60 + 25 * bool(warning) + 20 * (len(pictures) > 1), "b": 50},
@@ -165,6 +166,9 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
         )
 
 
+def _two_lines(picture: Picture) -> str:
+    return picture.title.replace(": ", "<br>", 1)
+
+
 def _wrapped(picture: Picture, label: str) -> str:
-    device, _, rest = picture.title.partition(": ")
-    return f"<b>{label}</b>: {device}<br>{rest}"
+    return f"<b>{label}</b>: {_two_lines(picture)}"

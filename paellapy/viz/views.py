@@ -13,6 +13,8 @@ from paellapy.viz.data import Picture
 from paellapy.viz.needs import need
 from paellapy.viz.palette import SCALE, WARNING, Look, paler, rgba
 
+TALL_PIXELS = 600  # height of a Gantt chart of many SMs
+
 
 class Place:
     """Where a view goes, and what it shares with the others of its figure."""
@@ -68,7 +70,9 @@ def heatmap_view(picture: Picture, place: Place) -> None:
 
 def gantt_view(picture: Picture, place: Place) -> None:
     chart = data.gantt(picture)
-    if len(chart.blocks) <= data.EXACT_BLOCKS:
+    # Bars of less than half a pixel would hide each other at random: a full GPU is drawn as shares of its lanes.
+    thin = picture.trace.device.n_sm * chart.depth > 2 * TALL_PIXELS
+    if len(chart.blocks) <= data.EXACT_BLOCKS and not thin:
         _bars(picture, place, chart)
     else:
         _binned_gantt(picture, place, data.cells(picture, chart))

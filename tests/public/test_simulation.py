@@ -60,7 +60,7 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
         (["mix", "--batch", "1,3"], "not measured at batch size 3: there are 1, 2, 4, 8, 16, 32"),
         (["mix", "--batch", "0"], "not measured at batch size 0"),
         (["demo", "--batch", "0"], "whole numbers from 1 up"),
-        (["mix", "--admission", "--fidelity", "blocks"], "admission is for loads that come"),
+        (["mix", "--admission", "--fidelity", "blocks"], "admission needs"),
         (["mix", "--sigma", "-1"], "sigma is -1.0: give one from 0"),
         (["mix", "--sigma", "100"], "sigma is 100.0: give one from 0"),
         (["mix", "--seed", "-1"], "the seed is -1"),

@@ -175,7 +175,14 @@ def test_all_views_share_the_time_axis_and_one_legend() -> None:
     assert [axis.range for axis in x_axes] == [(0, 8)] * 3
     assert figure.layout.yaxis2.matches == "y"
     assert [t.name for t in figure.data if t.showlegend] == ["gemm", "add&lt;int>"]
-    assert "toy: 7 blocks of 2 launches in 8.00 µs" in figure.layout.title.text
+    assert figure.layout.title.text == "toy<br>7 blocks of 2 launches in 8.00 µs"
+
+
+def test_gantt_of_a_full_gpu_is_binned_where_lanes_are_thinner_than_half_a_pixel() -> None:
+    full, half_empty = pp.recordings.load("add-two-waves"), pp.recordings.load("tail-effect")
+    assert max(len(full.blocks), len(half_empty.blocks)) <= data.EXACT_BLOCKS
+    assert not of_type(full.plot_gantt(), "bar")
+    assert of_type(half_empty.plot_gantt(), "bar")
 
 
 def test_a_window_is_binned_anew() -> None:
