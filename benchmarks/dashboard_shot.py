@@ -4,9 +4,10 @@ python benchmarks/dashboard_shot.py shot PNG [--url URL | --device cuda] [--dark
 python benchmarks/dashboard_shot.py record JSON [--url URL | --device cuda] [--seconds 20]     (no browser needed)
 python benchmarks/dashboard_shot.py draw JSON PNG [--dark] [--size 1366x900] [--first N]       (no GPU needed)
 
-Without --url a server of the demo models is started on a free port, with clients that keep it busy: --clients in each
-of --processes, who rest --rest-ms on average. A GPU needs more of them than the default to be seen at work. A recording
-is what the server sent: the page that draws it later is the server's own, and cannot tell the difference.
+Without --url a server is started on a free port, with clients that keep it busy: --clients in each of --processes, who
+rest --rest-ms on average. It has the demo models, which leave a GPU nearly empty, or, with --models rivals, `short` and
+`long`, whose layers have up to two blocks for every SM. A recording is what the server sent: the page that draws it
+later is the server's own, and cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from browser import Browser
 from common import commit
 
 from paellapy import demo
+from paellapy.demo.rivals import WIDTH, rivals
 from paellapy.scheduler.engine.engine import Engine
+from paellapy.scheduler.models.model import Model
 from paellapy.serve_demo import digit_request
 from paellapy.serving.config import ServerConfig
 from paellapy.serving.registry import Registry, entry_of
 from paellapy.serving.server import Server
 
 TARGETS_MS = {
-    "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0},
-    "virtual": {"mlp": 40.0, "cnn": 60.0, "transformer": 90.0},
+    "cuda": {"mlp": 2.0, "cnn": 4.0, "transformer": 8.0, "short": 2.0, "long": 12.0},
+    "virtual": {"mlp": 40.0, "cnn": 60.0, "transformer": 90.0, "short": 400.0, "long": 4000.0},
 }
+ASKED = {"demo": {"mlp": 5, "cnn": 3, "transformer": 2}, "rivals": {"short": 5, "long": 2}}  # how often, relative
 MEANWHILE_S = 20.0  # of load before the picture: the curves reach back so far
 
 
@@ -45,11 +49,11 @@ MEANWHILE_S = 20.0  # of load before the picture: the curves reach back so far
 
 
 @contextlib.asynccontextmanager
-async def demo_server(device: str, policy: str) -> AsyncIterator[str]:
-    """The demo models with targets, on a free port; its URL."""
+async def server_of(which: str, device: str, policy: str) -> AsyncIterator[str]:
+    """Models with targets, on a free port; its URL."""
     with Engine(device, policy) as engine:
         targets = TARGETS_MS["virtual" if engine.device.name.startswith("virtual") else "cuda"]
-        models = [demo.load(name) for name in demo.names()]
+        models: list[Model] = rivals() if which == "rivals" else [demo.load(name) for name in demo.names()]
         for model in models:
             model.target_ms = targets[model.name]
         server = Server(Registry(engine, map(entry_of, models)), ServerConfig(port=0, grace_s=0.0, admission="off"))
@@ -61,14 +65,19 @@ async def demo_server(device: str, policy: str) -> AsyncIterator[str]:
             await server.stop()
 
 
+def vector_request() -> str:
+    data = [0.5] * WIDTH
+    return json.dumps({"inputs": [{"name": "x", "shape": [1, WIDTH], "datatype": "FP32", "data": data}]})
+
+
 async def load(options: argparse.Namespace) -> None:
-    """Clients that ask for a digit, wait for the answer, rest a moment, and come in bursts, until they are ended."""
-    body = digit_request(demo.held_out()[0][0])
-    rng = random.Random(options.seed)
+    """Clients that ask, wait for the answer, rest a moment, and come in bursts, until they are ended."""
+    body = vector_request() if options.models == "rivals" else digit_request(demo.held_out()[0][0])
+    asked, rng = ASKED[options.models], random.Random(options.seed)
 
     async def client(session: aiohttp.ClientSession) -> None:
         while True:
-            name = rng.choices(demo.names(), (5, 3, 2))[0]
+            name = rng.choices(list(asked), list(asked.values()))[0]
             for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
                 async with session.post(f"{options.url}/v2/models/{name}/infer", data=body) as answer:
                     await answer.read()
@@ -87,8 +96,8 @@ async def busy(options: argparse.Namespace) -> AsyncIterator[str]:
     if options.url:
         yield options.url.rstrip("/")
         return
-    async with demo_server(options.device, options.policy) as url:
-        command = [sys.executable, __file__, "load", "--url", url]
+    async with server_of(options.models, options.device, options.policy) as url:
+        command = [sys.executable, __file__, "load", "--url", url, "--models", options.models]
         command += ["--clients", str(options.clients), "--rest-ms", str(options.rest_ms), "--seed"]
         asking = [await asyncio.create_subprocess_exec(*command, str(seed)) for seed in range(options.processes)]
         try:
@@ -202,6 +211,7 @@ def main() -> None:
         if function is not draw:
             command.add_argument("--url", help="of a running server; its load is not ours")
             command.add_argument("--clients", type=int, default=10)
+            command.add_argument("--models", choices=list(ASKED), default="demo")
             command.add_argument("--rest-ms", type=float, default=25.0)
         if function in (shot, record):
             command.add_argument("--device", default="virtual:h200")

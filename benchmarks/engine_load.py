@@ -1,6 +1,7 @@
 """A load generator that is never the bottleneck: a compiled front end that posts requests and reads completions.
 
-It takes the place of the engine's own front end while it runs, so nobody else may use the engine meanwhile.
+It takes the place of the engine's own front end while it runs, so nobody else may use the engine meanwhile; or that of
+another one (`front=1`), of an engine with several (`Limits(fronts=2)`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import reader
 from paellapy.scheduler.core.slots import copy_inputs
+from paellapy.scheduler.core.state import front_rows
 from paellapy.scheduler.engine.engine import Engine
 
 # Not kept on disk: what it calls changes more often than this file.
@@ -36,10 +38,10 @@ def ring_bell(word: Any, bell: int, write: int, scratch: Any) -> None:
 
 @compiled
 def drive(
-    s: Any, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int, rows: Any,
-    source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any, out_bytes: Any, outstanding: int,
-    think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any, size: Any, status: Any,
-    word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
+    s: Any, front: int, ask: Any, allowance: Any, n: int, at_ns: Any, model: Any, which: Any, loops: Any, until_ns: int,
+    rows: Any, source: Any, priority: Any, client: Any, deadline_ns: Any, out_address: Any, out_bytes: Any,
+    outstanding: int, think_ns: int, owner: Any, free: Any, buffer: Any, results: Any, arrival: Any, finish: Any,
+    size: Any, status: Any, word: Any, bell: int, pauses: Any, scratch: Any, asked: Any, message: Any,
 ) -> int:  # fmt: skip
     """Sends request i < n at at_ns[i], at most `outstanding` at a time, and waits for all; how many were sent, or -1.
 
@@ -94,7 +96,7 @@ def drive(
                     done += 1
                     continue
             # As a server does it: straight into a slot of the lane that is open, if one is.
-            at = rings.claim_slot(s, 0, rows[m])
+            at = rings.claim_slot(s, front, rows[m])
             lane = slot = codes.NONE
             if at >= 0:
                 lane, slot = at // rings.SLOTS, at % rings.SLOTS
@@ -102,7 +104,7 @@ def drive(
             c.request, c.serial, c.model, c.lane, c.slot = row, i + 1, rows[m], lane, slot
             c.client, c.priority, c.arrival_ns, c.deadline_ns = client[m], priority[m], arrival[i], due
             c.source = source[m, which[i]]
-            while not rings.publish(s, 0, message.ctypes.data):
+            while not rings.publish(s, front, message.ctypes.data):
                 ring_bell(word, bell, s.call[0].write, scratch[4:])
             if at >= 0:
                 copy_inputs(s, source[m, which[i]], lane, slot, rows[m])
@@ -111,7 +113,7 @@ def drive(
             n_free -= 1
             posted = True
             break  # a copy takes its time: others may be done by now, and who is due next is let in by the clock
-        k = rings.take_into(s, 0, buffer.ctypes.data, buffer.shape[0])
+        k = rings.take_into(s, front, buffer.ctypes.data, buffer.shape[0])
         for j in range(k):
             entry = buffer[j]
             row = entry.request
@@ -212,8 +214,8 @@ class Run:
 class Generator:
     """Drives one engine. `inputs[m]` holds the inputs a request of model m may have, one per row."""
 
-    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]]) -> None:
-        self.engine, self.names, self.inputs = engine, names, inputs
+    def __init__(self, engine: Engine, names: list[str], inputs: list[NDArray[Any]], front: int = 0) -> None:
+        self.engine, self.names, self.inputs, self._front = engine, names, inputs, front
         state = engine.state
         if not state.call["clock"][0]:  # loops in Python bring their own clock
             from paellapy.scheduler.core.step import attach_loop
@@ -275,11 +277,12 @@ class Generator:
         message["kind"] = codes.SUBMIT
         state.core["longest_launch_ns"][0] = state.core["longest_copy_ns"][0] = 0.0
         sent = drive(
-            state, reader(state), allowance, n, at_ns, models, whichs,
+            state, self._front, reader(state), allowance, n, at_ns, models, whichs,
             np.array(loops, np.int64), until_ns, self._rows, self._source,
             np.array(priority or none, np.int64), np.array(client or none, np.int64),
             np.array(deadline_ns or none, np.int64), self._out_address,
-            self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64), np.arange(rows),
+            self._out_bytes, outstanding, think_ns, np.zeros(rows, np.int64),
+            np.array(front_rows(self.engine.limits, self._front)),
             np.zeros(256, tables.COMPLETION), outputs, arrival, finish, size, status, bell.word, bell.fd, pauses,
             self._scratch, np.zeros(1, ASKED), message,
         )  # fmt: skip

@@ -2,15 +2,16 @@
 
 Each variant is captured into a CUDA graph of many launches; replays of all variants take turns, so that clock changes
 hit all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter" is
-the alternative: all blocks of the GPU on one counter, as Paella counts them.
+the alternative: all blocks of the GPU on one counter, as Paella counts them. "one flag" is the alternative to
+"preempt": all blocks read one copy of the flag.
 
-    python benchmarks/report_cost.py [--out DIR] [--rounds 40]
+    python benchmarks/report_cost.py [--out DIR] [--rounds 40] [--flags]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ import paellapy as pp
 from paellapy.instrument.device.cuda_launch import CudaLauncher
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.ptx import assemble
-from paellapy.instrument.records import LEFT_HEAD_BYTES, SM_LINE
+from paellapy.instrument.records import FLAG_COPIES, LEFT_HEAD_BYTES, SM_LINE
 
-VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one counter")
+FLAGS = ("plain", "plain again", "preempt", "one flag")
+VARIANTS = ("plain", "plain again", "count", "trace", "notify", "slice", "preempt", "one flag", "one counter")
 
 
 class Graph:
@@ -56,17 +58,24 @@ class Graph:
         return end.elapsed_ns(start) / self.launches
 
 
+def changed(launcher: CudaLauncher, line: str, instead: str) -> CudaLauncher:
+    """A kernel with another line of PTX."""
+    compiled = launcher.compiled
+    text = compiled.ptx.replace(line, instead)
+    assert text != compiled.ptx
+    source = compiled.source
+    code = assemble.assemble(text, source.arch, source.name, source.ptxas_options, source.ptxas_path)
+    return CudaLauncher(launcher.device, replace(compiled, ptx=text, code=code), launcher.pick)
+
+
 def one_counter(launcher: CudaLauncher) -> CudaLauncher:
     """The `count` variant with every SM's line moved onto the first one."""
-    compiled = launcher.compiled
-    shared = compiled.ptx.replace(f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;", "")
-    assert shared != compiled.ptx
-    source = compiled.source
-    code = assemble.assemble(shared, source.arch, source.name, source.ptxas_options, source.ptxas_path)
-    return CudaLauncher(launcher.device, replace(compiled, ptx=shared, code=code), launcher.pick)
+    return changed(launcher, f"mad.wide.u32 %paellapy_a, %paellapy_sm, {SM_LINE.itemsize}, %paellapy_a;", "")
 
 
-def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) -> dict[str, Any]:
+def measure(
+    device: Any, work: bench_kernels.Work, variants: Sequence[str], rounds: int, records: int
+) -> dict[str, Any]:
     flag, noted = device.flag(), device.array(np.zeros(LEFT_HEAD_BYTES // 4 + int(np.prod(work.grid)), np.uint32))
 
     def variant(name: str) -> Graph:
@@ -79,10 +88,13 @@ def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) ->
         if name == "trace":
             with pp.trace(records_per_sm=records):
                 return Graph(device, call, work.launches)
-        if name == "preempt":  # the flag is never set: every block looks at it and runs
+        if name in ("preempt", "one flag"):  # it is never set: every block looks at it and runs
             values, key, options = kernel._bind(device, work.args, work.keywords)
             key = (*key, *sorted(options.items()))
             watching = kernel._prepare(device, values, key, options, sliced=False, preempt=True)
+            if name == "one flag":
+                watching = changed(watching, f"and.b32 %paellapy_pu, %paellapy_pu, {FLAG_COPIES - 1};",
+                                   "mov.u32 %paellapy_pu, 0;")  # fmt: skip
             words = (1, flag.address, noted.ptr, 0)
             call = lambda: watching(work.grid, values, words=words)  # noqa: E731
         if name == "one counter":
@@ -93,7 +105,7 @@ def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) ->
             call = lambda: launcher(work.grid, values)  # noqa: E731
         return Graph(device, call, work.launches)
 
-    graphs = {name: variant(name) for name in VARIANTS}
+    graphs = {name: variant(name) for name in variants}
     for graph in graphs.values():
         for _ in range(3):
             graph.time_ns()
@@ -103,7 +115,7 @@ def measure(device: Any, work: bench_kernels.Work, rounds: int, records: int) ->
             times[name][r] = graph.time_ns()
     plain = np.median(times["plain"])
     result: dict[str, Any] = {"plain_us": plain / 1e3, "blocks": int(np.prod(work.grid))}
-    for name in VARIANTS[1:]:
+    for name in variants[1:]:
         ratios = times[name] / times["plain"]
         result[name] = {
             "ratio": float(np.median(times[name]) / plain),
@@ -117,20 +129,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--records", type=int, default=1 << 14, help="records per SM of the trace's rings")
+    parser.add_argument("--flags", action="store_true", help="only what a flag costs; kept as preempt_cost.json")
     options = parser.parse_args()
+    variants = FLAGS if options.flags else VARIANTS
     device = pp.Device("cuda")
     with device:
         works = bench_kernels.works(device)
         results = {
-            w.name: measure(device, w, options.rounds, options.records) for w in track(works, description="kernels")
+            w.name: measure(device, w, variants, options.rounds, options.records)
+            for w in track(works, description="kernels")
         }
     table = Table(title=f"instrumented ÷ plain on {device.title}")
-    for column in ("kernel", "plain µs", *VARIANTS[1:]):
+    for column in ("kernel", "plain µs", *variants[1:]):
         table.add_column(column, justify="right")
     for name, r in results.items():
-        table.add_row(name, f"{r['plain_us']:.2f}", *(f"{r[v]['ratio']:.3f}" for v in VARIANTS[1:]))
+        table.add_row(name, f"{r['plain_us']:.2f}", *(f"{r[v]['ratio']:.3f}" for v in variants[1:]))
     Console(width=140).print(table)
-    print("written to", save("report_cost", results, device, options.out))
+    print("written to", save("preempt_cost" if options.flags else "report_cost", results, device, options.out))
 
 
 if __name__ == "__main__":

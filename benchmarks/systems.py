@@ -59,7 +59,7 @@ def limits(policy: str, param: str) -> dict[str, Any]:
     """What a model gets that is held to 0.1, 0.25 and 0.5: alone, and beside one that is not."""
     found: dict[str, Any] = {}
     for limit in (0.1, 0.25, 0.5):
-        held = model("held", params={param: limit})
+        held = model("held", params={param: limit} | ({"request": limit} if policy == "token" else {}))
         free = model("free", params={param: 0.45} if policy == "quota" else {})
         alone = simulate([held], loop("held"), policy)
         both = simulate([held, free], loop("held") + loop("free"), policy)
@@ -81,11 +81,10 @@ def fair() -> dict[str, float]:
 def by_tenant() -> dict[str, float]:
     """The same shares as those of tenants that ask for one model."""
     shares = {"a": 1.0, "b": 3.0, "c": 6.0}
-    load = ClosedLoop("net", clients=2, duration=SECONDS, client="a")
-    both = load + ClosedLoop("net", clients=2, duration=SECONDS, client="b")
-    all_of_them = both + ClosedLoop("net", clients=2, duration=SECONDS, client="c")
+    # So many of each that some of its requests always wait; so long that those of the end hardly count.
+    a, b, c = (ClosedLoop("net", clients=6, duration=3 * SECONDS, client=name) for name in shares)
     net = replace(model("net"), lanes=6)
-    run = simulate([net], all_of_them, "fair", tenants={name: {"share": share} for name, share in shares.items()})
+    run = simulate([net], a + b + c, "fair", tenants={name: {"share": share} for name, share in shares.items()})
     return {name: round(run.gpu_share(name), 3) for name in shares}
 
 

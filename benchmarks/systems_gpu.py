@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from bound_models import Bound
 from common import RESULTS, commit, save, seeds
 from engine_load import Run, poisson
 from numpy.typing import NDArray
 from paper_models import DISB, TINY, VARIANTS, Kind
 from paper_runs import Loaded, Setup
 
-import paellapy as pp
 from paellapy.instrument.device import Device
 from paellapy.scheduler.core import codes
 from paellapy.scheduler.core.params import give_params
@@ -37,56 +36,7 @@ from paellapy.scheduler.sim.workload import ClosedLoop
 NAME = "systems_gpu"
 NONE = np.zeros(0, np.int64)
 ROOM = 400_000  # requests of closed loops
-
-
-class Chain(torch.nn.Module):
-    """Steps that are bound by one thing: products of large matrices, or sums over vectors that no cache holds."""
-
-    def __init__(self, compute: bool, width: int, steps: int) -> None:
-        super().__init__()
-        self.steps, self.compute = steps, compute
-        given = torch.Generator().manual_seed(width)
-        if compute:
-            matrix = torch.randn(width, width, generator=given) / width**0.5
-            self.register_buffer("first", torch.randn(width, width, generator=given))
-            self.register_buffer("matrix", matrix)
-        else:
-            self.register_buffer("first", torch.randn(width, generator=given))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shift = x.reshape(-1)[:1]
-        y = self.first + shift
-        for _ in range(self.steps):
-            y = y @ self.matrix if self.compute else y * 0.9375
-        return y.reshape(1, -1)[:, :16].expand(x.shape[0], 16).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class Bound(Kind):
-    """A chain as a model. Its batch size is 1."""
-
-    tiny: bool = False
-
-    def build(self, device: str) -> torch.nn.Module:
-        compute = self.name.startswith("compute")
-        width, steps = (64, 4) if self.tiny else (3072, 12) if compute else (1 << 26, 12)
-        return Chain(compute, width, steps).to(device).eval()
-
-    @property
-    def image(self) -> tuple[int, ...]:
-        return (1,)
-
-    def model(self, batch: tuple[int, ...], lanes: int, priority: int, device: str) -> pp.Model:
-        half = torch.float16
-        return pp.Model.from_torch(
-            self.build(device), torch.zeros(1, 1), name=self.name, dtype=half, batch=batch, lanes=lanes,
-            priority=priority,
-        )  # fmt: skip
-
-    def expected(self, device: str) -> tuple[NDArray[Any], float]:
-        net = self.build(device).to(torch.float16)
-        rows = [net(torch.from_numpy(x[None]).to(device))[0].float().cpu().numpy() for x in self.inputs()]
-        return np.stack(rows), 0.0
+BOUND = ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2", "full_bound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +55,7 @@ class Group:
     priorities: tuple[int, ...]
     points: Callable[[Loaded, Options], Iterator[tuple[str, Callable[[], Any]]]]
     lanes: int = 3
+    quantum_us: float = 100.0
 
 
 def between_steps(loaded: Loaded, change: Callable[[], None]) -> None:
@@ -177,7 +128,8 @@ def limits(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]
     state, seconds = loaded.engine.state, 0.4 * o.seconds
 
     def held(policy: str, param: str, limit: float, both: bool) -> dict[str, Any]:
-        between_steps(loaded, lambda: give_params(state, rows[0], {param: limit}))
+        own = {"request": limit} if policy == "token" else {}  # what it may have at most it is to get
+        between_steps(loaded, lambda: give_params(state, rows[0], {param: limit} | own))
         other = {"share": 0.45} if policy == "quota" else {}
         between_steps(loaded, lambda: give_params(state, rows[1], other))
         return loops(loaded, policy, [0, 0, 1, 1] if both else [0, 0], seconds)
@@ -233,8 +185,8 @@ def pairs(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]
     seconds = 0.5 * o.seconds
     names = [kind.label for kind in loaded.kinds]
     for seed in o.seeds:
-        for high, low in ((0, 3), (0, 2), (1, 2), (1, 3)):  # the first two of high priority, the others of none
-            rate = 0.5e9 / float(loaded.alone_ns[high])
+        for high, low in ((0, 3), (0, 2), (1, 2), (1, 3), (0, 4)):  # the first two of high priority
+            rate = 20.0 if o.tiny else 0.5e9 / float(loaded.alone_ns[high])
             pair = f"{names[high]}+{names[low]}"
             yield f"{pair}|alone|{seed}", lambda s=seed, r=rate, h=high: beside(
                 loaded, "priority", s, r, seconds, [h], []
@@ -271,23 +223,23 @@ def disb(loaded: Loaded, o: Options) -> Iterator[tuple[str, Callable[[], Any]]]:
 def groups(o: Options) -> dict[str, Group]:
     if o.tiny:
         small, large = TINY
-        bound = tuple(Bound(n, tiny=True) for n in ("memory_bound", "compute_bound", "memory_bound_2", "compute_2"))
+        bound = tuple(Bound(n, tiny=True) for n in BOUND)
         return {
             "limits": Group("limits", (small, large, Kind("tiny2")), (0, 0, 1), limits),
-            "pairs": Group("pairs", bound, (1, 1, 0, 0), pairs),
+            "pairs": Group("pairs", bound, (1, 1, 0, 0, 0), pairs),
             "high": Group("high", (small, Kind("tiny2", items=4), Kind("tiny4", items=4)), (1, 0, 0), high_beside),
             "disb": Group("disb", (small, large, Kind("tiny2", items=2), Kind("tiny3", items=2)), (1, 1, 0, 0), disb),
         }
-    bound = tuple(Bound(n) for n in ("memory_bound", "compute_bound", "memory_bound_2", "compute_bound_2"))
+    bound = tuple(Bound(n) for n in BOUND)
     real = {kind.name: kind for kind in DISB}
     order = [real[n] for n in ("vgg19", "resnet152", "densenet201", "inception_v3", "distilbert")]
     low = [Kind(n, items=8) for n in ("resnet152", "densenet201", "vgg19", "inception_v3")]
     return {
         "limits": Group("limits", (Kind("resnet50"), Kind("resnet18"), Kind("mobilenet_v2")), (0, 0, 1), limits),
-        "pairs": Group("pairs", bound, (1, 1, 0, 0), pairs, lanes=2),
+        "pairs": Group("pairs", bound, (1, 1, 0, 0, 0), pairs, lanes=2),
         "high": Group("high", (Kind("resnet50"), Kind("resnet50", items=64), Kind("vgg19", items=32)), (1, 0, 0),
-                      high_beside, lanes=4),
-        "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, lanes=2),
+                      high_beside, lanes=4, quantum_us=70.0),
+        "disb": Group("disb", (*order, *low), (1,) * 5 + (0,) * 4, disb, lanes=2, quantum_us=30.0),
     }  # fmt: skip
 
 
@@ -303,7 +255,8 @@ def measure(args: argparse.Namespace) -> None:
         if args.only and name not in args.only.split(","):
             continue
         since = time.monotonic()
-        loaded = Loaded(args.device, group.kinds, Setup((1,), group.lanes, active=None), group.priorities, shares=True)
+        setup = Setup((1,), group.lanes, active=None, quantum_us=group.quantum_us)
+        loaded = Loaded(args.device, group.kinds, setup, group.priorities, shares=name == "pairs")
         print(f"{name}: loaded in {time.monotonic() - since:.1f} s", flush=True)
         save_profiles(folder / f"{NAME}_profiles_{name}.json", loaded.profiles())
         try:

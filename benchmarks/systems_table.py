@@ -125,10 +125,13 @@ def measured(points: dict[str, Any]) -> dict[str, str]:
             rows.append(f"{policy}: production {kept:.3f}, best effort {own:.2f}")
         found["tgs"] = "; ".join(rows)
     found |= _high(seen) | _pairs(seen)
-    rows = [f"{load}: {seen.slower(f'disb|{load}|reef', f'disb|{load}|alone'):.2f}×" for load in "ABCDE"
-            if seen.has(f"disb|{load}|reef")]  # fmt: skip
+    rows = []
+    for load in "ABCDE":
+        if all(seen.has(f"disb|{load}|{policy}") for policy in ("reef", "priority", "alone")):
+            reef, gate = (seen.slower(f"disb|{load}|{each}", f"disb|{load}|alone") for each in ("reef", "priority"))
+            rows.append(f"{load} {reef:.2f}×, gate {gate:.2f}×")
     if rows:
-        found["reef"] = "; ".join(filter(None, [found.get("reef"), "DISB " + ", ".join(rows)]))
+        found["reef"] = "; ".join(filter(None, [found.get("reef"), "DISB: " + "; ".join(rows)]))
     return found
 
 
@@ -141,12 +144,20 @@ def _high(seen: Measured) -> dict[str, str]:
             _, kind, name = (*key.split("|"), "", "")[:3]
             if name != policy:
                 continue
-            slower, own = seen.slower(key, "high|alone"), seen.median(key, lambda p: p["low_per_s"])
-            own /= seen.median(f"high|{kind}|alone 2", lambda p, k=kind: p["per_s"][k])
-            rows.append(f"beside {kind}: {slower:.2f}× and {own:.2f}")
+            text = _pair(seen, kind, policy)
+            if policy == "reef" and seen.has(f"high|{kind}|priority"):
+                text += f", gate {_pair(seen, kind, 'priority')}"
+            rows.append(f"beside {kind}: {text}")
         if rows:
             found[policy] = "; ".join(rows)
     return found
+
+
+def _pair(seen: Measured, kind: str, policy: str) -> str:
+    key = f"high|{kind}|{policy}"
+    own = seen.median(key, lambda p: p["low_per_s"])
+    own /= seen.median(f"high|{kind}|alone 2", lambda p: p["per_s"][kind])
+    return f"{seen.slower(key, 'high|alone'):.2f}× and {own:.2f}"
 
 
 def _pairs(seen: Measured) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """Triton's own language tests on the virtual GPU: which pass, which are refused, which fail.
 
-    python benchmarks/triton_language_tests.py --source PATH [--files test_core.py,test_standard.py] [--every 10]
+    python benchmarks/triton_language_tests.py --source PATH [--every 10] [--parallel 16] [--seconds 200] [--resume]
 
-PATH is a checkout of Triton (PyPI has no source distribution of it), best of the version installed. Nothing of it is
-copied: its tests run from there, with `fn[grid](…)` going through `pp.kernel` and tensors on the CPU. Tests of
-assembly and of launch metadata need hardware; what fails is counted by its error.
+PATH is a checkout of Triton or its source distribution, best of the version installed. Nothing of it is copied: its
+tests run from there, with `fn[grid](…)` going through `pp.kernel` and tensors on the CPU. Each test's outcome is
+written to a line of PATH's own as soon as it is known; a test that takes longer than a minute is ended and counted, and
+`--resume` goes on with the tests that have no line yet. Results go to benchmarks/results/triton_language_tests.json.
 """
 
 from __future__ import annotations
@@ -12,75 +13,202 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import json
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from common import save
 from public_kernels import Kernels, host_code_of_a_gpu, through
+from triton.runtime import driver
 
 import paellapy as pp
+from paellapy.instrument.kernels.triton_driver import VirtualDriver
 
 FILES = ("test_core.py", "test_standard.py", "test_random.py", "test_tuple.py", "test_libdevice.py",
          "test_conversions.py", "test_annotations.py", "test_tensor_descriptor.py", "test_mxfp.py")  # fmt: skip
-_REFUSED = re.compile(r"(UnsupportedOpError|LaunchError|ArgumentError|InstrumentError|CompileError): (.*)")
+LONGEST_S = 60.0  # of one test
+_REFUSED = re.compile(r"((?:UnsupportedOp|Launch|Argument|Instrument|Compile|OutOfBounds)Error): (.*)")
+# What a test that looks at the compiler's output, or asks the CUDA driver, has in the lines that fail.
+_HARDWARE = re.compile(r"\basm\b|\b(?:ptx|ttgir|llir|sass|amdgcn)\b|metadata|n_regs|n_spills|torch\.cuda\.|CUDA driver|"
+                       r"cuda_utils|Found no NVIDIA|Torch not compiled with CUDA")  # fmt: skip
+HARDWARE = "looks at the compiler's output or asks the CUDA driver"
 
 
 class Plugin:
-    """Counts the outcomes of the tests, and runs every nth of them."""
+    """Runs every nth test, from one of several processes, and writes a line about each."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, log: Path, every: int, which: int, of: int) -> None:
+        self.log, self.every, self.which, self.of = log, every, which, of
         self.kernels = Kernels()
-        self.found: collections.Counter[str] = collections.Counter()
-        self.reasons: collections.Counter[str] = collections.Counter()
-        self.failed: dict[str, str] = {}
+        self.done = set(read(log))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = items[:: self.every]
+        chosen = items[:: self.every][self.which :: self.of]
+        items[:] = [item for item in chosen if name_of(item.nodeid) not in self.done]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: Any) -> Any:
-        with through(self.kernels), host_code_of_a_gpu(), contextlib.suppress(AttributeError):
+        with through(self.kernels), contextlib.suppress(AttributeError):
             yield
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.note(nodeid, "begun", "")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.passed:
-            self.found["passed"] += 1
+            self.note(report.nodeid, "passed", "")
         elif report.skipped:
-            self.found["skipped by the test itself"] += 1
+            why = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+            self.note(report.nodeid, "skipped by the test", str(why))
         elif report.failed:
-            text = str(report.longrepr)
-            refused = _REFUSED.search(text)
-            lines = [line for line in text.splitlines() if line.startswith("E ")]
-            why = f"{refused[1]}: {refused[2]}"[:160] if refused else (lines[0][2:].strip() if lines else "?")[:160]
-            kind = "refused" if refused else "failed"
-            self.found[kind] += 1
-            self.reasons[f"{kind}: {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', why)[:110]}"] += 1
-            self.failed[report.nodeid.rpartition("/")[2]] = why
+            self.note(report.nodeid, *outcome_of(str(report.longrepr)))
+
+    def note(self, nodeid: str, outcome: str, why: str) -> None:
+        with self.log.open("a") as file:
+            file.write(json.dumps([name_of(nodeid), outcome, why[:200]]) + "\n")
+
+
+def name_of(nodeid: str) -> str:
+    file, _, test = nodeid.partition("::")
+    return f"{Path(file).name}::{test}"
+
+
+def outcome_of(text: str) -> tuple[str, str]:
+    """What a test's failure is, by its traceback."""
+    if refused := _REFUSED.search(text):
+        return "refused", f"{refused[1]}: {refused[2]}"
+    failing = [line for line in text.splitlines() if line.startswith(("E ", ">"))]
+    why = next((line[2:].strip() for line in failing if line.startswith("E ")), "?")
+    shown = text.splitlines()[-12:]
+    return (HARDWARE if _HARDWARE.search("\n".join(shown)) else "failed"), why
+
+
+def read(log: Path) -> dict[str, tuple[str, str]]:
+    """The last outcome of each test. One that was begun and never ended took too long, or ended its process."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return {name: (outcome, why) for name, outcome, why in map(json.loads, lines)}
+
+
+def run_here(folder: Path, files: list[str], log: Path, every: int, which: int, of: int) -> None:
+    """Runs one process's part of the tests."""
+    driver.set_active(VirtualDriver())
+    with pp.Device("virtual:h200"), host_code_of_a_gpu():  # modules ask for the GPU when they are imported
+        for name in files:
+            plugin = Plugin(log, every, which, of)
+            command = [
+                str(folder / name),
+                "--device",
+                "cpu",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--tb=short",
+                "-W",
+                "ignore",
+            ]
+            command += ["--confcutdir", str(folder.parents[2])]
+            pytest.main(command, plugins=[plugin])
+
+
+class Part:
+    """One process with a part of the tests, started anew without the test that was too long for it."""
+
+    def __init__(self, number: int, command: list[str], log: Path) -> None:
+        self.command, self.log = [*command, "--part", str(number)], log.with_suffix(f".{number}.jsonl")
+        self.start()
+
+    def start(self) -> None:
+        self.changed, self.size = time.monotonic(), -1
+        output = self.log.with_suffix(".txt").open("a")
+        self.process = subprocess.Popen([*self.command, "--log", str(self.log)], stdout=output, stderr=output)
+
+    def look(self) -> bool:
+        """Whether it still has tests to run."""
+        size = self.log.stat().st_size if self.log.exists() else 0
+        if size != self.size:
+            self.changed, self.size = time.monotonic(), size
+        if self.process.poll() is not None:
+            if self.process.returncode and self._ended("ended its process"):
+                self.start()
+                return True
+            return False
+        if time.monotonic() - self.changed > LONGEST_S and self._ended(f"took longer than {LONGEST_S:g} s"):
+            self.process.kill()
+            self.process.wait()
+            self.start()
+        return True
+
+    def _ended(self, why: str) -> bool:
+        begun = [name for name, (outcome, _) in read(self.log).items() if outcome == "begun"]
+        with self.log.open("a") as file:
+            for name in begun:
+                file.write(json.dumps([name, "failed", why]) + "\n")
+        return bool(begun)
+
+
+def summary(parts: list[Part], every: int) -> dict[str, Any]:
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for part in parts:
+        for name, (outcome, why) in read(part.log).items():
+            if outcome == "begun":
+                continue
+            file, _, test = name.partition("::")
+            found[file][outcome] += 1
+            if outcome not in ("passed", "skipped by the test"):
+                key = f"{file}::{test.partition('[')[0]}: {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', why)[:140]}"
+                reasons[outcome][key] += 1
+    total = sum(found.values(), collections.Counter())
+    counted = total["passed"] + total["refused"] + total["failed"]
+    share = total["passed"] / counted if counted else None
+    rows = {file: dict(counts) for file, counts in sorted(found.items())}
+    return {"every": every, "total": dict(total), "passed_of_the_others": share, "files": rows,
+            "reasons": {kind: dict(counts.most_common()) for kind, counts in reasons.items()}}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True, help="a checkout of Triton")
+    parser.add_argument("--source", type=Path, required=True, help="a checkout of Triton, or its source distribution")
     parser.add_argument("--files", default=",".join(FILES))
     parser.add_argument("--every", type=int, default=1, help="run every nth test")
+    parser.add_argument("--parallel", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=3600, help="stop after this long; --resume goes on")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes that are known")
+    parser.add_argument("--log", type=Path, default=None, help="where outcomes are kept, one line each")
+    parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
-    folder = given.source / "python" / "test" / "unit" / "language"
+    folder = given.source.resolve() / "python" / "test" / "unit" / "language"
     if not folder.is_dir():
         raise SystemExit(f"{given.source} is no checkout of Triton: there is no {folder}")
-    rows: dict[str, Any] = {}
-    with pp.Device("virtual:h200") as device:
-        for name in given.files.split(","):
-            plugin = Plugin(given.every)
-            command = [str(folder / name), "--device", "cpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
-            pytest.main(command, plugins=[plugin])
-            rows[name] = {**plugin.found, "reasons": dict(plugin.reasons.most_common(20))}
-            print(name, rows[name], file=sys.stderr, flush=True)
-            save("triton_language_tests", {"every": given.every, "files": rows}, device, given.out)
+    if given.part is not None:
+        return run_here(folder, given.files.split(","), given.log, given.every, given.part, given.parallel)
+    log = given.log or given.source / "paellapy_outcomes"
+    if not given.resume:
+        for old in log.parent.glob(f"{log.name}.*.jsonl"):
+            old.unlink()
+    command = [sys.executable, __file__, "--source", str(given.source), "--files", given.files]
+    command += ["--every", str(given.every), "--parallel", str(given.parallel)]
+    parts = [Part(number, command, log) for number in range(given.parallel)]
+    ends = time.monotonic() + given.seconds
+    try:
+        running = parts
+        while running and time.monotonic() < ends:
+            time.sleep(2)
+            running = [part for part in running if part.look()]
+            save("triton_language_tests", summary(parts, given.every), pp.Device("virtual:h200"), given.out)
+    finally:
+        for part in parts:
+            part.process.kill()
+    found = summary(parts, given.every)
+    save("triton_language_tests", found, pp.Device("virtual:h200"), given.out)
+    print(json.dumps({k: v for k, v in found.items() if k != "reasons"}, indent=1))
+    return None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Tenants of shares 1, 3 and 6 that always have requests waiting: what each gets of the GPU's time.
+
+    python benchmarks/tenant_shares.py [--device virtual:h200|cuda] [--seconds 4] [--out DIR]
+
+Three ways, the policy `fair` in each: `simulate`, an engine asked by threads, and a server asked over HTTP by client
+processes that name their tenant in `X-Client-Id`. All ask for one model, one request a batch. What a tenant has had is
+the core's account of the GPU's time, from the server its metrics; counted while all three ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import save
+
+import paellapy as pp
+from paellapy import demo
+from paellapy.scheduler.core.profiles import ModelProfile
+from paellapy.scheduler.sim.simulate import simulate
+from paellapy.scheduler.sim.workload import ClosedLoop
+from paellapy.serving.bench.load import Load
+from paellapy.serving.bench.run import run_bench
+
+SHARES = {"a": 1.0, "b": 3.0, "c": 6.0}
+CLIENTS = 48  # of each tenant: even the largest share leaves some of its own waiting
+LANES = 4
+POLICY = "fair"
+
+
+def model(device: str) -> pp.Model:
+    """One that clients can ask for faster than the device answers."""
+    if device.startswith("cuda"):
+        from bound_models import Bound
+
+        return Bound("compute_bound").model((1,), LANES, 0, "cuda")
+    return demo.load("cnn", batch=(1,))
+
+
+def divided(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    had = {name: after[name] - before[name] for name in SHARES}
+    found = {name: each / sum(had.values()) for name, each in had.items()}
+    off = max(abs(found[name] * sum(SHARES.values()) / share - 1) for name, share in SHARES.items())
+    return {"shares": found, "furthest_off": off}
+
+
+def counted(look: Callable[[], dict[str, float]], seconds: float) -> dict[str, Any]:
+    time.sleep(1.0)  # all of them ask by now
+    before = look()
+    time.sleep(seconds)
+    return divided(before, look())
+
+
+def by_engine(device: str, seconds: float) -> tuple[dict[str, Any], ModelProfile]:
+    stop = threading.Event()
+    with pp.Engine(device, policy=POLICY) as engine:
+        made = model(device)
+        engine.load(made)
+        for name, share in SHARES.items():
+            engine.tenant(name, share=share)
+        inputs = {key: np.zeros(spec.shape, spec.dtype) for key, spec in made.inputs.items()}
+
+        def ask(client: str) -> None:
+            while not stop.is_set():
+                engine.infer_sync(made.name, inputs, client=client)
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in SHARES for _ in range(CLIENTS)]
+        for each in threads:
+            each.start()
+        found = counted(lambda: {name: each["gpu_ms"] for name, each in engine.tenants.items()}, seconds)
+        stop.set()
+        for each in threads:
+            each.join()
+        return found, engine.model_profile(made.name)
+
+
+def by_simulation(profile: ModelProfile, seconds: float) -> dict[str, Any]:
+    load = [ClosedLoop(profile.name, clients=CLIENTS, duration=seconds, client=name) for name in SHARES]
+    tenants = {name: {"share": share} for name, share in SHARES.items()}
+    run = simulate([profile], load[0] + load[1] + load[2], POLICY, tenants=tenants)
+    return divided(dict.fromkeys(SHARES, 0.0), {name: run.gpu_share(name) for name in SHARES})
+
+
+def gpu_seconds(url: str) -> dict[str, float]:
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    rows = re.findall(r'^paellapy_tenant_gpu_seconds_total\{tenant="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {name: float(value) for name, value in rows}
+
+
+def by_http(device: str, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--device", device]
+    server = subprocess.Popen([*command, "--serve"], stdout=subprocess.PIPE, text=True)
+    asking: list[subprocess.Popen[bytes]] = []
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        if not url:
+            raise SystemExit("the server ended before it was ready")
+        for name in SHARES:
+            asking.append(subprocess.Popen([*command, "--seconds", str(seconds + 6), "--ask", url, name]))
+        waits_until = time.monotonic() + 60
+        while len(gpu_seconds(url)) < len(SHARES) or min(gpu_seconds(url).values()) == 0.0:
+            if time.monotonic() > waits_until or any(each.poll() for each in asking):
+                raise SystemExit("a client has asked for nothing")
+            time.sleep(0.1)
+        return counted(lambda: gpu_seconds(url), seconds)
+    finally:
+        for each in asking:
+            each.terminate()
+            each.wait()
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="virtual:h200")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.serve:
+        tenants = {name: {"share": share} for name, share in SHARES.items()}
+        pp.serve([model(args.device)], device=args.device, policy=POLICY, tenants=tenants,
+                 server={"port": 0, "log_level": "warning"}, announce=lambda url: print(url, flush=True))  # fmt: skip
+        return
+    if args.ask:
+        url, name = args.ask
+        run_bench(url, Load(concurrency=CLIENTS, duration_s=args.seconds, warmup_s=0.0, headers={"X-Client-Id": name}))
+        return
+    found: dict[str, Any] = {"shares": SHARES, "clients_of_each": CLIENTS}
+    found["engine"], profile = by_engine(args.device, args.seconds)
+    print("engine", found["engine"], flush=True)
+    found["simulate"] = by_simulation(profile, args.seconds)
+    print("simulate", found["simulate"], flush=True)
+    found["http"] = by_http(args.device, args.seconds)
+    print("http", found["http"], flush=True)
+    save(f"tenant_shares_{args.device.partition(':')[0]}", found, pp.Device(args.device), args.out)
+
+
+if __name__ == "__main__":
+    main()
