@@ -9,29 +9,28 @@ A figure is followed by a comment with its name, which nobody sees: 2.3<!--=load
 from __future__ import annotations
 
 import functools
-import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import paper_report  # noqa: E402
+import quoted_beside  # noqa: E402
+import quoted_cluster  # noqa: E402
+import quoted_kernels  # noqa: E402
 import quoted_scheduling  # noqa: E402
+import quoted_sharing  # noqa: E402
+import quoted_trust  # noqa: E402
+from result_files import RESULTS, stored  # noqa: E402
 
 MARK = re.compile(r"([\d][\d.,]*)<!--=([\w.%/, -]+)-->")
-
-
-@functools.cache
-def stored(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
 
 
 @functools.cache
@@ -114,18 +113,75 @@ def costs() -> str:
     return paper_report.table(head, rows)
 
 
+def gap_us(when: str) -> float:
+    """Between two kernels of a graph, before and after kernels on a second stream."""
+    return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
+
+
+def per_s(workers: str) -> float:
+    return float(stored("serving_demo")["found"][workers]["many"]["per_s"])
+
+
+def alone_ms() -> list[float]:
+    return [model["alone_us"] / 1e3 for model in stored("engine_h200")["models"].values()]
+
+
+def tuned(name: str) -> float:
+    path = ROOT / "instrument" / "device" / "profiles" / "h200.tuning.toml"
+    (found,) = (part[name] for part in tomllib.loads(path.read_text()).values() if name in part)
+    return float(found["value"])
+
+
 @functools.cache
 def tables() -> dict[str, str]:
     ours = {"aims": aims(), "costs": costs()}
-    return ours | paper_report.tables(RESULTS / "paper.json") | quoted_scheduling.tables()
+    others = quoted_scheduling.tables() | quoted_cluster.tables() | quoted_sharing.tables()
+    others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables()
+    return ours | paper_report.tables(RESULTS / "paper.json") | others
+
+
+def unknown_kernels() -> dict[str, float]:
+    """Errors of kernel times on the virtual GPU, each kernel by a profile fitted without it."""
+    found: dict[str, float] = stored("calibration_error_h200")["unknown kernels"]["time_error"]
+    return found
+
+
+def gated(what: str) -> float:
+    """A script of another process behind the gate, against requests and script alone."""
+    found = stored("guest_gated")
+    if what == "p99":
+        return float(found["gated"]["all_p99_ms"] / found["alone"]["all_p99_ms"])
+    return float(np.median(found["gated"]["steps_per_s"]) / found["gated"]["steps_per_s_alone"])
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "guest.p99": lambda: f"{gated('p99'):.2f}",
+    "guest.speed": lambda: f"{gated('speed'):.2f}",
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "load.slack": lambda: f"{load('slack'):.2f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
     "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
+    "gap.short": lambda: f"{gap_us('before_ns'):.1f}",
+    "gap.long": lambda: f"{gap_us('after_ns'):.1f}",
+    "gap.added": lambda: f"{gap_us('after_ns') - gap_us('before_ns'):.1f}",
+    "live.hz": lambda: f"{stored('live_overhead')['hz']:.1f}",
+    "live.thread": lambda: f"{100 * stored('live_overhead')['thread_cpu_share']:.1f}",
+    "live.request": lambda: f"{stored('live_overhead')['note_us_per_request']:.1f}",
+    "demo.eight-workers": lambda: f"{per_s('8') / per_s('one'):.1f}",
+    "engine.shortest": lambda: f"{min(alone_ms()):.2f}",
+    "engine.longest": lambda: f"{max(alone_ms()):.1f}",
+    "demand.limit": lambda: f"{tuned('demand_limit'):.1f}",
+    "demand.most": lambda: f"{tuned('most_demand'):.1f}",
+    "ranges.gemm": lambda: f"{100 * (stored('range_cost')['gemm']['ranges_over_traced'] - 1):.0f}",
+    "ranges.attention": lambda: f"{100 * (stored('range_cost')['attention']['ranges_over_traced'] - 1):.0f}",
+    "fidelity.median": lambda: f"{100 * unknown_kernels()['median']:.1f}",
+    "fidelity.p90": lambda: f"{100 * unknown_kernels()['p90']:.1f}",
+    "public.right": lambda: str(stored("public_kernels")["total"]["right"]),
+    "public.kernels": lambda: str(stored("public_kernels")["total"]["kernels"]),
+    "public.variants": lambda: str(stored("public_kernels")["total"]["variants"]),
+    "language.share": lambda: f"{100 * stored('triton_language_tests')['passed_of_the_others']:.1f}",
+    "language.passed": lambda: f"{stored('triton_language_tests')['total']['passed']:,}",
 }
 
 

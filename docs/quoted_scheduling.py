@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-
-
-def stored(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+from paper_report import table
+from result_files import stored
 
 
 def engine() -> str:
@@ -62,9 +48,7 @@ def beside_long() -> str:
 def flood() -> str:
     found = stored("flood")
     most = found["streams"]["long_per_s"]
-    rows = [
-        [name, f"{each['short_p99_ms']:.1f}", f"{each['long_per_s'] / most:.2f}"] for name, each in found.items()
-    ]
+    rows = [[name, f"{each['short_p99_ms']:.1f}", f"{each['long_per_s'] / most:.2f}"] for name, each in found.items()]
     return table(["system", "p99 of squeezenet1_1, ms", "throughput of densenet121 ÷ streams"], rows)
 
 

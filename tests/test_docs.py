@@ -59,14 +59,28 @@ def test_figures_and_tables_are_those_of_their_result_files(page: Path) -> None:
     assert text == quoted.updated(text), "run python docs/quoted.py"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda page: page.name)
-def test_every_ratio_in_the_prose_has_its_result_file(page: Path) -> None:
-    """Outside of tables and code a number with decimals is a figure; settings and aims are named here."""
-    known = {"1.5", "2.0", "2.6", "0.85", "2.5", "3.11"}  # σ, the limit on demand, an aim, a version
-    made = r"^```.*?^```$|<!-- table.*?<!-- end -->|<!-- caption.*?<!-- end -->"
+VERSIONS = {"3.11", "Apache-2.0", "Triton 3.6", "TLS 1.2"}
+SETTINGS = {  # numbers of the prose that no run has measured: settings, aims, examples and runs that were not kept
+    "measure.md": {"0.3", "1.5"},  # an example, σ
+    "policies.md": {"1.0", "0.0", "1.46", "0.84"},  # what `admit` returns; how a pair in the table is read
+    "results.md": {"1.5", "2.0", "0.85"},  # σ, an aim
+    "results_notes.md": {"0.33", "1.6", "3.2", "2.1", "2.6", "2.5"},  # an aim, limits that were tried, a threshold
+}
+TESTED = {"pictures.md": {"0.35", "0.29", "0.26"}}  # below, by a test of its own
+BY_HAND = {"background.md", "memory.md"}  # typed from the files they name; not tied yet
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.name not in BY_HAND], ids=lambda page: page.name)
+def test_every_figure_in_the_prose_has_its_result_file(page: Path) -> None:
+    """Outside of tables and code a number with decimals is a figure."""
+    made = r"^```.*?^```$|<!-- table.*?<!-- end -->|<!-- caption.*?<!-- end -->|<!-- \w+: begin.*?: end -->"
     text = re.sub(made, "", page.read_text(), flags=re.M | re.S)
-    prose = "\n".join(line for line in quoted.MARK.sub("", text).splitlines() if not line.startswith("|"))
-    assert set(re.findall(r"(?<![\w./])\d+\.\d+(?![\w/])", re.sub(r"\]\([^)]*\)", "]", prose))) <= known
+    lines = (line for line in quoted.MARK.sub("", text).splitlines() if not line.lstrip().startswith("|"))
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`|<[^>]*>|\d+(\.\d+){3}", "", "\n".join(lines))
+    for version in VERSIONS:
+        prose = prose.replace(version, "")
+    found = set(re.findall(r"(?<![\w./])\d+\.\d+(?![\w/])", prose))
+    assert found <= SETTINGS.get(page.name, set()) | TESTED.get(page.name, set())
 
 
 def test_every_figure_is_quoted_somewhere() -> None:
@@ -175,8 +189,10 @@ def test_points_of_other_runs_are_named_and_compared_with_nothing(tmp_path: Path
         if not known:  # as they were written before each point named its commit
             del stored["results"]["commits"]
         path.write_text(json.dumps(stored))
-        paper_report.report(path, tmp_path)
-        text = (tmp_path / "results.md").read_text()
+        if known:  # with its picture
+            paper_report.report(path, tmp_path)
+        page = (ROOT / "docs" / "results.md").read_text()
+        text = (tmp_path / "results.md").read_text() if known else paper_report.filled(page, paper_report.tables(path))
         row = next(line for line in text.splitlines() if line.startswith("| slack |"))
         assert bool(re.search(r"at 0123456 light[;.]", text)) == known
         assert ("at unknown " in text) == known

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pages import pages
 from places import ROOT
+from rich.text import Text
 
 import paellapy as pp
+from paellapy.cli import app
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -50,6 +53,18 @@ def test_every_public_name_has_a_page_with_its_signature(api: Path) -> None:
 def test_every_public_name_and_method_says_what_it_is_for(api: Path) -> None:
     for name in pp.__all__:
         assert inspect.getdoc(getattr(pp, name)), name
+
+
+def test_members_that_are_left_out_exist() -> None:
+    for owner, names in reference_api.INNER.items():
+        for name in names:
+            assert hasattr(getattr(pp, owner), name), f"{owner}.{name}"
+
+
+def test_a_method_that_is_lent_from_above_has_no_parameter_for_its_object(api: Path) -> None:
+    head = re.search(r"\{py:method\} plot_gantt\((.*)\)", (api / "Trace.md").read_text())
+    assert head
+    assert head[1].startswith("**options")
 
 
 def test_every_group_of_names_is_there() -> None:
@@ -97,6 +112,20 @@ def test_every_address_of_the_server_is_on_the_page() -> None:
     page = reference_tables.addresses()
     for path in reference_tables.openapi.document()["paths"]:
         assert "/versions/" in path or f" {path}`" in page
+
+
+def helps(group: Any) -> list[str]:
+    """Every text of help of a command, its arguments and options, and of the commands below it."""
+    found = [group.help or "", *(getattr(each, "help", None) or "" for each in group.params)]
+    return found + [text for each in getattr(group, "commands", {}).values() for text in helps(each)]
+
+
+def test_no_text_of_help_is_taken_for_markup() -> None:
+    """An unescaped [cluster] would vanish."""
+    texts = helps(typer.main.get_command(app))
+    assert len(texts) > 50
+    for text in texts:
+        assert Text.from_markup(text).plain == re.sub(r"\[/?dim\]", "", text).replace("\\[", "[")
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -1,0 +1,51 @@
+"""Tables of the page on policies, from benchmarks/results."""
+
+from __future__ import annotations
+
+import paper_report
+from result_files import RESULTS, stored
+
+WAYS = {"engine": "an engine", "http": "HTTP", "simulate": "`simulate`"}
+
+
+def shares() -> str:
+    """What tenants of shares 1, 3 and 6 get, by way and device."""
+    rows = []
+    for device, title in (("virtual", "virtual GPU"), ("cuda", "H200")):
+        if (RESULTS / f"tenant_shares_{device}.json").exists():
+            found = stored(f"tenant_shares_{device}")
+            for way, name in WAYS.items():
+                had, off = found[way]["shares"].values(), 100 * found[way]["furthest_off"]
+                rows.append([name, title, " : ".join(f"{x:.3f}" for x in had), f"{off:.1f} %"])
+    return paper_report.table(["asked over", "on", "part of the GPU's time", "furthest off"], rows)
+
+
+def sharing() -> str:
+    switch, latency = stored("policy_switch"), stored("preempt_latency")
+    points = stored("systems_gpu")["points"].values()
+    accounted = [each["accounted"] for each in points if "accounted" in each]
+    free = [each["free p99"] for each in latency.values()]
+    flags = [each["preempt"]["ratio"] for each in stored("preempt_cost").values()]
+    rows = [
+        ["seconds to change the policy of a busy virtual engine: median, longest", "< 1",
+         f"{switch['median_s']:.2f}, {switch['longest_s']:.2f}", "`policy_switch.json`"],
+        ["GPU time of all models ÷ busy time, H200: least, most", "0.97 to 1.03",
+         f"{min(accounted):.3f}, {max(accounted):.3f}", "`systems_gpu.json`"],
+        ["µs from `preempt()` until the GPU is free, p99 over kernels of blocks of 2 to 50 µs: least, most", "< 100",
+         f"{min(free):.0f}, {max(free):.0f}", "`preempt_latency.json`"],
+        ["kernel that can be preempted ÷ plain kernel: least, most", "≤ 1.02", f"{min(flags):.3f}, {max(flags):.3f}",
+         "`preempt_cost.json`"],
+    ]  # fmt: skip
+    return paper_report.table(["what", "aim", "reached", "file"], rows)
+
+
+def flags() -> str:
+    rows = [
+        [name, f"{row['plain_us']:.1f}", f"{row['preempt']['ratio']:.3f}", f"{row['one flag']['ratio']:.3f}"]
+        for name, row in stored("preempt_cost").items()
+    ]
+    return paper_report.table(["kernel", "plain, µs", "preemptible ÷ plain", "all blocks read one flag"], rows)
+
+
+def tables() -> dict[str, str]:
+    return {"tenant-shares": shares(), "sharing": sharing(), "flags": flags()}

@@ -1,0 +1,79 @@
+"""Tables of the page on faults, from benchmarks/results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paper_report
+from result_files import stored
+
+OUTCOMES = ("right", "refused", "dropped", "wrong", "lost", "500")
+
+
+def campaigns() -> dict[str, Any]:
+    return {"virtual H200": stored("trust_campaign"), "H200": stored("trust_campaign_h200")}
+
+
+def load() -> str:
+    """What became of the checked requests."""
+    rows = []
+    for name, found in campaigns().items():
+        outcomes = found["load"]["outcomes"]
+        rows.append([name, f"{found['load']['requests']:,}", *(f"{outcomes.get(each, 0):,}" for each in OUTCOMES)])
+    head = ["GPU", "checked requests", "right", "refused, or past a deadline", "connection ended", "wrong",
+            "without an answer", "answered with 500"]  # fmt: skip
+    return paper_report.table(head, rows)
+
+
+def recovery() -> str:
+    """Every fault, and how long it was felt."""
+    found = {name: {each["fault"]: each for each in every["faults"]} for name, every in campaigns().items()}
+    rows = []
+    for fault, each in found["virtual H200"].items():
+        other = found["H200"].get(fault)
+        rows.append([each["what"].split(":")[0].rstrip("."), _seconds(each), "–" if other is None else _seconds(other)])
+    return paper_report.table(["fault", "virtual H200, s", "H200, s"], rows)
+
+
+def _seconds(fault: dict[str, Any]) -> str:
+    return "not within 30" if fault["recovery_s"] is None else f"{fault['recovery_s']:.1f}"
+
+
+def calibration() -> str:
+    rows = []
+    for factor, each in stored("trust_calibration")["loads"].items():
+        right = each["rightly_refused"]
+        rows.append(
+            [
+                factor, f"{each['refused']:.3f}", "–" if right is None else f"{right:.2f}",
+                f"{each['in_time_with_admission']:.3f}", f"{each['in_time_without']:.3f}",
+                f"{each['late_though_let_in']:.3f}",
+            ]
+        )  # fmt: skip
+    head = ["load ÷ capacity", "refused", "of these, late when let in", "in time with admission", "in time without",
+            "late though let in"]  # fmt: skip
+    return paper_report.table(head, rows)
+
+
+def others() -> str:
+    malformed, many, soak = stored("trust_malformed"), stored("trust_connections"), stored("trust_soak")
+    drift = soak["drift"]
+    answered = sum(soak["outcomes"].values())
+    rows = [
+        ["malformed requests; answered with 500", f"{malformed['requests']:,}; {malformed['of_500']}"],
+        ["of them answered differently on the two ways", f"{malformed['differ']}"],
+        ["open connections; bytes each", f"{many['connections']:,}; {many['bytes_per_connection']:,}"],
+        ["soak: seconds; requests", f"{soak['samples'][-1]['s']:.0f}; {answered:,}"],
+        ["soak: drift of memory, descriptors, p50",
+         ", ".join(f"{100 * drift[key]:+.1f} %" for key in ("memory_bytes", "descriptors", "p50_ms"))],
+    ]  # fmt: skip
+    return paper_report.table(["", ""], rows)
+
+
+def tables() -> dict[str, str]:
+    return {
+        "trust-load": load(),
+        "trust-recovery": recovery(),
+        "trust-calibration": calibration(),
+        "trust-others": others(),
+    }
