@@ -35,7 +35,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist loadgroup
 
 # The site, into docs/_build/html. Warnings are errors, links between pages and to files of the repository included.
 docs: $(STAMP)

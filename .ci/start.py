@@ -2,8 +2,8 @@
 
     python3 .ci/start.py [--limit 300] [--json FILE]
 
-A block ```sh is run to its end; a block ```sh server runs until all other blocks of its section are done. A block that
-fails, or is not done within the limit, ends this with exit code 1.
+A block ```sh is run to its end; a block ```sh server runs until all other blocks of its section are done. The exit code
+is 1 if a block fails, a section is not done within the limit, or the page has no such blocks any more. Needs PyPI.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
-READY = "http://127.0.0.1:8000/v2/health/ready"
+PORT = 8000
+READY = f"http://127.0.0.1:{PORT}/v2/health/ready"
+SECTIONS, SERVERS = 4, 1  # at least; fewer: the page was changed and this script reads it wrongly
 
 
 def sections(page: str) -> dict[str, list[tuple[bool, str]]]:
@@ -34,6 +37,19 @@ def sections(page: str) -> dict[str, list[tuple[bool, str]]]:
         if blocks:
             found[title] = [(bool(server), lines) for server, lines in blocks]
     return found
+
+
+def check_page(found: dict[str, list[tuple[bool, str]]]) -> None:
+    servers = sum(server for blocks in found.values() for server, _ in blocks)
+    if len(found) < SECTIONS or servers < SERVERS:
+        raise RuntimeError(f"docs/start.md: only {len(found)} sections with commands and {servers} servers were found")
+
+
+def check_port() -> None:
+    """Another server there would answer in place of ours."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
+            raise RuntimeError(f"port {PORT} is in use: stop the server there first")
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], limit_s: float) -> None:
@@ -56,13 +72,15 @@ def run_section(blocks: list[tuple[bool, str]], folder: Path, environment: dict[
         for server, lines in blocks:
             command = ["bash", "-euxo", "pipefail", "-c", lines]
             if server:
+                check_port()
                 servers.append(subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True))
                 wait_until_ready(servers[-1], limit_s)
             else:
                 subprocess.run(command, cwd=folder, env=environment, check=True, timeout=limit_s)
     finally:
         for process in servers:
-            os.killpg(process.pid, signal.SIGTERM)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
 
 
@@ -78,7 +96,13 @@ def main() -> int:
         environment = {**os.environ, **{name: str(caches / name) for name in names}, "PIP_NO_CACHE_DIR": "1"}
         environment.pop("PYTHONPATH", None)
         taken: dict[str, float] = {}
-        for title, blocks in sections((clone / "docs" / "start.md").read_text()).items():
+        found = sections((clone / "docs" / "start.md").read_text())
+        try:
+            check_page(found)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        for title, blocks in found.items():
             began = time.monotonic()
             try:
                 run_section(blocks, clone, environment, given.limit)
