@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -67,11 +70,34 @@ def test_a_source_distribution_holds_one_package(source: Path, tmp_path: Path) -
     assert {f"paellapy/{folder}/__init__.py" for folder in OURS} < names
 
 
+def without_path() -> dict[str, str]:
+    """This environment without PYTHONPATH: pip would take a repository there for an installed package."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel, as pip installs it. Dependencies are this one's; `make dist` fetches them."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
+    install = [*pip, "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run(install, env=without_path(), capture_output=True, check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def test_an_installed_wheel_has_its_command(fresh: Path) -> None:
+    command = [str(fresh / "bin" / "paellapy"), "version"]
+    done = subprocess.run(command, env=without_path(), cwd=fresh, capture_output=True, text=True, check=True)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version in done.stdout
+
+
 @pytest.mark.parametrize("installed", ["wheel", "editable"])
-def test_a_script_may_lie_beside_files_with_names_of_our_folders(installed: str, wheel: Path, tmp_path: Path) -> None:
+def test_a_script_may_lie_beside_files_with_names_of_our_folders(installed: str, fresh: Path, tmp_path: Path) -> None:
     """And beside packages of those names, as PyPI has them."""
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
     beside = tmp_path / "script"
     beside.mkdir()
     for name in OURS:
@@ -84,9 +110,13 @@ def test_a_script_may_lie_beside_files_with_names_of_our_folders(installed: str,
         "assert instrument.MINE and scheduler.MINE and serving.MINE\n"
         "print(pp.__file__)\n"
     )
-    root = site if installed == "wheel" else ROOT
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, str(beside / "queue_of_jobs.py")]
+    environment = without_path()
+    if installed == "wheel":
+        (root,) = fresh.glob("lib/python*/site-packages")
+        command = [str(fresh / "bin" / "python"), str(beside / "queue_of_jobs.py")]
+    else:
+        root, command = ROOT, [sys.executable, str(beside / "queue_of_jobs.py")]
+        environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(command, env=environment, cwd=beside, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == root / "paellapy" / "__init__.py"
