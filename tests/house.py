@@ -46,12 +46,17 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Which of our modules each module imports: in functions and for type checks too."""
     found: dict[str, set[str]] = {}
     for name, path in modules().items():
         found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 found[name] |= {each.name for each in node.names if each.name in modules()}
             elif isinstance(node, ast.ImportFrom):
@@ -110,10 +115,11 @@ def circles(graph: Graph) -> list[frozenset[str]]:
     return found
 
 
-def functions() -> Iterator[Function]:
+@cache
+def functions() -> list[Function]:
     """Every function and method of the four packages."""
-    for path in modules().values():
-        yield from _functions(ast.parse(path.read_text()), f"{path.relative_to(ROOT)}:")
+    prefixes = {path: f"{path.relative_to(ROOT)}:" for path in modules().values()}
+    return [each for path, prefix in prefixes.items() for each in _functions(tree(path), prefix)]
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[Function]:

@@ -22,7 +22,7 @@ MANY_PARAMETERS = {
     "paellapy/cli_bench.py:bench": "a command: its parameters are the options of the command line",
     "paellapy/cli_tune.py:tune": "a command: its parameters are the options of the command line",
     "paellapy/cli_simulate.py:simulate": "a command: its parameters are the options of the command line",
-    "scheduler/engine/engine.py:Engine.background": "public: the keywords of a job are its options",
+    "scheduler/engine/hosting.py:Hosting.background": "public: the keywords of a job are its options",
     "scheduler/engine/engine.py:Engine.__init__": "public: the keywords of an engine are its options",
     "scheduler/models/model.py:Model.__init__": "public: the keywords of a model are its options",
 }
