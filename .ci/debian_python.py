@@ -55,7 +55,7 @@ def _fetch(version: str, folder: Path) -> list[Path]:
     for name in ("state/lists/partial", "cache/archives/partial", "root"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "state" / "status").touch()
-    source = f"deb [signed-by={KEYS}] http://deb.debian.org/debian {SUITES[version]} main\n"
+    source = f"deb [signed-by={KEYS}] {_archive()} {SUITES[version]} main\n"
     (folder / "sources.list").write_text(source)
     options = {
         "Dir::Etc::sourcelist": folder / "sources.list", "Dir::Etc::sourceparts": "-", "Dir::State": folder / "state",
@@ -69,6 +69,16 @@ def _fetch(version: str, folder: Path) -> list[Path]:
         [*apt, "install", "-y", "--no-install-recommends", "--download-only", *wanted], capture_output=True, check=True
     )
     return sorted((folder / "cache" / "archives").glob("*.deb"))
+
+
+def _archive() -> str:
+    """The archive of Debian that this machine's own packages come from."""
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    try:
+        return next(uri for uri in found if uri.rstrip("/").endswith("/debian"))
+    except StopIteration:
+        raise NotToBeHad("apt knows no archive of Debian: see /etc/apt/sources.list") from None
 
 
 def _use_own_libraries(python: Path, folder: Path) -> None:
