@@ -1,6 +1,6 @@
-"""Two replicas of the demo models behind Ray Serve, routed by predicted finish: `python deploy/ray_serve/example.py`.
+"""Two replicas of a demo model behind Ray Serve, routed by predicted finish: `python deploy/ray_serve/example.py`.
 
-Needs `pip install 'paellapy[ray]'`; with a GPU, give each replica one: ray_actor_options={"num_gpus": 1}.
+Needs `pip install 'paellapy[ray]'`. On GPUs, give each replica one: ray_actor_options={"num_gpus": 1}.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ def models() -> list[pp.Model]:
 
 
 def main() -> None:
-    ray.init(include_dashboard=False)
+    ray.init(include_dashboard=False, ignore_reinit_error=True)
     app = engine_deployment(models, "auto", num_replicas=2, ray_actor_options={"num_cpus": 0})
     handle = serve.run(app, name="paellapy", route_prefix=None)
-    image = np.zeros(next(iter(demo.load("mlp").inputs.values())).shape, np.float32)
-    answers = [handle.infer.remote("mlp", {next(iter(demo.load("mlp").inputs)): image}) for _ in range(8)]
-    print([{name: array.shape for name, array in each.result().items()} for each in answers])
+    ((name, image),) = models()[0].inputs.items()
+    digits = np.random.default_rng(0).random((8, *image.shape), np.float32)
+    answers = [handle.infer.remote("mlp", {name: digit}) for digit in digits]
+    for answer in answers:
+        print({name: array.shape for name, array in answer.result().items()})
     serve.shutdown()
 
 

@@ -77,7 +77,7 @@ class PredictedFinishRouter(RequestRouter):  # type: ignore[misc]
     """Ranks replicas by when they would finish the request: what they reported last, and what was sent since."""
 
     def initialize_state(self, **_: Any) -> None:
-        self._sent: dict[Any, tuple[int, float]] = {}  # by replica: which report, and work sent since
+        self._sent: dict[Any, tuple[Any, float]] = {}  # by replica: its last report, and the work sent since, ms
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -88,10 +88,10 @@ class PredictedFinishRouter(RequestRouter):  # type: ignore[misc]
 
     def _estimate_ms(self, replica: RunningReplica, model: str) -> float:
         stats = replica.routing_stats
-        report, added_ms = self._sent.get(replica.replica_id, (0, 0.0))
-        if report != id(stats):
+        report, added_ms = self._sent.get(replica.replica_id, (None, 0.0))
+        if report is not stats:
             added_ms = 0.0
-            self._sent[replica.replica_id] = id(stats), 0.0
+            self._sent[replica.replica_id] = stats, 0.0
         return float(stats.get(f"predicted_ms:{model}", 0.0)) + added_ms
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:

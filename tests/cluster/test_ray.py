@@ -152,18 +152,20 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
         until(lambda: engines_of(3)[away]["node"] != there.node_id and ready(door) == all_three)
         assert lifecycle.status()["engines"][killed]["starts"] == (2 if kept else 1)
 
-        # At once: the controller and a router are killed, and an engine is stopped for ever.
+        # At once: the controller, a router and an engine's actor are killed, and an engine is stopped for ever.
         status = lifecycle.status()
-        stopped = status["engines"]["engine-2"]
+        stopped, orphan = status["engines"]["engine-2"], status["engines"]["engine-1"]
         os.kill(status["pid"], signal.SIGKILL)
         os.kill(status["routers"]["router-0"]["pid"], signal.SIGKILL)
         os.kill(stopped["pid"], signal.SIGSTOP)
-        others_answer("engine-2")
+        os.kill(orphan["actor_pid"], signal.SIGKILL)
+        others_answer("engine-1", "engine-2")
         until(lambda: engines_of(3)["engine-2"]["pid"] != stopped["pid"] and ready(door) == all_three)
         again = lifecycle.status()
         assert again["pid"] != status["pid"]
-        for name in ("engine-0", "engine-1"):  # the new controller has found them
-            assert again["engines"][name]["pid"] == status["engines"][name]["pid"]
+        assert again["engines"]["engine-1"]["actor_pid"] != orphan["actor_pid"]
+        # The new controller has found the engine that was well.
+        assert again["engines"]["engine-0"]["pid"] == status["engines"]["engine-0"]["pid"]
 
         controller = ray.get_actor("paellapy-controller", namespace="paellapy")
         ray.get(controller.move.remote({"engine-2": []}))

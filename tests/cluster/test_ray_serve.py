@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import types
 
 import numpy as np
 import pytest
+from places import ROOT
 
 pytest.importorskip("ray.serve")
 # Ray's own
@@ -56,3 +58,8 @@ def test_serve_answers_from_engines(nodes):
         np.testing.assert_array_equal(next(iter(found.values())), 2 * x)
     finally:
         serve.shutdown()
+
+
+def test_the_example_runs(nodes, capsys):
+    runpy.run_path(str(ROOT / "deploy" / "ray_serve" / "example.py"))["main"]()
+    assert capsys.readouterr().out.count("(10,)") == 8
