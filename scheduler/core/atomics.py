@@ -45,16 +45,6 @@ def store_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def add_at(typing: Any, address: Any, value: Any) -> _Generated:
-    """Add to a u64 (wrapping: adding 2⁶⁴ − 1 subtracts one); what it was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "acq_rel")
-
-    return types.uint64(types.uint64, types.uint64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def or_at(typing: Any, address: Any, value: Any) -> _Generated:
     """Set bits of a u64; what it was before."""
 
@@ -83,6 +73,20 @@ def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Genera
         return builder.extract_value(pair, 1)
 
     return types.boolean(types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(typing: Any) -> _Generated:
+    """All that was written before is visible to others before anything is read after.
+
+    Acquire and release do not promise that, and a compare-and-swap that fails writes nothing that could be ordered.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled
-from paellapy.scheduler.core.atomics import add_at, call_write, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import call_write, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_HEAD, COPY_TAIL, NONE
 from paellapy.scheduler.core.cpus import usable_cpus
-from paellapy.scheduler.core.loop import Bell, wakes
+from paellapy.scheduler.core.loop import ANYTHING, Bell, ask, wakes
 from paellapy.scheduler.core.rings import address, bit_at, bit_of
 from paellapy.scheduler.core.slots import copy_inputs
 from paellapy.scheduler.core.state import State
@@ -60,8 +60,7 @@ def copy_until(
             looks = 0
             continue
         if looks == _LOOKS:  # say that it will sleep, and look once more
-            store_at(address(s.copy_ring, COPY_BELL), _ONE)
-            add_at(address(s.copy_ring, COPY_BELL), _ZERO)  # a full barrier
+            ask(address(s.copy_ring, COPY_BELL), ANYTHING)
             continue
         call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read has its shape
         store_at(address(s.copy_ring, COPY_BELL), _ZERO)

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.atomics import add_at, exchange_at, store_at
+from paellapy.scheduler.core.atomics import exchange_at, fence, load_at, store_at
 from paellapy.scheduler.core.tables import Words
 
 # What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
@@ -19,16 +19,26 @@ AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
 def wakes(word: int, for_request: bool) -> bool:
     """Whether the caller has to write to the bell's descriptor.
 
-    A full barrier: what was posted before is visible to a loop that armed the bell after. Only the first of those who
-    ring has to write; the loop looks at everything when it wakes.
+    Work that was posted before is visible to a loop that armed the bell after. Only the first caller that rings has to
+    write; the loop looks at everything when it wakes.
     """
-    return bool(exchange_at(word, ANYTHING, AWAKE)) or (for_request and bool(exchange_at(word, REQUESTS, AWAKE)))
+    fence()
+    seen = load_at(word)
+    if seen == AWAKE or (seen == REQUESTS and not for_request):
+        return False
+    return bool(exchange_at(word, seen, AWAKE))
+
+
+@part
+def ask(word: int, value: int) -> None:
+    """Say that one is about to sleep. The caller looks for work once more after this."""
+    store_at(word, value)
+    fence()
 
 
 @part
 def arm(word: int, for_anything: bool) -> None:
-    store_at(word, ANYTHING if for_anything else REQUESTS)
-    add_at(word, 0)  # a full barrier
+    ask(word, ANYTHING if for_anything else REQUESTS)
 
 
 class Bell:

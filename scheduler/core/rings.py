@@ -28,6 +28,7 @@ from paellapy.scheduler.core.codes import (
     RESERVED_SHIFT,
     SUBMIT_TAIL,
 )
+from paellapy.scheduler.core.loop import ANYTHING, ask
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
 
@@ -234,7 +235,7 @@ def release(s: State, lane: int, slot: int) -> None:
 @compiled
 def ask_to_be_woken(s: State, front: int) -> None:
     """The next completion is to write to the front end's eventfd. Look at the ring after this, and then sleep."""
-    exchange_at(address(s.wake, front), _ZERO, ONE)
+    ask(address(s.wake, front), ANYTHING)
 
 
 @compiled

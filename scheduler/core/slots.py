@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from paellapy.instrument.device.jit import part
-from paellapy.scheduler.core.atomics import call_write, copy_bytes, exchange_at, load_at, or_at, store_at
+from paellapy.scheduler.core.atomics import call_write, copy_bytes, load_at, or_at, store_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import COPY_BELL, COPY_TAIL, NEVER, SLOTTED
 from paellapy.scheduler.core.heaps import queue_remove
+from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.rings import ONE, address, bit_at, bit_of, reserve
 from paellapy.scheduler.core.state import State
 
@@ -100,7 +101,7 @@ def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
     cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
     cell.at_ns = read_clock(s, s.clock) if s.call[0].clock != _ZERO else 0
     store_at(address(s.copy_ring, COPY_TAIL), tail + ONE)
-    if exchange_at(address(s.copy_ring, COPY_BELL), ONE, _ZERO):
+    if wakes(address(s.copy_ring, COPY_BELL), False):
         s.clock[2] = 1
         call_write(s.call[0].write, np.int32(s.core[0].copier_fd), s.clock[2:].ctypes.data, np.uint64(8))
 

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import address_of, compiled, part, reachable
-from paellapy.scheduler.core.atomics import call_step, call_write, exchange_at, load_at
+from paellapy.scheduler.core.atomics import call_step, call_write, load_at
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
 from paellapy.scheduler.core.crowd import watch_queue
 from paellapy.scheduler.core.dispatch import choose, measure, poll, tick
 from paellapy.scheduler.core.gates import watch_gates
 from paellapy.scheduler.core.lanes import look_at_held, take_out
+from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim
 from paellapy.scheduler.core.requests import undue
@@ -33,7 +34,6 @@ from paellapy.scheduler.core.tables import Words
 __all__ = ["attach_loop", "attach_step", "predict_finish", "reclaim", "run", "step"]
 
 _ZERO = np.uint64(0)
-_ONE = np.uint64(1)
 
 
 @part
@@ -114,7 +114,7 @@ def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
         tail = np.int64(s.ring[front, DONE_TAIL, 0])
         if tail != s.wake_fd[front, 1]:
             s.wake_fd[front, 1] = tail
-            if exchange_at(address(s.wake, front), _ONE, _ZERO) and s.wake_fd[front, 0] >= 0:
+            if wakes(address(s.wake, front), False) and s.wake_fd[front, 0] >= 0:
                 scratch[2] = 1
                 call_write(s.call[0].write, np.int32(s.wake_fd[front, 0]), scratch[2:].ctypes.data, np.uint64(8))
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import compiled, part
 from paellapy.scheduler.core import codes
-from paellapy.scheduler.core.atomics import add_at, call_write, exchange_at, load_at, store_at
-from paellapy.scheduler.core.loop import wakes
+from paellapy.scheduler.core.atomics import call_write, exchange_at, load_at, store_at
+from paellapy.scheduler.core.loop import ANYTHING, ask, wakes
 from paellapy.scheduler.core.rings import Message, address, claim_slot, clear_hold, publish, set_ready, take_into
 from paellapy.scheduler.core.state import State, state_at
 from paellapy.scheduler.core.tables import COMPLETION, Table, Words
@@ -32,7 +32,7 @@ LINE = np.dtype(
 )
 COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
-_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_ZERO = np.uint64(0)
 
 # A completion as a list of numbers: the columns that are looked at.
 (E_REQUEST, E_MODEL, E_LANE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
@@ -102,9 +102,7 @@ def take(line: Table, into: NDArray[np.int64]) -> int:
     """Completions, at most len(into); how many. One consumer at a time. When none is left the next one will wake us."""
     s = state_at(line[0].state)
     front = line[0].front
-    asked = address(s.wake, front)
-    store_at(asked, _ONE)
-    add_at(asked, _ZERO)  # a full barrier: asked, then looked
+    ask(address(s.wake, front), ANYTHING)
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))
 
 
