@@ -113,6 +113,18 @@ def costs() -> str:
     return paper_report.table(head, rows)
 
 
+def first_use() -> str:
+    """CPU-seconds of what a new user does first."""
+    seconds: dict[str, dict[str, float]] = {}
+    for each in stored("cold_start")["medians"]:
+        seconds.setdefault(each["task"], {})[each["caches"]] = each["this_cpu_s"]
+    rows = [
+        [task, *(f"{by[caches]:.2f}" if caches in by else "–" for caches in ("empty", "filled"))]
+        for task, by in seconds.items()
+    ]
+    return paper_report.table(["task", "empty caches, s", "filled caches, s"], rows)
+
+
 def gap_us(when: str) -> float:
     """Between two kernels of a graph, before and after kernels on a second stream."""
     return float(stored("kernel_gaps")["cases"]["and 7 on another"][when]) / 1e3
@@ -134,7 +146,7 @@ def tuned(name: str) -> float:
 
 @functools.cache
 def tables() -> dict[str, str]:
-    ours = {"aims": aims(), "costs": costs()}
+    ours = {"aims": aims(), "costs": costs(), "cold-start": first_use()}
     others = quoted_scheduling.tables() | quoted_cluster.tables() | quoted_sharing.tables()
     others |= quoted_trust.tables() | quoted_beside.tables() | quoted_kernels.tables()
     return ours | paper_report.tables(RESULTS / "paper.json") | others
@@ -146,20 +158,12 @@ def unknown_kernels() -> dict[str, float]:
     return found
 
 
-def gated(what: str) -> float:
-    """A script of another process behind the gate, against requests and script alone."""
-    found = stored("guest_gated")
-    if what == "p99":
-        return float(found["gated"]["all_p99_ms"] / found["alone"]["all_p99_ms"])
-    return float(np.median(found["gated"]["steps_per_s"]) / found["gated"]["steps_per_s_alone"])
-
-
 FIGURES: dict[str, Callable[[], str]] = {
-    "guest.p99": lambda: f"{gated('p99'):.2f}",
-    "guest.speed": lambda: f"{gated('speed'):.2f}",
+    "training.seeds": lambda: str(quoted_beside.requests()[0]),
+    "training.requests": lambda: str(quoted_beside.requests()[1]),
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
-    "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "load.slack": lambda: f"{load('slack'):.2f}",
+    "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
     "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
     "gap.short": lambda: f"{gap_us('before_ns'):.1f}",

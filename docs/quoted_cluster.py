@@ -9,11 +9,12 @@ from result_files import stored
 
 
 def kills() -> str:
-    rows = [
+    rows = [["aim", "", "0", "0", "", "", "", "≤ 15", ""]]
+    rows += [
         [
             name, f"{row['answers']:,}", f"{row['wrong']}", f"{len(row['errors'])}",
             f"{row['marked_and_not_sent_again']}", f"{row['longest_pause_s']:.2f}",
-            f"{row['slowest_a_second_later_s']:.2f}", f"{row['full_again_s']:.1f}", f"{row['load_average']:.0f}",
+            f"{row['slowest_a_second_later_s']:.2f}", f"{row['full_again_s']:.1f}", f"{row['load_average']:.1f}",
         ]
         for name, row in stored("cluster_kills")["events"].items()
     ]  # fmt: skip

@@ -67,10 +67,9 @@ SETTINGS = {  # numbers of the prose that no run has measured: settings, aims, e
     "results_notes.md": {"0.33", "1.6", "3.2", "2.1", "2.6", "2.5"},  # an aim, limits that were tried, a threshold
 }
 TESTED = {"pictures.md": {"0.35", "0.29", "0.26"}}  # below, by a test of its own
-BY_HAND = {"background.md", "memory.md"}  # typed from the files they name; not tied yet
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page.name not in BY_HAND], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_every_figure_in_the_prose_has_its_result_file(page: Path) -> None:
     """Outside of tables and code a number with decimals is a figure."""
     made = r"^```.*?^```$|<!-- table.*?<!-- end -->|<!-- caption.*?<!-- end -->|<!-- \w+: begin.*?: end -->"
