@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("paellapy", "serving", "scheduler", "instrument")
+# Said in place of the first line, which is for users.
+HOLDS = {"paellapy": "What users import (`import paellapy as pp`), and the command line."}
 # From the top of the imports down; rooms that are not named here come after these, by name.
 ORDER = ("sim", "engine", "backends", "models", "policies", "core", "traces", "kernels", "device", "ttir", "ptx")
 
@@ -28,7 +30,8 @@ def room_list() -> str:
     lines = ["| room | holds |", "|---|---|"]
     for package in PACKAGES:
         for room in rooms(ROOT / package):
-            lines.append(f"| `{room.relative_to(ROOT)}/` | {first_line(room / '__init__.py')} |")
+            name = str(room.relative_to(ROOT))
+            lines.append(f"| `{name}/` | {HOLDS.get(name) or first_line(room / '__init__.py')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -40,11 +43,12 @@ def _modules(room: Path) -> Iterator[str]:
 
 
 def module_list() -> str:
-    """One line per module, room after room."""
-    lines = []
+    """One line per module, room after room; a room of folders or of data alone has none."""
+    lines: list[str] = []
     for package in PACKAGES:
         for room in rooms(ROOT / package):
-            lines += [f"\n### {room.relative_to(ROOT)}/\n", *_modules(room)]
+            if modules := list(_modules(room)):
+                lines += [f"\n### {room.relative_to(ROOT)}/\n", *modules]
     return "\n".join(lines) + "\n\n"
 
 

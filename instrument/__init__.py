@@ -1,4 +1,4 @@
-"""The compiler passes, records and devices beneath paellapy."""
+"""Kernels that report, the traces they leave, and the devices that run them."""
 
 # Under a second name every module would exist twice, with other classes and other state.
 if __name__ != "paellapy.instrument":

@@ -1,4 +1,4 @@
-"""Every error a user can cause: one class per cause, each message says what is wrong and what to do about it."""
+"""`PaellaError`, the base of all errors of ours, and those of kernels, traces and devices: one class per cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command is to write: looked at before the work is done, not after."""
+"""The file that a command is to write: checked before the work begins, not after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line on stderr while code is compiled that no cache has: only where that takes its time, and once.
+"""A line on stderr while code that no cache has is compiled: once, and only if it takes long.
 
 On a terminal the line goes away again. PAELLAPY_QUIET=1 turns it off.
 """

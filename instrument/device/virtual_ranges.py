@@ -1,4 +1,4 @@
-"""Ranges on the virtual GPU: an event lies as far through its block as the block's cost until then is of its whole."""
+"""Ranges on the virtual GPU: when an event comes follows from the part of the block's cost before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster file: what `paellapy serve` takes, and `[cluster]` with what is about several engines.
+"""The cluster file: the settings of `paellapy serve`, and a table `[cluster]` about engines and routers.
 
 device = "cuda"                # "virtual:h200" with resource = "virtual_gpu"
 [cluster]

@@ -1,4 +1,4 @@
-"""Processes beside ours: started with everything they need in their environment, ended with us, started again."""
+"""Child processes: started with all they need in their environment, and ended with the process that started them."""
 
 from __future__ import annotations
 

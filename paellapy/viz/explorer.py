@@ -1,4 +1,4 @@
-"""`t.explore()`: the figure of `t.plot()` in Jupyter, binned anew for every window one zooms into."""
+"""`t.explore()`: the figure of `t.plot()` in Jupyter, binned anew for every stretch of time that one zooms into."""
 
 from __future__ import annotations
 
