@@ -162,7 +162,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.seeds": lambda: str(quoted_beside.requests()[0]),
     "training.requests": lambda: str(quoted_beside.requests()[1]),
     "load.hrrn-windows": lambda: f"{load('hrrn, batches, windows'):.1f}",
-    "load.slack": lambda: f"{load('slack'):.2f}",
     "load.batcher": lambda: f"{load('dynamic batcher'):.1f}",
     "gate.added": lambda: f"{stored('gate_cost')['added_ns'][0]:.0f}",
     "launch": lambda: f"{stored('launch_overhead')['pp.kernel, count']['ratio']:.2f}",
