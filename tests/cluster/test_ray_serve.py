@@ -44,22 +44,21 @@ def test_the_router_ranks_by_predicted_finish_and_counts_what_it_sends():
     assert first() == "fast"
 
 
-def test_serve_answers_from_engines(nodes):
-    from ray import serve
+def test_a_replica_answers_from_its_engine_and_reports_what_a_request_would_take():
+    from paellapy.cluster.ray_serve import EngineReplica
 
-    from paellapy.cluster.ray_serve import engine_deployment
+    replica = EngineReplica("served_models:plain", "virtual:h200")
+    x = np.arange(64, dtype=np.float32)
 
-    try:
-        options = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
-        app = engine_deployment("served_models:plain", "virtual:h200", **options)
-        handle = serve.run(app, name="paellapy", route_prefix=None)
-        x = np.arange(64, dtype=np.float32)
-        found = handle.infer.remote("scale", {"x": x}).result(timeout_s=120)
-        np.testing.assert_array_equal(next(iter(found.values())), 2 * x)
-    finally:
-        serve.shutdown()
+    async def asked():
+        return await replica.infer("scale", {"x": x}), await replica.record_routing_stats()
+
+    found, stats = asyncio.run(asked())
+    np.testing.assert_array_equal(next(iter(found.values())), 2 * x)
+    assert stats["predicted_ms:scale"] == pytest.approx(stats["step_ms:scale"], abs=1e-3)  # nobody waits before it
+    assert stats["step_ms:scale"] > 0
 
 
-def test_the_example_runs(nodes, capsys):
+def test_serve_answers_from_two_replicas_as_the_example_shows(nodes, capsys):
     runpy.run_path(str(ROOT / "deploy" / "ray_serve" / "example.py"))["main"]()
     assert capsys.readouterr().out.count("(10,)") == 8
