@@ -171,10 +171,6 @@ def _check_queues(s: State) -> None:
     _require(np.isclose(shares, s.core["shares"][0]), "fair shares do not add up", shares, s.core["shares"][0])
 
 
-def _bits(masks: Table) -> int:
-    return sum(int(each).bit_count() for each in masks)
-
-
 def _check_streams(s: State) -> None:
     held = s.lane["stream_at"][s.flight[: s.core["flight"][0]]]
     _require((held >= 0).all(), "a lane is in flight without a stream")
@@ -188,28 +184,43 @@ def _check_streams(s: State) -> None:
     _require((found == s.window_load).all(), "how full the windows are is miscounted")
 
 
+def _check_free_lanes(s: State, ids: Any) -> None:
+    lanes = s.lane[ids]
+    _require((s.slot[ids] < 0).all() and (lanes["live"] == 0).all(), "a free lane holds a request")
+    _require((s.lane_word[ids, 0] & np.uint64(CLOSED) != 0).all(), "a free lane is open")
+    _require((s.model["filling"][lanes["model"]] != ids).all(), "a free lane fills")
+    _require((lanes["done"] <= lanes["issued"]).all(), "segments of a free lane are out of order")
+    for place in ("ready_at", "active_at", "flight_at"):
+        _require((lanes[place] == NONE).all(), "a free lane is listed", place)
+
+
 def _check_lanes(s: State) -> None:
-    for lane in np.flatnonzero(s.lane["model"] >= 0):
-        a = s.lane[lane]
+    free = np.flatnonzero((s.lane["model"] >= 0) & (s.lane["state"] == FREE))
+    _check_free_lanes(s, free)
+    ids = np.flatnonzero((s.lane["model"] >= 0) & (s.lane["state"] != FREE))
+    slots = s.slot[ids]
+    words, filling, managed = s.lane_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
+    ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.lane_ready, s.lane_known))
+    # Plain numbers: a field of a record costs a hundred times as much to read, and tests look after every step.
+    for lane, row, slot in zip(ids.tolist(), s.lane[ids].tolist(), slots, strict=True):
+        a = dict(zip(s.lane.dtype.names or (), row, strict=True))
         m = a["model"]
-        rows = s.slot[lane][s.slot[lane] >= 0]
-        word = int(s.lane_word[lane, 0])
-        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, _bits(s.lane_ready[lane])
-        known = _bits(s.lane_known[lane])
+        rows = slot[slot >= 0]
+        word = words[lane]
+        reserved, ready = (word >> RESERVED_SHIFT) & RESERVED_MASK, ready_of[lane]
         _require(len(rows) == a["live"], "a lane miscounts its requests", lane)
-        _require((ready <= reserved and a["taken"] <= reserved) or a["state"] in (FREE, HELD), "a lane overflows", lane)
-        _require(known == a["taken"] or a["state"] == FREE, "a lane knows other slots than it counts", lane)
-        _require((s.request["lane"][rows] == lane).all() and (s.request["model"][rows] == m).all(), "a slot lies", lane)
+        _require((ready <= reserved and a["taken"] <= reserved) or a["state"] == HELD, "a lane overflows", lane)
+        _require(known_of[lane] == a["taken"], "a lane knows other slots than it counts", lane)
         _require(bool(word & CLOSED) or a["state"] == FILLING, "a lane is open and not filling", lane)
-        _require((s.model["filling"][m] == lane) == (a["state"] == FILLING), "two lanes of a model fill", lane)
+        _require((filling[m] == lane) == (a["state"] == FILLING), "two lanes of a model fill", lane)
         _require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", lane)
         if len(rows):
             facts = s.request[rows]
+            _require((facts["lane"] == lane).all() and (facts["model"] == m).all(), "a slot lies", lane)
             _require(a["arrival_ns"] == facts["arrival_ns"].min(), "a lane forgot its oldest request", lane)
             _require(a["deadline_ns"] == facts["deadline_ns"].min(), "a lane forgot a deadline", lane)
             _require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
-        weights = s.weights[m]
-        absent = s.residency["managed"][0] and (weights["stage"] != HERE or weights["stop"])  # all of them, or some
+        absent = managed and (s.weights["stage"][m] != HERE or s.weights["stop"][m])  # all of them, or some
         berth = a["berth"]
         taken = berth >= 0 and s.berth[berth] != lane + 1 and (s.berth[berth] or s.berth_kept[berth])
         if a["state"] == RUNNING and a["berth"] >= 0:
@@ -225,7 +236,7 @@ def _check_lanes(s: State) -> None:
             standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short one
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or (absent and a["active_at"] >= 0))
             _require(not forgotten, "a lane is forgotten", lane)
-        if a["state"] in (FREE, HELD, READY_WAIT):
+        if a["state"] in (HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
             _require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)
         if a["state"] == FILLING:
