@@ -23,6 +23,7 @@ Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of 
 
 BINS = 600  # about one for every two pixels of a screen
 EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
+OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, stronger colour: more blocks"  # a Gantt chart's two axis titles
 ROWS = 264  # lanes of a binned Gantt chart: two for each SM of an H200. More than there are pixels would be a moiré
 CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
 

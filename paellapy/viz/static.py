@@ -174,6 +174,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
     bottom, top = ax.get_ylim()  # SMs that are shown
     if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
         _bars(picture, ax, colour, chart, style.ground)
+        ax.set_ylabel(data.OF_BLOCKS)
     else:  # blocks are thinner than pixels: drawn one by one they would be a moiré
         cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
         paint = np.zeros((*cells.group.shape, 4))
@@ -182,7 +183,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
         paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
         # Where lanes are narrower than pixels they blend, instead of some of them vanishing.
         ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
-    ax.set_ylabel("SM, one lane per block")
+        ax.set_ylabel(data.OF_SHARES)
     _sm_ticks(ax)
     ax.set_ylim(bottom, top)
 

@@ -73,10 +73,12 @@ def gantt_view(picture: Picture, place: Place) -> None:
     # Bars of less than half a pixel would hide each other at random: a full GPU is drawn as shares of its lanes.
     thin = picture.trace.device.n_sm * chart.depth > 2 * TALL_PIXELS
     if len(chart.blocks) <= data.EXACT_BLOCKS and not thin:
+        title = data.OF_BLOCKS
         _bars(picture, place, chart)
     else:
+        title = data.OF_SHARES
         _binned_gantt(picture, place, data.cells(picture, chart))
-    place.axes("SM, one lane per block", range=[picture.trace.device.n_sm - 0.5, -0.5])
+    place.axes(title, range=[picture.trace.device.n_sm - 0.5, -0.5])
 
 
 def _bars(picture: Picture, place: Place, chart: data.Gantt) -> None:
