@@ -229,7 +229,8 @@ def activate(s: State, lane: int) -> bool:
         complete = close_lane(s, lane)
         take_berth(s, lane, lane)
         ask(s, a.model)
-        s.weights[a.model].served += 1
+        if s.residency[0].managed > 0:
+            s.weights[a.model].served += 1
         if not complete:
             return False
         set_running(s, lane)

@@ -141,4 +141,4 @@ GPU = _columns(Gpu)  # row 0 of State.gpu; policies see it as `gpu`
 PARAM = np.dtype([("key", "u8"), ("value", "f8")], align=True)
 
 # core.facts: what is worked out only for policies that read it; shares of compute and memory, when a model is loaded
-READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES, READS_WEIGHTS = 1, 2, 4, 8, 16
+READS_SEGMENT, READS_TOP, READS_PARAMS, READS_SHARES, READS_WEIGHTS, READS_DEFICIT = 1, 2, 4, 8, 16, 32

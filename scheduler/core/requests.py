@@ -10,7 +10,7 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import call_asking, store_at
 from paellapy.scheduler.core.codes import DONE_TAIL, NEVER, NONE, OK, UNUSED
 from paellapy.scheduler.core.heaps import heap_remove
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_WEIGHTS
+from paellapy.scheduler.core.job import READS_DEFICIT, READS_PARAMS, READS_SEGMENT, READS_WEIGHTS
 from paellapy.scheduler.core.rings import address
 from paellapy.scheduler.core.shares import flow_of, leave
 from paellapy.scheduler.core.state import State
@@ -99,11 +99,11 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     model = s.model[m]
     job.now_ns = now
     job.target_ns = model.target_ns
-    flow = s.flow[flow_of(s, client), m]
-    # A flow without requests would begin at the common clock.
-    waits = flow.live > 0
     job.share = model.share * s.client[client].share
-    job.deficit_ns = (core.virtual_ns - flow.virtual_ns) * job.share if waits else 0.0
+    if core.facts & READS_DEFICIT:
+        flow = s.flow[flow_of(s, client), m]
+        # A flow without requests would begin at the common clock.
+        job.deficit_ns = (core.virtual_ns - flow.virtual_ns) * job.share if flow.live > 0 else 0.0
     job.client = client
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
     job.occupancy = s.gpu[0].occupancy

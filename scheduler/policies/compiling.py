@@ -11,7 +11,14 @@ from typing import Any
 import numba
 from numba.core.errors import NumbaError
 
-from paellapy.scheduler.core.job import READS_PARAMS, READS_SEGMENT, READS_SHARES, READS_TOP, READS_WEIGHTS
+from paellapy.scheduler.core.job import (
+    READS_DEFICIT,
+    READS_PARAMS,
+    READS_SEGMENT,
+    READS_SHARES,
+    READS_TOP,
+    READS_WEIGHTS,
+)
 from paellapy.scheduler.policies.code import forbidden, text_in
 from paellapy.scheduler.policies.roles import ROLES, Layout, PolicyError, arguments, place
 from paellapy.scheduler.policies.source import problem_in
@@ -26,6 +33,7 @@ _FACTS = {
     "memory": READS_SHARES,
     "missing_bytes": READS_WEIGHTS,
     "ready_ns": READS_WEIGHTS,
+    "deficit_ns": READS_DEFICIT,
 }
 
 
