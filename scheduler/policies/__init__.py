@@ -1,1 +1,1 @@
-"""Policies: the decorator that makes one, its checks, and those that come with paellapy, one module each."""
+"""Policies: the decorator that makes one, its checks, and the policies of paellapy, one module each."""

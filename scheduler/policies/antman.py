@@ -1,8 +1,8 @@
-"""AntMan (OSDI'20): opportunistic models are slowed down by idle time after what they run; the others are left alone.
+"""AntMan (OSDI'20): opportunistic models are slowed down by idle time after each segment; others run unhindered.
 
-`performance` (a param of the model, 0 to 1) is the part of the time that a model may run; 1 is a resource-guaranteed
-one. AntMan's local coordinator moves it, and the cap on memory, as it watches the guaranteed job: here it stays as
-given.
+`performance` (a param of the model, 0 to 1) is the fraction of time that a model may run; 1 stands for a
+resource-guaranteed model. AntMan's local coordinator adapts this fraction, and a memory cap, while it watches the
+guaranteed job; here the fraction is constant.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Job, Own

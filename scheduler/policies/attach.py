@@ -1,4 +1,4 @@
-"""Giving a policy to the core: its compiled functions, the numbers it keeps, and what it says of the jobs at a time."""
+"""Attaches a policy to the core: its compiled functions, its own numbers, and its settings for concurrent jobs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paellapy.scheduler.policies.roles import ROLES, PolicyError
 
 
 def attach_policy(state: State, policy: Policy) -> None:
-    """From the next step on, this policy decides. The caller keeps it alive: the state holds addresses only."""
+    """Makes this policy decide from the next step on. The caller keeps it alive: the state holds addresses only."""
     if policy.layout.per_model and len(state.model) > PER_MODEL:
         raise PolicyError(
-            f"policy {policy.name} keeps numbers for up to {PER_MODEL} models, not for "
-            f"{len(state.model)}"
+            f"policy {policy.name} keeps per_model numbers for at most {PER_MODEL} models, and the engine has room for "
+            f"{len(state.model)}: give the engine smaller limits"
         )
     if policy.place is not None and not state.core["windows"][0]:
         raise PolicyError(
-            f"policy {policy.name} has a `place`, and there are no windows of SMs to place jobs in: make some, as with "
-            "Engine(sm_windows=8)"
+            f"policy {policy.name} has a `place`, but the engine has no windows of SMs: create it with windows, for "
+            "example Engine(sm_windows=8)"
         )
     attach_functions(state, policy)
     own = np.frombuffer(policy.layout.new_own().tobytes())
@@ -44,7 +44,7 @@ def attach_policy(state: State, policy: Policy) -> None:
 
 
 def attach_functions(state: State, policy: Policy) -> None:
-    """The addresses of its functions, and of what these take, in this process; numbers of the core stay as they are."""
+    """Writes the addresses, in this process, of the policy's functions and arguments; the core's numbers stay."""
     where = {
         "job": state.job.ctypes.data,
         "gpu": state.gpu.ctypes.data,
@@ -57,5 +57,5 @@ def attach_functions(state: State, policy: Policy) -> None:
         function = policy.functions.get(role) or (policy.functions["rank"] if role == "order" else None)
         call[role] = function.address if function else 0
         for k, name in enumerate(function.names if function else (), 1):
-            if f"{role}_{k}" in (state.call.dtype.names or ()):  # not `job`, where the caller says which
+            if f"{role}_{k}" in (state.call.dtype.names or ()):  # not for `job`, which the caller passes
                 call[f"{role}_{k}"] = where[name]

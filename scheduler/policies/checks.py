@@ -1,4 +1,4 @@
-"""Trying a policy before the core depends on it: on sample jobs, with its cost, and with a limit on its time."""
+"""Checks a policy before the core depends on it: calls it on sample jobs, measures its cost, and limits its time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.policies.compiling import compile_function, may_loop
 from paellapy.scheduler.policies.roles import ROLES, Compiled, Layout, PolicyError, arguments, place
 
-# A decision ranks about ten jobs: at this cost each, dispatch would take as long as a launch.
+# A decision ranks about ten jobs; at this cost per call, dispatching would take as long as a launch.
 MAX_CALL_NS = 2000.0
 TIME_LIMIT_S = 20.0
 CALLS = 200
 
 
 def sample_jobs() -> Table:
-    """Jobs as the core makes them: ordinary, late, without deadline, started, rich and in debt."""
+    """Jobs as the core makes them: ordinary, late, without deadline, started, with credit and with debt."""
     jobs = np.zeros(8, JOB)
     jobs["now_ns"] = 5e12
     jobs["arrival_ns"] = 5e12 - np.array([0, 1, 1e3, 1e5, 1e6, 1e7, 1e8, 1e9])
@@ -58,7 +58,7 @@ def _segment(ns: float) -> tuple[float, ...]:
 
 
 def sample_segments() -> Table:
-    """One that took as long as alone, and one that took four times as long."""
+    """A segment that took as long as alone, and one that took four times as long."""
     return np.array([(7e4, 0, *_segment(7e4)), (4e6, 3, *_segment(1e6))], DONE)
 
 
@@ -72,7 +72,7 @@ def sample_gpus() -> Table:
 
 
 def sample_owners() -> Table:
-    """Models that could leave: wanted and not, small and large, just come and long there."""
+    """Models whose weights could leave: with and without demand, small and large, new and old on the GPU."""
     owners = np.zeros(8, OWNER)
     owners["now_ns"] = 5e12
     owners["bytes"] = [1 << 21, 1e8, 4e9, 1e9, 3e10, 1e9, 1e9, 2]
@@ -85,7 +85,7 @@ def sample_owners() -> Table:
 
 
 class Samples:
-    """What functions are tried on: one call for each sample job, by turns with either sample of the rest."""
+    """Arguments for test calls: one call per sample job, alternating between the two samples of the other arguments."""
 
     def __init__(self, layout: Layout) -> None:
         self.own: Any = layout.new_own() if layout.own.itemsize else np.zeros(1)
@@ -95,7 +95,7 @@ class Samples:
             self.jobs["params"][f"p{k}"] = value
 
     def addresses(self, names: tuple[str, ...], k: int) -> list[int]:
-        """Where the arguments of one call are; there are `count` of them."""
+        """The addresses of the arguments of call `k`; there are `count` calls."""
         rows = {"job": self.jobs, "gpu": self.gpus, "segment": self.segments, "model": self.owners, "own": self.own}
         at = {"job": k % 8, "gpu": k // 8 % 2, "segment": k // 8 % 2, "model": k % 8, "own": 0}
         return [rows[name].ctypes.data + at[name] * rows[name].itemsize for name in names]
@@ -112,29 +112,29 @@ def call_often(function: Any, first: Any, second: Any, third: Any, n: int) -> fl
 
 
 def call_cost_ns(function: Compiled, layout: Layout) -> float:
-    """Least time of one call, over several tries and sample jobs."""
+    """Least time of one call, over several rounds and sample jobs."""
     samples = Samples(layout)
     costs = []
     address = np.uint64(function.address)
     for k in range(8):
         first, second, third = (np.uint64(each) for each in (*samples.addresses(function.names, k), 0, 0)[:3])
         if k == 0:
-            call_often(address, first, second, third, 0)  # compiled before the clock runs
+            call_often(address, first, second, third, 0)  # compiled before the clock starts
         for calls in (1, CALLS):
             since = time.perf_counter_ns()
             call_often(address, first, second, third, calls)
             cost = (time.perf_counter_ns() - since) / calls
-            if cost > CALLS * MAX_CALL_NS:  # hopeless: more calls would only take more time
+            if cost > CALLS * MAX_CALL_NS:  # far above the limit: more calls would only take more time
                 break
         costs.append(cost)
     return min(costs)
 
 
 def answers(role: str, function: Any, compiled_function: Compiled, samples: Samples) -> list[float]:
-    """The function's answers for the samples (0 where it has none); what it raises is raised."""
+    """The function's answers for the samples (0 where it returns nothing); errors in the function are raised."""
     raised: list[BaseException] = []
     previous = sys.unraisablehook
-    # Compiled code called from C cannot raise: Python hands its exceptions to this hook.
+    # Compiled code that is called from C cannot raise: Python passes its exceptions to this hook.
     sys.unraisablehook = lambda caught: raised.append(caught.exc_value or RuntimeError(str(caught.err_msg)))
     returns = None if ROLES[role].returns == "nothing" else ctypes.c_double
     call = ctypes.CFUNCTYPE(returns, *[ctypes.c_void_p] * len(compiled_function.names))(compiled_function.address)
@@ -161,31 +161,33 @@ def _try(role: str, function: Any, compiled_function: Compiled, layout: Layout) 
             raise PolicyError(f"{place(function)} returns {value} for a {what} with {facts}: return a finite number")
     for name in layout.own.names or ():
         if not np.isfinite(samples.own[name]).all():
-            raise PolicyError(f"{place(function)} makes own.{name} a number that is not finite: is it divided by zero?")
+            raise PolicyError(
+                f"{place(function)} sets own.{name} to a number that is not finite: check it for a division by zero"
+            )
     if role in ("rank", "order"):
         cost = call_cost_ns(compiled_function, layout)
         if cost > MAX_CALL_NS:
             raise PolicyError(
                 f"{place(function)} takes {cost / 1e3:.1f} µs per call; the limit is {MAX_CALL_NS / 1e3:g} µs, because "
-                "every decision ranks several jobs: compute from the job's facts, without loops"
+                "every decision ranks several jobs: compute from the job's fields, without loops"
             )
 
 
 def check_idle(admit: Any, compiled_function: Compiled, layout: Layout) -> None:
-    """A policy that may leave the GPU idle must let some job onto an idle GPU, now or at some time."""
+    """Raises PolicyError if a policy that may leave the GPU idle admits no sample job to an idle GPU, now or later."""
     found = answers("admit", admit, compiled_function, Samples(layout))[:8]
     if not any(found):
         raise PolicyError(
-            f"{place(admit)} admits none of the sample jobs to an idle GPU at first, and nothing would "
-            f"ever run: "
-            "return True, or a time in ns from which the job may go; a time of 0 counts as False"
+            f"{place(admit)} admits none of the sample jobs to an idle GPU at first, so nothing would ever run: "
+            "return True, or a time in ns from which the job may launch; a time of 0 counts as False"
         )
 
 
 def check(role: str, function: Any, compiled_function: Compiled, layout: Layout) -> None:
-    """Raise PolicyError unless the function answers every sample job with a number, in time.
+    """Raises PolicyError unless the function answers every sample job with a number, in time.
 
-    A function that might not return is tried in a process of its own first: compiled code cannot be interrupted.
+    A function that might not return is first called in a process of its own, because compiled code cannot be
+    interrupted.
     """
     if may_loop(function):
         _check_apart(role, function, layout)
@@ -204,22 +206,24 @@ def _check_apart(role: str, function: Any, layout: Layout) -> None:
         )
     except subprocess.TimeoutExpired as e:
         raise PolicyError(
-            f"{place(function)} did not return within {TIME_LIMIT_S:g} s on a sample job: does it loop for ever?"
+            f"{place(function)} did not return within {TIME_LIMIT_S:g} s on a sample job: check its loops"
         ) from e
     if done.returncode != 0:
-        raise PolicyError(f"{place(function)} ended its process ({done.returncode}): {done.stderr.decode()[-500:]}")
+        raise PolicyError(
+            f"{place(function)} crashed on a sample job (exit code {done.returncode}): {done.stderr.decode()[-500:]}"
+        )
     problem = json.loads(done.stdout.splitlines()[-1])
     if problem:
         raise PolicyError(problem)
 
 
 def check_from_stdin() -> None:
-    """The process's side of `check`: prints the problem as JSON, or null."""
+    """The child process of `check`: prints the problem as JSON, or null."""
     role, function, layout, path = cloudpickle.loads(sys.stdin.buffer.read())
     sys.path[:] = path
     problem = None
     try:
-        # Its source was looked at before it came here.
+        # The parent process has checked the source already.
         code = compile_function(role, function, layout, looked_at=True)
         _try(role, function, Compiled(code, arguments(role, function, layout)), layout)
     except PolicyError as e:

@@ -1,4 +1,4 @@
-"""What compiles in a policy and yet must not be there: read off its code, and off that of what it calls."""
+"""Finds operations that compile but must not be in a policy, by reading the bytecode of the policy and its helpers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import numba
 
-# These need Python's lock, which whoever waits for the compiled code may hold.
+# These need Python's global lock, which the thread that waits for the compiled code may hold.
 _OF_PYTHON = {builtins.print: "print", builtins.input: "input", builtins.open: "open", numba.objmode: "objmode"}
 
 
 def forbidden(function: Any, role: str) -> str | None:
-    """What the function does that compiled code in the core cannot, to be read after its name; None if nothing.
+    """The first operation that a policy must not do, phrased to follow the function's name; None if there is none.
 
     >>> def loud(job):
     ...     print(job.batch)
@@ -35,14 +35,14 @@ def forbidden(function: Any, role: str) -> str | None:
             found = _of_python(values.get(name)) if step.opname in _LOADS else None
             if found or (step.opname in _ATTRIBUTES and name == "objmode"):
                 return (
-                    f"calls `{found or name}` in line {line}: a policy runs without Python; to see what it does, call "
-                    "the plain function with a job of your own, or look at the jobs of pp.simulate's result"
+                    f"calls `{found or name}` in line {line}: a policy runs without Python; to see what it computes, "
+                    "call the plain function with a job of your own, or look at the jobs in the result of pp.simulate"
                 )
     return None
 
 
 def text_in(function: Any) -> str | None:
-    """Where the function has to do with text, to be read after its name. Compiled, no number is ever equal to it."""
+    """The first use of text, phrased to follow the function's name. In compiled code, no number equals a text."""
     for each in _with_helpers(function):
         values = _outside(each)
         steps = list(_steps(each.__code__))
@@ -52,12 +52,12 @@ def text_in(function: Any) -> str | None:
                 value = values.get(step.argval)
             several = value if isinstance(value, tuple | frozenset) else (value,)
             text = next((v for v in several if isinstance(v, str)), None)
-            # job["batch"] is fine, and so are names of arguments, which Python 3.13 on loads like a value
+            # job["batch"] is fine; so are names of arguments, which Python 3.13 and later load like a value
             if text is not None and after.opname not in ("BINARY_SUBSCR", "CALL_KW") and after.argrepr != "[]":
                 return (
-                    f"has the text {text!r} in line {line}, which no fact of a job is ever equal to: all of them are "
-                    "numbers, job.model too (in simulations its place in the list, from 0); compare with numbers, or "
-                    "tell models apart by job.priority"
+                    f"has the text {text!r} in line {line}, which equals no field of a job: all fields are numbers, "
+                    "job.model too (in simulations its place in the list, from 0); compare with numbers, or tell "
+                    "models apart by job.priority"
                 )
     return None
 
@@ -70,19 +70,19 @@ def _of_python(value: Any) -> str | None:
     if value is None:
         return None
     for each, name in _OF_PYTHON.items():
-        if value is each or value is getattr(builtins, name, None):  # libraries put others in their place: Ray does
+        if value is each or value is getattr(builtins, name, None):  # libraries such as Ray replace some builtins
             return name
     return None
 
 
 def _outside(function: Any) -> dict[str, Any]:
-    """Values of the names that the function does not make itself."""
+    """The values of the names that the function takes from outside."""
     found = inspect.getclosurevars(function)
     return {**found.builtins, **found.globals, **found.nonlocals}
 
 
 def _with_helpers(function: Any) -> Iterator[Any]:
-    """The function, and those compiled by Numba that it calls, each once."""
+    """The function, and the functions compiled by Numba that it calls, each once."""
     waiting, seen = [function], {function}
     while waiting:
         each = waiting.pop()
@@ -95,7 +95,7 @@ def _with_helpers(function: Any) -> Iterator[Any]:
 
 
 def _steps(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
-    """Instructions with their lines, those of functions inside too."""
+    """Instructions with their lines, including those of nested functions."""
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         line = getattr(step.positions, "lineno", None) or line

@@ -1,4 +1,4 @@
-"""From a policy's plain Python functions to compiled code, and why some cannot be compiled."""
+"""Compiles a policy's plain Python functions, and explains why a function cannot be compiled."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ _FACTS = {
 
 
 def compile_function(role: str, function: Any, layout: Layout, cache: bool = False, looked_at: bool = False) -> Any:
-    """The function as compiled code that the core calls by its address."""
+    """The function as compiled code, which the core calls by its address."""
     names = arguments(role, function, layout)
     where = place(function)
-    if not (cache or looked_at):  # ours are kept on disk, and checked by the tests
+    if not (cache or looked_at):  # the package's own policies are cached on disk, and checked by the tests
         problem = forbidden(function, role) or problem_in(role, function, names, layout)
         if problem:
             raise PolicyError(f"{where} {problem}.")
     try:
         signature = layout.signature(role, names)
         compiled = numba.cfunc(signature, cache=cache, error_model="numpy", nogil=True)(function)
-    except KeyError as e:  # how Numba says that a record has no such field
+    except KeyError as e:  # how Numba reports that a record has no such field
         fields = "; ".join(f"in {name} {', '.join(layout.fields(name))}" for name in names)
-        raise PolicyError(f"{where} reads the field {e}, which does not exist; the fields are {fields}") from e
+        raise PolicyError(f"{where} reads the field {e}, which does not exist; the fields are: {fields}") from e
     except NumbaError as e:
         returns = ROLES[role].returns
         raise PolicyError(
             f"{where} {reason(e, returns, function)}. Use numbers, fields of ({', '.join(names)}) and the math module "
             f"only, and return {returns} on every path."
         ) from e
-    problem = None if cache else text_in(function)  # after Numba, which says more of text that does not compile
+    problem = None if cache else text_in(function)  # after Numba, which explains more about text that does not compile
     if problem:
         raise PolicyError(f"{where} {problem}.")
     return compiled
 
 
 def facts_read(functions: Iterable[Any]) -> int:
-    """What the core is to work out for a policy of these functions: READS_SEGMENT …"""
+    """The facts that the core must compute for a policy with these functions: READS_SEGMENT …"""
     found = 0
     for each in functions:
         for name, bit in _FACTS.items():
@@ -73,7 +73,7 @@ def facts_read(functions: Iterable[Any]) -> int:
 
 
 def may_loop(function: Any) -> bool:
-    """Whether the function could run for ever: it jumps back, or calls something that is not known to return."""
+    """Whether the function could run for ever: it jumps back, or calls a function that is not known to return."""
     if any(
         each.opname in {"FOR_ITER", "JUMP_ABSOLUTE"} or "BACKWARD" in each.opname
         for each in dis.get_instructions(function)
@@ -83,7 +83,7 @@ def may_loop(function: Any) -> bool:
 
 
 def calls_others(function: Any) -> bool:
-    """Whether the function refers to any that is neither a builtin nor of the math module."""
+    """Whether the function refers to any function that is neither a builtin nor from the math module."""
     outside = inspect.getclosurevars(function)
     known = {value for value in vars(math).values() if callable(value)}
     values = [*outside.globals.values(), *outside.nonlocals.values()]

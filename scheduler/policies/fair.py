@@ -1,7 +1,7 @@
-"""Fair (Salus FAIR, MLSys'20; CFS): one job at a time, of the model that has had least of the GPU for its share.
+"""Fair (Salus FAIR, MLSys'20; CFS): one job at a time, of the model with the least GPU time relative to its share.
 
-Shares are those of the models (`share`), and count GPU time, not iterations as in Salus. Requests of one model's
-clients are served in turn. Time that a model did not ask for is not saved up.
+Shares are those of the models (`share`), and count GPU time, not iterations as in Salus. Clients of one model are
+served in turn. A model does not save up time while it has no requests.
 """
 
 from paellapy.scheduler.core.job import Job

@@ -1,7 +1,7 @@
-"""Highest response ratio next: shortest remaining time per request, sooner the longer a job has waited for its length.
+"""Highest response ratio next: shortest remaining time per request, divided by a factor that grows with waiting time.
 
-Like `srpt` for those that have just come; but one that has waited as long as it takes counts half its time, so
-slowdowns stay close together and nothing starves.
+A job that has just arrived ranks as under `srpt`. A job that has waited as long as it takes counts with half its time,
+so slowdowns stay close together and no job starves.
 """
 
 from paellapy.scheduler.core.job import Job

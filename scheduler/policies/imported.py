@@ -1,4 +1,4 @@
-"""Policies by name from a command line: those that come with paellapy, and `package.module:function` of one's own."""
+"""Policies by name for the command line: those of paellapy, and `package.module:function` for a user's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paellapy.scheduler.policies.policy import Policy, PolicyError, find_policy
 
 
 def named_policy(name: str) -> Policy:
-    """The policy of that name. A module is looked for in the current folder too.
+    """The policy of that name. A module may also be in the current folder.
 
     >>> named_policy("paellapy.scheduler.policies.srpt:rank").name
     'srpt'
@@ -28,5 +28,7 @@ def named_policy(name: str) -> Policy:
         raise
     except Exception as e:
         reason = f"{type(e).__name__}: {e}"
-        raise PolicyError(f"{name} cannot be imported ({reason}): name it as package.module:function") from e
+        raise PolicyError(
+            f"{name} cannot be imported ({reason}): the name must have the form package.module:function"
+        ) from e
     return find_policy(found)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""LAX (HPCA'21; in XSched, OSDI'25): least laxity first, the time a job could still wait and make its deadline.
+"""LAX (HPCA'21; in XSched, OSDI'25): least laxity first, the time a job can still wait and meet its deadline.
 
-Jobs that cannot make it any more come after all others, the least late first; jobs without deadline or target last. LAX
-predicts what is left of a job from its kernels' rates; here the time alone of its segments says it.
+Jobs that can no longer meet their deadlines come after all others, the least late first; jobs without deadline or
+target come last. LAX predicts the remaining time of a job from the rates of its kernels; here it is the time alone of
+the remaining segments.
 """
 
 from paellapy.scheduler.core.codes import NEVER

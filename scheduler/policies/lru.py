@@ -1,6 +1,6 @@
-"""Paella's order of jobs; where not all weights fit onto the GPU, those leave that were used least recently.
+"""Paella's order of jobs; if not all weights fit on the GPU, the least recently used weights are evicted.
 
-Other policies weigh recent demand and the time to bring weights back. This one is there to compare them with.
+Other policies weigh recent demand and the time to bring weights back. This policy serves as a baseline for them.
 """
 
 from paellapy.scheduler.core.job import Job, Owner

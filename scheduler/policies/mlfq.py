@@ -1,8 +1,8 @@
-"""MLFQ (as in XSched, OSDI'25): jobs sink to lower queues as they are served, so short ones pass without being known.
+"""MLFQ (as in XSched, OSDI'25): jobs sink to lower queues as they run, so short jobs pass without known lengths.
 
-The first queue is for jobs that have had up to 0.5 ms, each further one for four times as much; within a queue it goes
-by arrival. A job that has waited 100 ms for each queue rises again. XSched moves queues of commands by the time they
-ran; here a job is one batch of requests.
+The first queue holds jobs that have run for up to 0.5 ms, each further queue jobs with up to four times as much. Within
+a queue, jobs go in order of arrival. A job rises by one queue per 100 ms of waiting. XSched moves queues of commands by
+the time they ran; here a job is one batch of requests.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""MuxFlow (2023): offline work gets what online work (the highest priority seen) left of the GPU of late.
+"""MuxFlow (2023): offline work gets the fraction of the GPU that online work (the highest priority seen) recently left.
 
-MuxFlow gives offline work a part of the SMs, guards memory and errors, and matches models by predicted speed. Here it
-is a part of the time, averaged every 10 ms and at least a tenth, and nothing is matched.
+MuxFlow gives offline work a part of the SMs, protects memory, contains errors, and matches models by predicted speed.
+Here offline work gets a part of the time, averaged every 10 ms and at least a tenth, and models are not matched.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Job, Own

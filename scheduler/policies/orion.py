@@ -1,9 +1,9 @@
-"""Orion (EuroSys'24): best effort beside high priority only where the two want different things of the GPU.
+"""Orion (EuroSys'24): best effort runs beside high priority only where the two use different resources of the GPU.
 
-High priority is always admitted. Beside it a best-effort segment goes if one of the two is bound by compute and the
-other by memory, both fit together, and best effort in flight stays under 160 µs (Orion: 2.5 % of the high-priority
-latency). Orion decides for each kernel; here it is for each segment. A segment whose profile is not known counts as
-like any other.
+High priority is always admitted. A best-effort segment runs beside it if one of the two is bound by compute and the
+other by memory, both fit together, and the best-effort work in flight stays under 160 µs (Orion: 2.5 % of the
+high-priority latency). Orion decides for each kernel; here the unit is a segment. A segment without a measured profile
+is held back.
 """
 
 from paellapy.scheduler.core.job import Gpu, Job

@@ -1,7 +1,7 @@
 """Pack (Salus PACK, MLSys'20): as many jobs at once as fit, in order of arrival.
 
-Salus packs by memory, which an engine has set aside when it loads a model; here jobs fit as long as the blocks of their
-next segments find places on the SMs. One that does not fit lets smaller ones pass.
+Salus packs by memory, which an engine reserves when it loads a model. Here jobs fit as long as the blocks of their next
+segments find room on the SMs. A job that does not fit lets smaller ones pass.
 """
 
 from paellapy.scheduler.core.job import Gpu, Job

@@ -1,7 +1,7 @@
 """Paella (SOSP'23): shortest remaining time per request first, with a bound on unfairness.
 
-A model that is owed more GPU time than the threshold goes first, the most indebted to first. Where Paella counts
-launches this counts GPU time, by shares; clients of one model take turns by fair queueing.
+A model that is owed more GPU time than the threshold goes first, the largest debt first. Paella counts launches; this
+policy counts GPU time, by shares. Clients of one model take turns by fair queueing.
 """
 
 from paellapy.scheduler.core.job import Job
@@ -22,7 +22,7 @@ def rank(job: Job) -> float:
 
 
 def with_threshold(threshold_ms: float) -> Policy:
-    """Paella with another bound: 0 is fair sharing, a large one plain SRPT."""
+    """Paella with another bound: 0 gives fair sharing, a large bound gives plain SRPT."""
     threshold_ns = threshold_ms * 1e6
 
     def bounded(job: Job) -> float:

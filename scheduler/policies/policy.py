@@ -4,19 +4,19 @@
     def shortest_first(job):
         return job.remaining_ns
 
-The job of least rank goes first. Five more functions may be given:
+The job with the lowest rank goes first. A policy may have more functions:
 
-* `admit(job, gpu, own)` says whether a job may launch now: True, False, or a time in ns from which it may. It is asked
-  of the waiting jobs in order of rank, and again before each further segment of a job;
-* `order(job, gpu, own)` arranges the waiting requests of one model among themselves: asked once, when a request
-  arrives; by default it is `rank`;
+* `admit(job, gpu, own)` says whether a job may launch now: True, False, or a time in ns from which it may. It is called
+  for the waiting jobs in order of rank, and again before each further segment of a job;
+* `order(job, gpu, own)` orders the waiting requests of one model: called once, when a request arrives; the default is
+  `rank`;
 * `place(job, gpu, own)` says on which part of the SMs the next segment goes: pp.Where(sms=0.25);
 * `tick(gpu, own)` is called every `tick_us` while there is work;
 * `done(job, segment, own)` is called after each segment;
-* `victim(model, gpu, own)` says what a model's weights on the GPU are worth, where not all fit: those of least worth
-  leave first. By default that is recent demand times the time to bring them back, a byte.
+* `victim(model, gpu, own)` rates a model's weights where not all weights fit on the GPU: those with the lowest value
+  leave first. The default is recent demand times the time to bring them back, per byte.
 
-Each takes as many of its arguments as it names. `own` has the numbers that the policy keeps between calls.
+Each function declares only the arguments that it uses. `own` holds the numbers that the policy keeps between calls.
 docs/policies.md lists every field.
 """
 
@@ -38,13 +38,13 @@ from paellapy.scheduler.policies.roles import ROLES, Admit, Compiled, Layout, Po
 __all__ = ["Policy", "PolicyError", "Rank", "find_policy", "policy", "policy_names"]
 
 BUILT_IN = "paellapy.scheduler.policies"
-# Every other module of the folder is a policy.
+# Modules of this folder that are not policies.
 _TOOLS = {"policy", "attach", "checks", "code", "compiling", "imported", "roles", "source", "words"}
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy ready for the core. Call it with a job to see its rank."""
+    """A policy ready for the core. Call it with a job to get the job's rank."""
 
     name: str
     rank: Rank
@@ -68,24 +68,23 @@ class Policy:
             if value is None:
                 continue
             if not isinstance(value, int | np.integer):
-                raise PolicyError(f"policy {self.name}: {name} is a whole number, not {value!r}")
+                raise PolicyError(f"policy {self.name}: {name}={value!r}; it must be an integer of at least 1")
             if value < 1:
-                raise PolicyError(f"policy {self.name}: {name} is at least 1, not {value}")
+                raise PolicyError(f"policy {self.name}: {name}={value}; it must be at least 1")
         if self.may_idle and self.admit is None:
             raise PolicyError(
-                f"policy {self.name}: may_idle is about `admit`, and there is none: give one, or leave it "
-                f"out"
+                f"policy {self.name}: may_idle=True needs an `admit` function: give one, or leave may_idle out"
             )
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The functions as they were given, by role."""
+        """The plain functions by role."""
         given = {each: getattr(self, each) for each in ROLES}
         return {role: function for role, function in given.items() if function is not None}
 
     @property
     def timeless(self) -> bool:
-        """Whether a job's rank changes only with the job: then the core need not look at it again."""
+        """Whether a job's rank changes only with the job, so that the core need not compute it again."""
         moving = {"now_ns", "deficit_ns", "client_deficit_ns", "occupancy", "used_ns", "missing_bytes", "ready_ns"}
         code = cast(Any, self.rank).__code__
         if self.functions["rank"].names != ("job",):
@@ -94,7 +93,7 @@ class Policy:
 
     @property
     def facts(self) -> int:
-        """What the core works out for it beyond what it has: READS_SEGMENT …"""
+        """The additional facts that the core computes for this policy: READS_SEGMENT …"""
         return facts_read(self.plain.values())
 
     @property
@@ -109,7 +108,7 @@ class Policy:
 
 
 class PolicyOptions(TypedDict, total=False):
-    """What `policy` takes beside the function that ranks."""
+    """The options of `policy`."""
 
     name: str | None
     admit: Admit | None
@@ -131,7 +130,7 @@ class PolicyOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The same with what is left out."""
+    """The same options with defaults."""
 
     name: str | None = None
     admit: Admit | None = None
@@ -156,16 +155,17 @@ def policy(rank: Rank, /) -> Policy: ...
 @overload
 def policy(**options: Unpack[PolicyOptions]) -> Callable[[Rank], Policy]: ...
 def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Policy | Callable[[Rank], Policy]:
-    """Make a policy of a function: compiled, and tried on sample jobs.
+    """Makes a policy from a function: compiles it, and calls it on sample jobs.
 
-    `state` and `per_model` are the numbers that it keeps, by name, each with its first value: own.limit, and
-    own.used_ns[job.model]. `params`: those of models that it reads as job.params.limit, with the value for models that
-    have none. `tick_us`: the time between two calls of `tick`. `may_idle`: `admit` decides on an idle GPU too; else an
-    idle GPU takes the best job, whatever `admit` says.
+    `state` and `per_model` declare the numbers that the policy keeps, by name, each with its first value: own.limit,
+    and own.used_ns[job.model]. `params` declares the models' parameters that it reads, such as job.params.limit, with
+    the default for models without them. `tick_us`: the time between two calls of `tick`. `may_idle`: `admit` also
+    decides for an idle GPU; otherwise an idle GPU takes the best job without asking `admit`.
 
-    `active`: jobs that may launch at a time; by default the engine decides. `look_ahead`: segments a job has on the GPU
-    at a time; where it is 1, the next is sent just before that one ends. `whole`: launch programs in one piece always;
-    `top_whole`: those of the highest priority, where models of lower priority are loaded.
+    `active`: number of jobs that may launch at a time; by default the engine decides. `look_ahead`: number of segments
+    that a job may have on the GPU; if 1, the next segment is launched just before the current one ends. `whole`: always
+    launch programs in one piece. `top_whole`: launch programs of the highest priority in one piece, where models of
+    lower priority are loaded.
 
     >>> @policy(active=4)
     ... def oldest(job):
@@ -176,7 +176,7 @@ def policy(rank: Rank | None = None, /, **options: Unpack[PolicyOptions]) -> Pol
     unknown = set(options) - {each.name for each in fields(_Options)}
     if unknown:
         names = ", ".join(PolicyOptions.__annotations__)
-        raise PolicyError(f"a policy has no option {min(unknown)!r}: there are {names}")
+        raise PolicyError(f"a policy has no option {min(unknown)!r}; the options are {names}")
     given = _Options(**options)
     if rank is None:
         return lambda function: _make(function, given)
@@ -188,9 +188,9 @@ def _make(rank: Rank, given: _Options) -> Policy:
     layout = Layout(given.state, given.per_model, given.params)
     layout.check(title)
     if (given.tick is None) != (given.tick_us is None):
-        raise PolicyError(f"policy {title}: tick and tick_us go together, as in tick=function, tick_us=1000")
+        raise PolicyError(f"policy {title}: give both tick and tick_us, as in tick=function, tick_us=1000")
     if given.tick_us is not None and not (isinstance(given.tick_us, int | float) and 1 <= given.tick_us < math.inf):
-        raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; give microseconds, 1 or more")
+        raise PolicyError(f"policy {title}: tick_us={given.tick_us!r}; it must be a number of microseconds, at least 1")
     wanted = {"rank": rank} | {role: getattr(given, role) for role in ROLES if role != "rank"}
     room, _, module = (getattr(rank, "__module__", None) or "").rpartition(".")
     ours = room == BUILT_IN and module not in _TOOLS
@@ -199,7 +199,7 @@ def _make(rank: Rank, given: _Options) -> Policy:
         if function is not None:
             code = compile_function(role, function, layout, cache=ours)
             functions[role] = Compiled(code, arguments(role, function, layout))
-    if not ours:  # ours are checked by the tests: start-up is part of the product
+    if not ours:  # the package's own are checked by the tests, which keeps start-up short
         from paellapy.scheduler.policies.checks import check
 
         for role, compiled in functions.items():
@@ -217,7 +217,7 @@ def _make(rank: Rank, given: _Options) -> Policy:
 
 
 def find_policy(which: str | Policy | Rank) -> Policy:
-    """A policy by name, or the policy given; a plain function becomes one.
+    """A policy by name, or the given policy; a plain function is made into a policy.
 
     >>> find_policy("srpt").name
     'srpt'

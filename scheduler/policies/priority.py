@@ -1,8 +1,8 @@
-"""Higher priorities first, in order of arrival among equals; lower ones stand still while a higher one is active.
+"""Higher priorities first, in order of arrival among equals; lower priorities wait while a higher one is active.
 
-Best-effort segments beside a high-priority model more than doubled its p99 on the H200. Held back, one such job costs
-5–7 %, and two 9–19 %; with a segment of each queued behind the one that runs it was 6–13 and 24–31 %, and they did
-1–2 % more.
+On an H200, best-effort segments that ran beside a high-priority model more than doubled its p99. Held back, one
+best-effort job adds 5–7 % to it, and two add 9–19 %. With one more segment of each queued behind the running one, the
+figures are 6–13 % and 24–31 %, for 1–2 % more best-effort throughput.
 """
 
 from paellapy.scheduler.core.job import Gpu, Job

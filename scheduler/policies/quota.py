@@ -1,7 +1,7 @@
-"""Quota (GaiaGPU, 2018): a model's bucket fills at a rate, and feedback moves the rate until its usage is its `share`.
+"""Quota (GaiaGPU, 2018): a token bucket per model, whose fill rate is adjusted until the model uses its `share`.
 
-The share is a part of the GPU's time, a param of the model. GaiaGPU fills buckets of blocks every 120 ms, by what NVML
-reports; here they hold time, usage is known, the rate is corrected every 20 ms, and shares are not elastic.
+The share is a fraction of the GPU's time, a param of the model. GaiaGPU fills buckets of blocks every 120 ms by NVML
+figures. Here buckets hold time, usage is exact, the rate is corrected every 20 ms, and shares are not elastic.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Job, Own
@@ -15,7 +15,7 @@ def admit(job: Job, own: Own) -> float:
 def done(job: Job, segment: DoneSegment, own: Own) -> None:
     m = job.model
     share, began_ns, past_ns = job.params.share, job.now_ns - segment.took_ns, job.now_ns - own.since_ns[m]
-    if began_ns > own.full_ns[m] + 20e6:  # it wanted nothing for a while, which says nothing about its rate
+    if began_ns > own.full_ns[m] + 20e6:  # the model was idle for a while, which says nothing about its rate
         own.used_ns[m], own.since_ns[m], past_ns = 0.0, began_ns, 0.0
     own.used_ns[m] += segment.ns
     if past_ns >= 20e6:

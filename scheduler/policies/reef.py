@@ -1,9 +1,9 @@
-"""REEF (OSDI'22): real time at once; best effort pads it with blocks that find a place beside it and end before it.
+"""REEF (OSDI'22): real-time jobs run at once; best effort fills the room beside them if it ends before they do.
 
-Real time is the highest priority that is active. REEF also stops best-effort kernels that run, within microseconds: a
-policy cannot, so real time waits for the best-effort segment in flight. Padding is by segment, where REEF composes
-kernels: a segment goes if its largest kernel fits beside what is on the GPU, and it takes no longer than what is left
-of real time.
+Real time is the highest priority that is active. REEF also stops running best-effort kernels within microseconds; a
+policy cannot, so real time waits for the best-effort segment in flight. REEF composes kernels; here the unit is a
+segment: it runs if its largest kernel fits beside the work on the GPU, and takes no longer than the remaining real-time
+work.
 """
 
 from paellapy.scheduler.core.job import Gpu, Job

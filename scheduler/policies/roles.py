@@ -1,4 +1,4 @@
-"""The functions of a policy: what each is called with, what it returns, and where the numbers are that it reads."""
+"""The functions of a policy: their arguments, their results, and the layout of the numbers they read."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PolicyError(PaellaError):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a function of a policy is for."""
+    """The purpose of one function of a policy."""
 
-    takes: tuple[str, ...]  # in this order; the function leaves out what it does not use
+    takes: tuple[str, ...]  # in this order; the function leaves out arguments that it does not use
     needs: tuple[str, ...]
     returns: str
     writes: bool  # whether it may write to `own`
@@ -75,27 +75,27 @@ class Layout:
         ):
             if not isinstance(given, Mapping) or len(given) > most:
                 raise PolicyError(
-                    f"policy {policy}: {what}={given!r}; give at most {most} names, each with its first value, as in "
+                    f"policy {policy}: {what}={given!r}; it must be a dict of at most {most} names, each with its "
+                    "first value, as in "
                     f"{what}={{'limit': 0.5}}"
                 )
             for name, value in given.items():
                 if not isinstance(name, str) or not name.isidentifier():
                     raise PolicyError(
-                        f"policy {policy}: {what} has the name {name!r}; give plain names, as of "
-                        f"variables"
+                        f"policy {policy}: {what} has the name {name!r}; names must be plain, like those of "
+                        "variables"
                     )
                 number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
                 if not number or not math.isfinite(value):
-                    raise PolicyError(f"policy {policy}: {what}[{name!r}] is {value!r}; give a finite number")
+                    raise PolicyError(f"policy {policy}: {what}[{name!r}] is {value!r}; it must be a finite number")
         if twice := set(self.state) & set(self.per_model):
             raise PolicyError(
-                f"policy {policy}: {min(twice)!r} is in state and in per_model; give each a name of its "
-                f"own"
+                f"policy {policy}: {min(twice)!r} is in state and in per_model; rename one of them"
             )
 
     @property
     def own(self) -> np.dtype[Any]:
-        """The record that functions see as `own`."""
+        """The record that functions receive as `own`."""
         once = [(name, "f8") for name in self.state]
         return np.dtype([*once, *((name, "f8", (PER_MODEL,)) for name in self.per_model)], align=True)
 
@@ -129,10 +129,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A function of a policy for the core. `code` is kept alive for its address."""
+    """A function of a policy for the core. `code` keeps the compiled code at its address alive."""
 
     code: Any
-    names: tuple[str, ...]  # of its arguments
+    names: tuple[str, ...]  # names of its arguments
 
     @property
     def address(self) -> int:
@@ -140,8 +140,8 @@ class Compiled:
 
 
 def _where(sms: float = 1.0) -> float:
-    """Where a segment goes, for a policy's `place`: to a window of SMs if `sms`, the part of the GPU that it is to
-    have, is below 1; else to all SMs. All windows of an engine are of one size (`Engine(sm_windows=8)`).
+    """The place of a segment, for a policy's `place`. If `sms`, a fraction of the GPU, is below 1, the segment runs in
+    a window of SMs; otherwise on all SMs. All windows of an engine have the same size (`Engine(sm_windows=8)`).
 
     >>> Where(sms=0.25)
     0.25
@@ -158,30 +158,33 @@ def place(function: Any) -> str:
 
 
 def arguments(role: str, function: Any, layout: Layout) -> tuple[str, ...]:
-    """The names of a function's arguments; PolicyError if it cannot have that role."""
+    """The names of a function's arguments; PolicyError if the function cannot have that role."""
     expected = ROLES[role]
     if not inspect.isfunction(function):
-        raise PolicyError(f"{role} is {function!r}: give a plain function {role}{expected.arguments}")
+        raise PolicyError(f"{role} is {function!r}: it must be a plain function {role}{expected.arguments}")
     where = f"{place(function)}:"
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise PolicyError(f"{where} {role} is called and answers at once: write it with `def`, `return` and no `yield`")
+        raise PolicyError(
+            f"{where} {role} must answer at once: write it with `def` and `return`, without `async` and `yield`"
+        )
     given = inspect.signature(function).parameters
     names = tuple(given)
     for name, parameter in given.items():
         if name in expected.takes and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             continue
         near = difflib.get_close_matches(name, expected.takes, 1)
-        hint = f"do you mean `{near[0]}`?" if near else "name numbers outside of it, or params={…} of the models"
+        hint = f"did you mean `{near[0]}`?" if near else "use a number from outside, or params={…} of the models"
         if name == "own":
-            hint = "only `state` and `per_model` of the policy are kept"
-        raise PolicyError(f"{where} {role} takes {expected.arguments} or fewer of these, and `{name}` is none: {hint}")
+            hint = "numbers are kept between calls only in `state` and `per_model`, as `own`"
+        raise PolicyError(
+            f"{where} {role} takes {expected.arguments} or some of these, and `{name}` is not among them: {hint}"
+        )
     if any(name not in names for name in expected.needs) or list(names) != sorted(names, key=expected.takes.index):
         always = f", `{expected.needs[0]}` always" if expected.needs else ""
         raise PolicyError(f"{where} {role} takes {expected.arguments} in this order{always}, not ({', '.join(names)})")
     if "own" in names and not (layout.state or layout.per_model):
         raise PolicyError(
-            f"{where} {role} takes `own`, and the policy keeps nothing: declare what it keeps, each with its "
-            f"first value, "
-            "as in @policy(state={'limit': 0.5}, per_model={'used_ns': 0.0})"
+            f"{where} {role} takes `own`, but the policy declares no numbers of its own: declare each with its first "
+            "value, as in @policy(state={'limit': 0.5}, per_model={'used_ns': 0.0})"
         )
     return names

@@ -1,4 +1,4 @@
-"""One job at a time, in order of arrival: one stream, the other baseline."""
+"""One job at a time, in order of arrival: a baseline that stands for one CUDA stream."""
 
 from paellapy.scheduler.core.job import Job
 from paellapy.scheduler.policies.policy import policy

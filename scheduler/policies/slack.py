@@ -1,15 +1,15 @@
-"""Targets first: shortest remaining time per request, sooner the less slack a job has.
+"""Targets first: shortest remaining time per request, with less weight on a job's time the less slack it has.
 
-A job that cannot make its deadline any more stands back for those that can, as if it took four times as long, and
-counts for more the later it is: late answers are still wanted, and nothing waits for ever.
+A job that can no longer meet its deadline ranks behind those that can, as if it took four times as long, and moves up
+the later it is: late answers are still wanted, and no job waits for ever.
 """
 
 from paellapy.scheduler.core.job import Job
 from paellapy.scheduler.policies.policy import policy
 
-URGENT = 0.5  # how much a job without any slack counts of its time, where one with a lot counts 1.5
+URGENT = 0.5  # factor on the time of a job without slack; a job with much slack has 1.5
 HOPELESS = 4.0
-AGEING = 0.02  # ns of rank for every ns it is late
+AGEING = 0.02  # rank gained, in ns, for every ns that a job is late
 
 
 def order(job: Job) -> float:

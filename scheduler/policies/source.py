@@ -1,7 +1,7 @@
-"""What a policy must not do, found in its source before it is compiled: so errors name the line and the remedy.
+"""Finds forbidden operations in a policy's source before it is compiled, so that errors name the line and the remedy.
 
-Compiled code takes what it finds outside of the function as it was, checks no index, and writes wherever a record lets
-it. So a policy reads the fields of its arguments, numbers and functions of `math`, and writes nothing but `own`.
+Compiled code freezes values from outside the function, checks no index, and writes wherever a record lets it. So a
+policy reads only the fields of its arguments, numbers, and functions of `math`, and writes only to `own`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _Function = ast.FunctionDef | ast.Lambda
 _MODULES = {"math", "numpy", "numba", "random", "cmath"}
 _CLOCKS = {"time", "datetime"}
 _NOWHERE = {
-    "blocks": "a segment is a graph that was captured with its grids, so all of its blocks are launched",
-    "preempt": "a graph's kernels were captured without the flag that stops them, so a segment runs to its end",
+    "blocks": "a segment is a captured graph with fixed grids, so all of its blocks are launched",
+    "preempt": "the kernels of a captured graph cannot be stopped, so a segment runs to its end",
 }
 _TO_PYTHON = {"Try": "try", "With": "with", "ClassDef": "class", "Await": "await", "Yield": "yield", "Match": "match"}
 
 
 def problem_in(role: str, function: Any, names: tuple[str, ...], layout: Layout) -> str | None:
-    """What is wrong, to be read after the function's name, with its line; None if nothing is."""
+    """The first problem with its line, phrased to follow the function's name; None if there is none."""
     tree = tree_of(function)
     if tree is None:
         return _without_source(function.__code__, "own" in names and bool(layout.per_model))
@@ -41,11 +41,11 @@ def problem_in(role: str, function: Any, names: tuple[str, ...], layout: Layout)
 
 
 def tree_of(function: Any) -> _Function | None:
-    """The function's syntax, with the lines of its file; None where its source cannot be read."""
+    """The function's syntax tree, with the lines of its file; None if its source cannot be read."""
     try:
         lines, first = inspect.getsourcelines(function)
         module = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):  # a lambda amid an expression does not stand by itself
+    except (OSError, TypeError, SyntaxError):  # the source of a lambda inside an expression may not parse alone
         return None
     ast.increment_lineno(module, max(first, 1) - 1)
     code = function.__code__
@@ -60,26 +60,25 @@ def tree_of(function: Any) -> _Function | None:
 
 
 def _makes(tree: _Function, code: CodeType) -> bool:
-    """Whether the code may have been made of it: two lambdas may stand in one line."""
+    """Whether the code may come from this tree: there may be two lambdas in one line."""
     if isinstance(tree, ast.FunctionDef):
         return tree.name == code.co_name
     return {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)} <= set(code.co_names)
 
 
 def _without_source(code: CodeType, indexes: bool) -> str | None:
-    """All that is known without the source is the code: what needs a closer look is refused."""
+    """The check without source: only the bytecode is known, so code that needs a closer look is refused."""
     stores = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
     if indexes or any(step.opname.startswith(stores) for step in dis.get_instructions(code)):
         return (
-            "may write to what is not its own, or beyond it, and its source cannot be read to see that: put the "
-            "function "
-            "into a file, or into a notebook"
+            "may write outside of `own`, and its source cannot be read to check that: put the function into a file or "
+            "a notebook"
         )
     return None
 
 
 class _Look:
-    """One function, looked through."""
+    """The check of one function."""
 
     def __init__(self, role: str, function: Any, names: tuple[str, ...], layout: Layout, tree: _Function) -> None:
         self.role, self.tree = role, tree
@@ -96,33 +95,33 @@ class _Look:
         return [self.tree.body] if isinstance(self.tree, ast.Lambda) else list(self.tree.body)
 
     def _only_where(self, module: str) -> bool:
-        """Whether all that is used of a module is `Where`, as in pp.Where."""
+        """Whether `Where` is all that is used of a module, as in pp.Where."""
         used = [each for each in self.walk if isinstance(each, ast.Name) and each.id == module]
         return all(isinstance(above := self.above.get(each), ast.Attribute) and above.attr == "Where" for each in used)
 
     def _where(self, call: ast.Call) -> Iterator[str]:
-        """`pp.Where(blocks=…)`, and why there is none."""
+        """Options that pp.Where does not have, such as `blocks`, and why."""
         if ast.unparse(call.func).rpartition(".")[2] != "Where":
             return
         for given in call.keywords:
             if given.arg in _NOWHERE:
-                yield f"gives Where {given.arg}= in line {call.lineno}: {_NOWHERE[given.arg]}; give sms= only"
+                yield f"passes {given.arg}= to Where in line {call.lineno}: {_NOWHERE[given.arg]}; give sms= only"
 
     def problems(self) -> Iterator[str]:
         for each in self.walk:
             if isinstance(each, ast.Global | ast.Nonlocal):
                 name = each.names[0]
                 yield (
-                    f"declares `{type(each).__name__.lower()} {name}` in line {each.lineno}, and compiled code never "
-                    f"changes what is outside of it: keep the number in `own`, with @policy(state={{{name!r}: "
-                    f"0.0}}) and own.{name} here"
+                    f"declares `{type(each).__name__.lower()} {name}` in line {each.lineno}, but compiled code cannot "
+                    f"change variables outside of it: keep the number in `own`, with @policy(state={{{name!r}: 0.0}}) "
+                    f"and own.{name} here"
                 )
             if isinstance(each, ast.Import | ast.ImportFrom):
-                yield f"imports in line {each.lineno}: import `math` at the top of the file; nothing else can be used"
+                yield f"imports in line {each.lineno}: import `math` at the top of the file; no other can be used"
             if isinstance(each, ast.stmt | ast.expr) and (word := _TO_PYTHON.get(type(each).__name__)):
                 yield f"has `{word}` in line {each.lineno}: a policy is compiled; use if, for, numbers and `math`"
             if isinstance(each, ast.FunctionDef | ast.Lambda):
-                yield f"makes a function in line {each.lineno}: write it outside, with @numba.njit before it"
+                yield f"defines a function in line {each.lineno}: define it outside, with @numba.njit before it"
             if isinstance(each, ast.Call):
                 yield from self._where(each)
             if isinstance(each, ast.Attribute | ast.Subscript):
@@ -136,13 +135,13 @@ class _Look:
     def _field(self, node: ast.Attribute | ast.Subscript) -> Iterator[str]:
         above = self.above.get(node)
         if isinstance(above, ast.Attribute | ast.Subscript) and above.value is node:
-            return  # looked at as a whole
+            return  # the enclosing expression is checked as a whole
         written = not isinstance(node.ctx, ast.Load)
         root, *steps = _path(node)
         shown = f"`{ast.unparse(node)}` in line {node.lineno}"
         if not isinstance(root, ast.Name):
             if written:
-                yield f"writes {shown}: a policy writes fields of `own` only"
+                yield f"writes {shown}: a policy may write to fields of `own` only"
             return
         if root.id not in self.fields:
             module = self.outside.get(root.id)
@@ -150,24 +149,24 @@ class _Look:
                 yield f"uses {shown}, which the module {root.id} does not have"
             if written:
                 yield (
-                    f"writes {shown}: what is outside of a policy stays as it was when it was compiled; keep numbers "
-                    "in `own`, with @policy(state={…})"
+                    f"writes {shown}: values outside of a policy are fixed when it is compiled; keep numbers that "
+                    "change in `own`, with @policy(state={…})"
                 )
             return
         if written and root.id != "own":
             yield (
-                f"writes {shown}: {root.id} belongs to the core; keep numbers of the policy in `own`, with "
+                f"writes {shown}: {root.id} belongs to the core; keep the policy's numbers in `own`, with "
                 "@policy(state={…})"
             )
         yield from self._steps(root.id, steps, node)
         if written and not ROLES[self.role].writes:
             yield (
-                f"writes {shown}: {self.role} is asked any number of times, for predictions too; write in admit, tick "
-                "or done"
+                f"writes {shown}: {self.role} is called any number of times, also for predictions; write in admit, "
+                "tick or done"
             )
 
     def _steps(self, said: str, steps: list[Any], node: ast.Attribute | ast.Subscript) -> Iterator[str]:
-        """From a record to its fields, and from a field to its row for a model."""
+        """Follows a path from a record to its fields, and from a field to its entry for a model."""
         line, own = node.lineno, said == "own"
         fields: Any = self.fields[said]
         for step in steps:
@@ -179,37 +178,39 @@ class _Look:
             elif isinstance(step, ast.expr) and fields == PER_MODEL:
                 if not self._in_range(step):
                     yield (
-                        f"has `{said}[{ast.unparse(step)}]` in line {line}, which may lie outside: index with "
-                        f"job.model, or with a whole number from 0 to {PER_MODEL - 1}"
+                        f"has `{said}[{ast.unparse(step)}]` in line {line}, which may be out of range: index with "
+                        f"job.model, or with an integer from 0 to {PER_MODEL - 1}"
                     )
                     return
                 fields, said = None, f"{said}[…]"
             else:
-                kept = "; numbers for every model are declared with per_model={…}" if own else ""
-                yield f"has `{ast.unparse(node)}` in line {line}, and {said} is one number, or has named fields{kept}"
+                kept = "; declare numbers for each model with per_model={…}" if own else ""
+                yield f"has `{ast.unparse(node)}` in line {line}, but {said} is one number, or has named fields{kept}"
                 return
         if isinstance(fields, dict):
             some = ", ".join(f"{said}.{name}" for name in list(fields)[:4]) or "the names in params={…} of the policy"
-            yield f"uses `{said}` itself in line {line}: name one of its fields: {some}"
+            yield f"uses `{said}` as a whole in line {line}: use one of its fields, such as {some}"
         handed_on = isinstance(self.above.get(node), ast.Call) and isinstance(node.ctx, ast.Load)
         if fields == PER_MODEL and not handed_on:
-            yield f"uses `{said}` itself in line {line}, which is a number for every model: {said}[job.model]"
+            yield f"uses `{said}` as a whole in line {line}, which has one number per model: use {said}[job.model]"
 
     def _unknown(self, said: str, name: str, fields: dict[str, Any], line: int) -> str:
         near = difflib.get_close_matches(name, fields, 1)
-        hint = f"do you mean {said}.{near[0]}? " if near else ""
+        hint = f"did you mean {said}.{near[0]}? " if near else ""
         if said == "own":
             return (
-                f"uses own.{name} in line {line}, which there is not: {hint}declare it with its first value, "
-                f"state={{{name!r}: 0.0}}, or per_model for one for every model"
+                f"uses own.{name} in line {line}, which does not exist: {hint}Declare it with its first value, "
+                f"state={{{name!r}: 0.0}}, or in per_model for one number per model"
             )
         if said == "job.params":
             return (
-                f"uses job.params.{name} in line {line}, which there is not: {hint}declare it with the value for "
-                f"models "
-                f"that have none, @policy(params={{{name!r}: 1.0}})"
+                f"uses job.params.{name} in line {line}, which does not exist: {hint}Declare it with the default for "
+                f"models without it, @policy(params={{{name!r}: 1.0}})"
             )
-        return f"reads the field {said}.{name} in line {line}, which there is not: {hint}there are {', '.join(fields)}"
+        return (
+            f"reads the field {said}.{name} in line {line}, which does not exist: {hint}The fields are "
+            f"{', '.join(fields)}"
+        )
 
     def _in_range(self, index: ast.expr) -> bool:
         if isinstance(index, ast.Constant):
@@ -221,7 +222,7 @@ class _Look:
         return ast.unparse(index) == "job.model"
 
     def _binds_rows(self, name: str) -> bool:
-        """Whether all that the name is ever bound to are rows of models."""
+        """Whether every value ever assigned to the name is the row of a model."""
         found = False
         for each in self.walk:
             if not (isinstance(each, ast.Name) and each.id == name and not isinstance(each.ctx, ast.Load)):
@@ -259,15 +260,15 @@ class _Look:
                     yield f"calls `{ast.unparse(above.func)}` in line {line}: write fields of `own` as own.name = …"
                 return
             if isinstance(above, ast.Return) or (isinstance(self.tree, ast.Lambda) and self.tree.body is node):
-                return  # what it returns is looked at by its type
-            yield f"uses `{name}` itself in line {line}: use its fields, and hand numbers on to other functions"
+                return  # its type is checked when it is compiled
+            yield f"uses `{name}` as a whole in line {line}: use its fields, and pass numbers to other functions"
             return
         if name in self.local or hasattr(builtins, name):
             return
         if name not in self.outside:
             yield (
-                f"uses the name `{name}` in line {line}, which there is not: define it above, or declare it in "
-                f"state={{…}}"
+                f"uses the name `{name}` in line {line}, which is not defined: define it above, or declare it in "
+                "state={…}"
             )
             return
         yield from self._value(name, self.outside[name], line)
@@ -278,17 +279,16 @@ class _Look:
             if root in _CLOCKS:
                 yield f"asks `{name}` for the time in line {line}: the time is job.now_ns, or gpu.now_ns in tick"
             elif root not in _MODULES and not self._only_where(name):
-                yield f"uses the module `{name}` in line {line}: of modules there is `math` only"
+                yield f"uses the module `{name}` in line {line}: a policy can use no module but `math`"
         elif inspect.isfunction(value):
             yield f"calls `{name}` in line {line}, a plain function: write @numba.njit before its `def`"
         elif isinstance(value, np.ndarray | list | dict | set | bytearray):
             yield (
-                f"uses `{name}` in line {line}, a {type(value).__name__}, and compiled code would keep it as it "
-                f"was: use a "
-                "tuple of numbers for constants, and `own` for what changes"
+                f"uses `{name}` in line {line}, a {type(value).__name__}, whose contents compiled code would never see "
+                "change: use a tuple of numbers for constants, and `own` for numbers that change"
             )
         elif not _usable(value):
-            yield f"uses `{name}` in line {line}, a {type(value).__name__}: of what is outside it can use numbers only"
+            yield f"uses `{name}` in line {line}, a {type(value).__name__}: a policy can use only numbers from outside"
 
     # -- returning
 
@@ -304,12 +304,11 @@ class _Look:
                 yield f"returns None in line {each.lineno} where {needed} is needed"
             if not none and needed == "nothing":
                 yield (
-                    f"returns something in line {each.lineno}, and nobody reads what {self.role} returns: leave "
-                    f"it out"
+                    f"returns a value in line {each.lineno}, but {self.role} must return nothing: remove the value"
                 )
         if needed != "nothing" and _falls_through(self.tree.body):
             line = self.tree.body[-1].end_lineno
-            yield f"returns None in line {line} where {needed} is needed: it ends there without `return` in some cases"
+            yield f"returns None in line {line} where {needed} is needed: some path ends there without `return`"
 
 
 def _falls_through(body: list[ast.stmt]) -> bool:
@@ -320,11 +319,11 @@ def _falls_through(body: list[ast.stmt]) -> bool:
         return not last.orelse or _falls_through(last.body) or _falls_through(last.orelse)
     if isinstance(last, ast.While) and isinstance(last.test, ast.Constant) and last.test.value:
         return any(isinstance(each, ast.Break) for each in ast.walk(last))
-    return not isinstance(last, ast.With | ast.Try | ast.Match)  # which are refused for another reason
+    return not isinstance(last, ast.With | ast.Try | ast.Match)  # these statements are refused for another reason
 
 
 def _path(node: ast.expr) -> list[Any]:
-    """From the root: a name, then names of fields and indices."""
+    """The path from the root: a name, then names of fields and indices."""
     steps: list[Any] = []
     while isinstance(node, ast.Attribute | ast.Subscript):
         if isinstance(node, ast.Attribute):

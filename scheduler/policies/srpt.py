@@ -1,7 +1,7 @@
-"""Shortest remaining processing time first: the least mean latency. Long jobs may starve; `paella` bounds that.
+"""Shortest remaining processing time first: the lowest mean latency. Long jobs may starve; `paella` bounds that.
 
-A batch answers several requests at once, so its time counts per request (Smith's rule): ranked by time alone, lanes
-that hold little would always leave before full ones, and batches would never form.
+A batch answers several requests at once, so its time counts per request (Smith's rule). Ranked by time alone, lanes
+with few requests would always leave before full ones, and batches would never form.
 """
 
 from paellapy.scheduler.core.job import Job

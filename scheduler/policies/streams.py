@@ -1,4 +1,4 @@
-"""Everything at once, whole programs, and the hardware decides: CUDA streams, the baseline."""
+"""A baseline that stands for CUDA streams: all jobs at once, as whole programs, ordered by the hardware."""
 
 from paellapy.scheduler.core.job import Job
 from paellapy.scheduler.policies.policy import policy

@@ -1,8 +1,8 @@
-"""Tally (ASPLOS'25): best effort runs once high priority has been idle for 100 µs, in pieces, so that turnaround is
-short.
+"""Tally (ASPLOS'25): best effort runs once high priority has been idle for 100 µs, in short pieces.
 
-High priority is the highest seen. Tally slices kernels so that a piece ends within a chosen turnaround; here the
-pieces are the segments that a model was cut into when it was loaded (`quantum_us`), and turnaround is theirs.
+High priority is the highest priority seen. Tally slices kernels so that a piece ends within a chosen turnaround time.
+Here the pieces are the segments into which a model was cut when it was loaded (`quantum_us`), and their length is the
+turnaround time.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Gpu, Job, Own

@@ -1,4 +1,4 @@
-"""TGS (NSDI'23): best effort grows while top priority keeps the speed it has in ticks without. TGS counts arrivals."""
+"""TGS (NSDI'23): best effort grows while top priority keeps its speed alone. TGS itself measures arrival rates."""
 
 from paellapy.scheduler.core.job import DoneSegment, Gpu, Job, Own
 from paellapy.scheduler.policies.policy import policy
@@ -17,7 +17,7 @@ def done(job: Job, segment: DoneSegment, own: Own) -> None:
 
 def tick(gpu: Gpu, own: Own) -> None:
     speed, own.alone_ns, own.took_ns = own.alone_ns / max(own.took_ns, 1.0), 0.0, 0.0
-    rested, own.ticks = own.ticks == 0.0, (own.ticks + 1.0) % 10.0  # best effort rests in every tenth tick
+    rested, own.ticks = own.ticks == 0.0, (own.ticks + 1.0) % 10.0  # best effort pauses in every tenth tick
     own.best += 0.3 * (speed - own.best) * (rested and speed > 0.0)
     own.speed += 0.3 * ((speed if speed > 0.0 else own.best) - own.speed) * (not rested)
     own.rate = min(max(own.rate * (1.0 if rested else 1.1 if own.speed > 0.97 * own.best else 0.6), 1e-3), 4.0)

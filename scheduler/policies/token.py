@@ -1,15 +1,14 @@
 """Token (KubeShare, HPDC'20; Gemini, TCC'21): one model at a time, each with a guaranteed `request` and a hard `limit`.
 
-Both are parts of the GPU's time, given as params of the model. Who is furthest below its request goes first; who is at
-its limit waits, although the GPU idles. Here a turn is a segment, whose time is known, where Gemini hands out quotas of
-100 to 250 ms and predicts bursts; and what a model did not use in time it keeps for 2 ms, where theirs keep it for a
-window of seconds.
+Both are fractions of the GPU's time, given as params of the model. The model furthest below its request goes first; a
+model at its limit waits, even if the GPU is idle. Here a turn is a segment of known duration; Gemini hands out quotas
+of 100 to 250 ms and predicts bursts. A model keeps unused time for 2 ms; in Gemini for a window of seconds.
 """
 
 from paellapy.scheduler.core.job import DoneSegment, Job, Own
 from paellapy.scheduler.policies.policy import policy
 
-KEPT_NS = 2e6  # several segments of others, for which it may have had to wait
+KEPT_NS = 2e6  # several segments of other models, for which it may have had to wait
 
 
 def admit(job: Job, own: Own) -> float:

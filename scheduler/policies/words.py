@@ -1,4 +1,4 @@
-"""Why a policy does not compile, in words: Numba's reasons are written for those who know Numba."""
+"""Explains in plain words why a policy does not compile: Numba's own messages assume knowledge of Numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from numba.core.errors import NumbaError
 
 _LONGEST = 100
-# The interpreter's instruction is in the name: `return_value`, or `return_const` in Python 3.12 and 3.13.
+# The name contains the interpreter's instruction: `return_value`, or `return_const` in Python 3.12 and 3.13.
 _RETURNS = re.compile(r"No conversion from (.+?) to \w+ for '\$[\w.]*(?:return_(?:value|const)|load_const)")
 _RETURN_KINDS = re.compile(r"[cC]an'?t unify return type from the following types: (.+?)(?:\n|$)")
 _NO_NAME = re.compile(r"NameError: (?:global )?name '(\w+)' is not defined|Untyped global name '(\w+)'")
@@ -33,9 +33,9 @@ _WORDS = {
 
 
 def reason(error: NumbaError, needed: str, function: Any = None) -> str:
-    """What is wrong, to be read after the function's name; `needed` is what it must return.
+    """The reason, phrased to follow the function's name; `needed` is the kind of value it must return.
 
-    What there are no words for is shown as the line of the function that it is about.
+    An error without a known explanation is reported with the source line that caused it.
 
     >>> reason(NumbaError("No conversion from none to float64 for '$6return_value.1', defined at None"), "a number")
     'returns None where a number is needed'
@@ -46,18 +46,18 @@ def reason(error: NumbaError, needed: str, function: Any = None) -> str:
     if found := _RETURNS.search(text):
         return f"returns {_in_words(found[1])}{at} where {needed} is needed"
     if found := _TWO_KINDS.search(text):
-        return f"has {_in_words(found[1])} in one case and {_in_words(found[2])} in another{at}"
+        return f"has {_in_words(found[1])} in one case and {_in_words(found[2])} in another for the same variable{at}"
     if found := _APPLIES.search(text):
-        return f"applies `{found[1]}`{at} to what is not a number"
+        return f"applies `{found[1]}`{at} to a value that is not a number"
     if found := _RETURN_KINDS.search(text):
         kinds = sorted({_in_words(each.strip()) for each in _split(found[1])})
         return f"returns {' in one case and '.join(kinds)} in another, where {needed} is needed"
     if found := _NO_NAME.search(text):
-        return f"uses the name `{found[1] or found[2]}`{at}, which compiled code does not have"
+        return f"uses the name `{found[1] or found[2]}`{at}, which is not available in compiled code"
     if found := _NO_ATTRIBUTE.search(text):
         return f"uses `.{found[1]}`{at}, which {_in_words(found[2].strip())} does not have"
     source = _line(function, line)
-    return f"has something that cannot be compiled{at}" + (f", `{source}`" if source else "")
+    return f"has code that cannot be compiled{at}" + (f", `{source}`" if source else "")
 
 
 def _in_words(kind: str) -> str:
@@ -65,7 +65,7 @@ def _in_words(kind: str) -> str:
 
 
 def _split(kinds: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits at commas outside of brackets."""
     return re.split(r",\s*(?![^(\[]*[)\]])", kinds)
 
 

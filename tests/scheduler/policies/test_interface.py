@@ -238,7 +238,7 @@ def stopped(job: Any) -> float:
     return float(pp.Where(sms=0.5, preempt=True))
 
 
-@pytest.mark.parametrize(("function", "words"), [(blocks, "captured with its grids"), (stopped, "runs to its end")])
+@pytest.mark.parametrize(("function", "words"), [(blocks, "fixed grids"), (stopped, "runs to its end")])
 def test_what_cannot_be_placed_is_said(function: Any, words: str) -> None:
     with pytest.raises(PolicyError, match=rf"in line \d+: .*{words}.*give sms= only"):
         policy(place=function)(fifo)

@@ -267,8 +267,8 @@ def sometimes(job: Any) -> Any:
         (not_a_number, "returns nan"),
         (nothing, r"returns None in line \d+ where a number is needed"),
         (text, r"returns a str in line \d+ where a number is needed"),
-        (either, r"(has a str in one case and a number in another|returns a str) in line \d+"),
-        (measures, r"applies `len` in line \d+ to what is not a number"),
+        (either, r"(has a str in one case and a number in another|returns a str).* in line \d+"),
+        (measures, r"applies `len` in line \d+ to .*not a number"),
         (unknown, "size_of_the_moon"),
         (two, r"takes \(job, gpu, own\)"),
         (sometimes, r"returns None in line \d+ where a number is needed"),
@@ -291,7 +291,7 @@ def test_a_policy_that_does_not_return_is_refused(monkeypatch: pytest.MonkeyPatc
         return total
 
     monkeypatch.setattr(checks, "TIME_LIMIT_S", 6.0)
-    with pytest.raises(PolicyError, match="loop for ever"):
+    with pytest.raises(PolicyError, match="did not return within 6 s"):
         policy(endless)
 
 
@@ -304,9 +304,9 @@ def test_a_policy_that_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policy(active=0)(lambda job: job.batch), "active is at least 1, not 0"),
-        (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead is at least 1, not 0"),
-        (lambda: policy(active=1.5)(lambda job: job.batch), "active is a whole number, not 1.5"),  # type: ignore[call-overload]
+        (lambda: policy(active=0)(lambda job: job.batch), "active=0.*at least 1"),
+        (lambda: policy(look_ahead=0)(lambda job: job.batch), "look_ahead=0.*at least 1"),
+        (lambda: policy(active=1.5)(lambda job: job.batch), "active=1.5.*integer"),  # type: ignore[call-overload]
         (lambda: find_policy("nonesuch"), "no policy named 'nonesuch'"),
     ],
 )
