@@ -1,1 +1,1 @@
-"""What can be run: a model's description, its capture, its program in segments, its measured times, its memory."""
+"""Models: their description, capture, program in segments, measured times and memory."""

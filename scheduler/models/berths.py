@@ -1,8 +1,8 @@
-"""Berths: memory in which lanes of several models run by turns.
+"""Berths: memory in which lanes of several models take turns.
 
-What a batch in flight needs beside weights (inputs, outputs, scratch) is free again when it is done. So lanes of models
-that do not run at the same time share it: the weights of all models, and the largest lanes, bound what is held. Berths
-come in sizes of powers of two; a lane takes the least used one that is large enough.
+A batch in flight needs memory beside the weights: inputs, outputs, scratch. That memory is free again when the batch is
+done, so lanes of models that do not run at the same time share it. The memory in use is then bounded by the weights of
+all models and the largest lanes. Berth sizes are powers of two; a lane takes the least used berth that is large enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def rounded(nbytes: int) -> int:
-    """The next power of two.
+    """Rounds up to a power of two, at least 4096.
 
     >>> rounded(5000), rounded(1)
     (8192, 4096)
@@ -23,7 +23,7 @@ def rounded(nbytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Berth:
-    """`memory` is the device's own. `foreign_bytes`: what other libraries' allocators take for its lanes."""
+    """`memory` is the device's own. `foreign_bytes`: memory of other libraries' allocators for its lanes."""
 
     index: int
     nbytes: int
@@ -37,7 +37,7 @@ class Berth:
 
 
 class Berths:
-    """`make(nbytes)` makes a device's memory, with `free()`; `claim(nbytes)` has it counted first, and may refuse."""
+    """`make(nbytes)` allocates device memory with a method `free()`; `claim(nbytes)` counts it, and may refuse."""
 
     def __init__(self, make: Callable[[int], Any], claim: Callable[[int], None], give: Callable[[int], None]) -> None:
         self._make, self._claim, self._give = make, claim, give
@@ -50,7 +50,7 @@ class Berths:
     def choose(
         self, name: str, nbytes: int, foreign_bytes: int, count: int, most: int, spare: Callable[[int], bool]
     ) -> list[Berth]:
-        """Berths for a model's lanes: new ones up to `most` in all of this size, while their bytes can be spared."""
+        """Berths for a model's lanes. New ones are made, up to `most` of this size, while their bytes can be spared."""
         found: list[Berth] = []
         try:
             for _ in range(count):
@@ -80,7 +80,7 @@ class Berths:
         return chosen
 
     def leave(self, name: str) -> None:
-        """The model has no lanes any more: berths that nobody uses go."""
+        """Removes a model that has no lanes any more, and frees berths that no model uses."""
         for berth in list(self._all.values()):
             berth.users.discard(name)
             if not berth.users:

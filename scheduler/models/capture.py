@@ -1,4 +1,4 @@
-"""Captures: what stands in for the device while a model's function runs, and says clearly what it must not do."""
+"""Captures: stand-ins for the device while a model's function runs, with clear errors for forbidden operations."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _ROOT = Path(__file__).parents[2]
 _OURS = (
     f"{_ROOT / 'instrument'}{os.sep}",
     f"{_ROOT / 'scheduler'}{os.sep}",
-    str(_ROOT / "arrays.py"),  # the rest of that package are models like any user's
+    str(_ROOT / "arrays.py"),  # the other modules of that package are models like any user's
 )
 _LIBRARIES = tuple(
     f"site-packages{os.sep}{name}{os.sep}" for name in ("numpy", "triton", "cupy", "numba", "cuda", "torch")
 )
 _REMEDY = (
-    "a captured function only launches kernels: make constants part of the weights, read results from the outputs"
+    "a captured function only launches kernels: pass constants as weights, and read results from the outputs"
 )
 
 
 def users_line() -> str:
-    """Where in the user's code we are: the innermost frame that is neither ours nor a library's."""
+    """The current line of the user's code: the innermost frame that is neither ours nor a library's."""
     return _users_frame(traceback.extract_stack()) or "an unknown line"
 
 
 def users_line_of(error: BaseException) -> str:
-    """The line of the user's code that an error came through."""
+    """The line of the user's code from which an error came."""
     return _users_frame(traceback.extract_tb(error.__traceback__)) or "an unknown line"
 
 
@@ -56,7 +56,7 @@ def _users_frame(stack: traceback.StackSummary) -> str:
 
 
 class ModelCapture(Capture):
-    """A capture on behalf of one model: refusals name it."""
+    """A capture on behalf of one model, whose name its errors mention."""
 
     def __init__(self, model: Capturable) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ModelCapture(Capture):
 
     @contextlib.contextmanager
     def letting_through(self) -> Iterator[None]:
-        """Calls inside reach the device itself."""
+        """Lets calls inside the context reach the device itself."""
         self.passing = True
         try:
             yield
@@ -77,9 +77,9 @@ class ModelCapture(Capture):
 
 
 class Counting(ModelCapture):
-    """Counts what scratch memory a run asks for: the size of a lane's arena.
+    """Counts the scratch memory that a run asks for: the size of a lane's arena.
 
-    `computes`: launches run at once, for the libraries that would notice if they did not.
+    `computes`: launches run at once, for libraries that would notice if they did not.
     """
 
     def __init__(self, model: Capturable, device: Device, computes: bool = True) -> None:
@@ -91,7 +91,7 @@ class Counting(ModelCapture):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         with self.letting_through():
             array = self.device.empty(shape, dtype)
-        self._keep.append(array)  # the real arena gives nothing back before the end either
+        self._keep.append(array)  # the real arena frees nothing before the end either
         self.scratch_bytes += aligned(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         return array
 
@@ -112,7 +112,7 @@ class Counting(ModelCapture):
 
 
 class LaneCapture(ModelCapture):
-    """A capture into a lane: scratch memory comes from the lane's arena."""
+    """A capture into a lane, whose arena provides the scratch memory."""
 
     def __init__(self, lane: Lane, cuts: Cuts) -> None:
         super().__init__(lane.model)
@@ -126,7 +126,7 @@ class LaneCapture(ModelCapture):
             raise CaptureError(f"model {self.model.name!r} at {users_line()} {e}") from None
 
     def next_parts(self, part: Part | None) -> tuple[int, Sequence[Part | None]]:
-        """The number of this launch, and the slices it goes out in; what the user sliced stays as it is."""
+        """The number of this launch, and its slices. A launch that the user sliced stays as it is."""
         number, self.launches = self.launches, self.launches + 1
         if part is not None or number not in self.cuts:
             return number, [part]
@@ -144,11 +144,11 @@ class Recorded:
     first: int = 0
     target: Any = None
     source: Any = None
-    cost: BlockCost | None = None  # of somebody else's kernel
-    compute: Callable[[], None] | None = None  # what the host does in its place
+    cost: BlockCost | None = None  # the cost of another library's kernel
+    compute: Callable[[], None] | None = None  # a computation on the host that stands in for the kernel
 
     def run(self) -> Any:
-        """Computes the data; a launch's cost per block."""
+        """Computes the data; returns a launch's cost per block."""
         if self.launcher is not None:
             return self.launcher.evaluate(self.values, self.grid, self.first, self.node.blocks // self.node.cluster)
         if self.compute is not None:
@@ -158,13 +158,14 @@ class Recorded:
         return None
 
     def moved(self, move: Callable[[Any], Any]) -> Recorded:
-        """The same with other arrays: `move` says which."""
+        """The same item with other arrays, chosen by `move`."""
         return replace(self, values=move(self.values), target=move(self.target), source=move(self.source))
 
     def prepare(self) -> Callable[[], Any] | None:
-        """`run` with all done that can be done once: without its cost, and where floating-point warnings are off.
+        """A prepared `run`, with all work done that needs doing only once. It returns no cost and expects
+        floating-point warnings to be off.
 
-        None: there is nothing to do.
+        None: the item has nothing to do.
         """
         if self.launcher is not None:
             count = self.node.blocks // self.node.cluster
@@ -175,7 +176,7 @@ class Recorded:
         return self.run
 
     def block_cost(self) -> BlockCost | None:
-        """What a kernel's blocks cost, seen by running it; None for a copy."""
+        """The cost of a kernel's blocks, measured by running it; None for a copy."""
         counted = self.run()
         return self.cost if self.launcher is None else self.launcher.block_cost(counted, self.values)
 
@@ -185,7 +186,7 @@ def _same_memory(a: Any, b: Any) -> bool:
 
 
 class Recording(LaneCapture):
-    """The virtual GPU's capture: launches become a list."""
+    """The virtual GPU's capture, which records launches in a list."""
 
     def __init__(self, lane: Lane, cuts: Cuts) -> None:
         super().__init__(lane, cuts)
@@ -195,7 +196,7 @@ class Recording(LaneCapture):
         return super().empty(shape, dtype).view(GuardedArray)
 
     def compute(self, kernels: Sequence[tuple[Node, BlockCost]], function: Callable[[], None]) -> None:
-        """Kernels of another library: the host computes their data where the first of them starts."""
+        """Records kernels of another library: the host computes their data where the first of them starts."""
         for k, (node, cost) in enumerate(kernels):
             grid = (node.blocks, 1, 1)
             self.items.append(Recorded(node, grid=grid, cost=cost, compute=function if k == 0 else None))
@@ -240,7 +241,7 @@ class Recording(LaneCapture):
 
 
 class GuardedArray(VirtualArray):
-    """An array handed to a function under capture: kernels and views only, since nothing has been computed yet."""
+    """An array in a captured function. It allows kernels and views only, since nothing has been computed yet."""
 
     def _refuse(self, doing: str) -> Any:
         raise CaptureError(f"{doing} at {users_line()} while its launches are captured; {_REMEDY}")
@@ -267,7 +268,7 @@ class GuardedArray(VirtualArray):
         return int(self._refuse("reads a number from the GPU"))
 
     def __bool__(self) -> bool:
-        return bool(self._refuse("decides on data"))
+        return bool(self._refuse("branches on data"))
 
     def item(self, *args: Any) -> Any:
         return self._refuse("reads a number from the GPU")
@@ -285,7 +286,7 @@ class GuardedArray(VirtualArray):
         return self._view_of(super().reshape(*shape, **how), "copies an array on the host")
 
     def _view_of(self, found: Any, doing: str) -> Any:
-        """What was made of the array, if it is the same memory: what is copied now would be old at the next launch."""
+        """The result, if it is a view of the same memory. A copy made now would be stale at the next launch."""
         low, high = byte_bounds(self.view(np.ndarray))
         return found if not found.size or low <= found.ctypes.data < high else self._refuse(doing)
 
@@ -297,7 +298,7 @@ def _on_the_host(name: str) -> Callable[..., Any]:
     return method
 
 
-# Methods of an array that NumPy does not ask the two above about.
+# Methods of an array that do not go through the two NumPy protocols above.
 for _name in (
     "argpartition", "argsort", "astype", "byteswap", "choose", "compress", "copy", "fill", "flatten", "itemset",
     "nonzero", "partition", "put", "ravel", "repeat", "resize", "searchsorted", "sort", "take", "tobytes", "tofile",
@@ -307,7 +308,7 @@ for _name in (
 
 
 def _plain(value: Any) -> Any:
-    """Values as the replay needs them: arrays without the guard."""
+    """The value for the replay: arrays without the guard."""
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
     if isinstance(value, tuple):
@@ -327,7 +328,7 @@ def _text_digest(text: str) -> str:
 
 @contextlib.contextmanager
 def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
-    """Makes `capture` stand in for the device, in this thread."""
+    """Makes `capture` stand in for the device in this thread."""
     device.capture = capture
     try:
         with device:
@@ -337,7 +338,7 @@ def capturing(device: Device, capture: ModelCapture) -> Iterator[None]:
 
 
 def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arrays, batch: int, doing: str) -> None:
-    """Runs the model's function; whatever it raises names the model."""
+    """Runs the model's function; every error it raises names the model."""
     try:
         result = model.fn(dict(weights), dict(inputs), dict(outputs))
     except CaptureError as e:
@@ -349,5 +350,6 @@ def call_model(model: Capturable, weights: Arrays, inputs: Arrays, outputs: Arra
         raise CaptureError(f"model {model.name!r} failed at {where} {doing} at batch {batch}: {kind}{e}") from e
     if result is not None:
         raise CaptureError(
-            f"model {model.name!r}: fn returned a {type(result).__name__}; it writes its results into outputs"
+            f"model {model.name!r}: fn returned a {type(result).__name__}; write the results into `outputs` and return "
+            "None"
         )

@@ -1,7 +1,7 @@
-"""Graphs that somebody else captured, as models: PyTorch's, CuPy's, or a handle of the driver's.
+"""Models made from graphs that were captured elsewhere: by PyTorch, by CuPy, or through the driver.
 
-A graph reads and writes where it did when it was captured. So a model of it has one lane, takes whole tensors, and
-copies a request's inputs to where the graph reads, its outputs from where the graph writes.
+A graph reads and writes the addresses with which it was captured. So such a model has one lane and takes whole tensors;
+it copies a request's inputs to the graph's input addresses, and the outputs from its output addresses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Place:
 
 
 class ForeignGraph:
-    """A graph, where its inputs and outputs are, and what keeps them alive."""
+    """A graph, the places of its inputs and outputs, and references that keep them alive."""
 
     uses_torch = False
     stateful = False
@@ -45,35 +45,38 @@ class ForeignGraph:
 
     def place(self, model: str, device: Device) -> Arrays:
         if not device.name.startswith("cuda"):
-            raise ModelError(f"model {model!r} is a CUDA graph: it needs a GPU, and this engine has {device.title}")
+            raise ModelError(
+                f"model {model!r} is a CUDA graph: it needs an engine on a CUDA GPU, and this one runs on "
+                f"{device.title}"
+            )
         return {}
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def run(self, weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-        raise CaptureError("is a graph already: it is not captured again")
+        raise CaptureError("is already a captured graph and cannot be captured again")
 
 
 def graph_handle(name: str, graph: Any) -> int:
-    """The driver's handle of a captured graph that was not instantiated away."""
+    """The driver's handle of a captured graph that still exists beside its executable form."""
     if hasattr(graph, "raw_cuda_graph"):  # PyTorch
         try:
             return int(graph.raw_cuda_graph())
         except RuntimeError as e:
             raise ModelError(
-                f"model {name!r}: PyTorch has kept no more than the executable of this graph ({e}); make it with "
+                f"model {name!r}: PyTorch has kept only the executable form of this graph ({e}); create it with "
                 "torch.cuda.CUDAGraph(keep_graph=True)"
             ) from e
-    found = getattr(graph, "graph", graph)  # CuPy's graphs have their handle there
+    found = getattr(graph, "graph", graph)  # CuPy's graphs keep their handle in this attribute
     try:
         handle = int(found)
     except (TypeError, ValueError):
         handle = 0
     if handle <= 0:
         raise ModelError(
-            f"model {name!r}: a {type(graph).__name__} is no captured graph: give a torch.cuda.CUDAGraph made with "
-            "keep_graph=True, a graph of CuPy's, or the handle of a CUgraph"
+            f"model {name!r}: a {type(graph).__name__} is not a captured graph: give a torch.cuda.CUDAGraph made with "
+            "keep_graph=True, a graph of CuPy, or the handle of a CUgraph"
         )
     return handle
 
@@ -82,7 +85,9 @@ def _place(name: str, key: str, tensor: Any) -> Place:
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         if not (tensor.is_cuda and tensor.is_contiguous()):
-            raise ModelError(f"model {name!r}: {key!r} is not a contiguous tensor on the GPU, as a graph's tensors are")
+            raise ModelError(
+                f"model {name!r}: {key!r} is not a contiguous tensor on the GPU; give the graph's own tensor"
+            )
         shape, dtype, address = tuple(tensor.shape), numpy_dtype(torch, tensor.dtype), tensor.data_ptr()
     else:
         facts = getattr(tensor, "__cuda_array_interface__", None)
@@ -93,5 +98,7 @@ def _place(name: str, key: str, tensor: Any) -> Place:
             )
         shape, dtype, address = tuple(facts["shape"]), np.dtype(facts["typestr"]), facts["data"][0]
     if not math.prod(shape):
-        raise ModelError(f"model {name!r}: {key!r} is empty")
+        raise ModelError(
+            f"model {name!r}: {key!r} has shape {shape} and no elements; give the tensor that the graph uses"
+        )
     return Place(int(address), TensorSpec(shape or (1,), dtype), tensor)

@@ -1,6 +1,7 @@
-"""Weights off the GPU: in the host's memory up to a budget, beyond it in files.
+"""Weights that are not on the GPU: in host memory up to a budget, and in files beyond it.
 
-Who has to give way to a new one was brought to the GPU least recently. Its file is written once: weights do not change.
+New weights displace the weights that were brought to the GPU least recently. A model's file is written once, because
+weights do not change.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ Bytes = NDArray[np.uint8]
 @dataclass(slots=True)
 class _Kept:
     nbytes: int
-    host: Any = None  # a block of the host's memory, with an array `.host` over it
+    host: Any = None  # a block of host memory, with an array `.host` over it
     file: Path | None = None
 
 
 @dataclass(slots=True)
 class HostStore:
-    """`allocate` gives a block of memory with an array `host` and a method `free`: pinned, for a GPU."""
+    """`allocate` returns a block of memory with an array `host` and a method `free`; for a GPU the memory is pinned."""
 
     budget_bytes: int
     allocate: Callable[[int], Any]
-    folder: Path | None = None  # of files; None: a temporary one
+    folder: Path | None = None  # folder of the files; None: a temporary one
     file_bytes: int = field(default=0, init=False)
     held_bytes: int = field(default=0, init=False)
-    _kept: dict[str, _Kept] = field(default_factory=dict, init=False)  # least recently brought first
-    _own: bool = field(default=False, init=False)  # whether the folder goes with the store
+    _kept: dict[str, _Kept] = field(default_factory=dict, init=False)  # in order of use, least recently brought first
+    _own: bool = field(default=False, init=False)  # whether the folder is removed with the store
 
     def put(self, name: str, nbytes: int, fill: Callable[[Bytes], None]) -> None:
-        """Room for a model's weights, written by `fill`."""
+        """Stores a model's weights, which `fill` writes."""
         if name in self._kept:
-            raise MemoryPlanError(f"the weights of {name!r} are kept already")
+            raise MemoryPlanError(f"the weights of {name!r} are in the host store already; unload the model first")
         kept = _Kept(nbytes)
         if nbytes <= self.budget_bytes:
             self._make_room(nbytes)
@@ -63,15 +64,18 @@ class HostStore:
         self._kept[name] = kept
 
     def take(self, name: str) -> Bytes:
-        """The weights, to be brought to the GPU: in pinned memory if there is room, else mapped from their file."""
+        """The weights, to be brought to the GPU: in pinned memory if there is room, otherwise mapped from their file.
+        """
         kept = self._kept.pop(name)
-        self._kept[name] = kept  # the most recent
+        self._kept[name] = kept  # now the most recent
         if kept.host is not None:
             return kept.host.host[: kept.nbytes]  # type: ignore[no-any-return]
         assert kept.file is not None
         mapped = map_weights(kept.file).get("weights")
         if mapped is None or mapped.nbytes != kept.nbytes:
-            raise WeightFileError(f"{kept.file} does not hold the weights of {name!r} any more")
+            raise WeightFileError(
+                f"{kept.file} no longer holds the weights of {name!r}: unload the model and load it again"
+            )
         if self.held_bytes + kept.nbytes > self.budget_bytes:
             return mapped
         kept.host = self.allocate(kept.nbytes)
@@ -83,7 +87,7 @@ class HostStore:
         return "host" if self._kept[name].host is not None else "disk"
 
     def drop(self, name: str) -> None:
-        """Forget a model's weights."""
+        """Removes a model's weights."""
         kept = self._kept.pop(name, None)
         if kept is None:
             return
@@ -120,9 +124,9 @@ class HostStore:
         if shutil.disk_usage(self.folder).free < kept.nbytes:
             free = shutil.disk_usage(self.folder).free
             raise MemoryPlanError(
-                f"the weights of {name!r} fit neither into the host's memory ({readable_bytes(self.held_bytes)} of "
-                f"{readable_bytes(self.budget_bytes)} used, host_bytes) nor onto the disk under {self.folder} "
-                f"({readable_bytes(free)} free, {readable_bytes(kept.nbytes)} needed)"
+                f"the weights of {name!r} ({readable_bytes(kept.nbytes)}) fit neither into host memory "
+                f"({readable_bytes(self.held_bytes)} of host_bytes={readable_bytes(self.budget_bytes)} are in use) nor "
+                f"onto the disk under {self.folder} ({readable_bytes(free)} free): raise host_bytes or free disk space"
             )
         path = self.folder / f"{len(list(self.folder.iterdir()))}-{abs(hash(name))}.safetensors"
         write_weights(path, {"weights": array})

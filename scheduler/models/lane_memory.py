@@ -1,8 +1,8 @@
-"""Lanes and the plan of the GPU's memory, after Salus: weights stay, what a batch in flight needs is counted per lane.
+"""Lanes and the plan of the GPU's memory, after Salus: weights are counted once, batch memory is counted per lane.
 
     weights of every model  +  lanes of every model x (inputs, outputs, scratch)  <=  memory given to the engine
 
-A lane holds one batch in flight: pinned host slots a caller writes into, and one block of device memory. All batch
+A lane holds one batch in flight: pinned host slots that callers write into, and one block of device memory. All batch
 sizes of a lane share that block, since only one of them runs at a time.
 """
 
@@ -23,11 +23,11 @@ from paellapy.scheduler.models.berths import Berth
 from paellapy.scheduler.models.sizes import readable_bytes as _size
 from paellapy.scheduler.models.tensors import Capturable, TensorSpec
 
-ALIGN = 256  # what the CUDA driver aligns allocations to; kernels are specialised on 16
+ALIGN = 256  # the alignment of the CUDA driver's allocations; Triton specialises kernels on 16
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment; an empty array still has an address of its own.
+    """Rounds up to a multiple of the alignment, at least one, so that an empty array has its own address.
 
     >>> aligned(1), aligned(256)
     (256, 256)
@@ -36,7 +36,7 @@ def aligned(nbytes: int) -> int:
 
 
 class Bump:
-    """Offsets into a block of memory, one after the other; given back all at once."""
+    """Hands out consecutive offsets into a block of memory, which is freed as a whole."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity, self.used = capacity, 0
@@ -45,8 +45,8 @@ class Bump:
         offset, size = self.used, aligned(nbytes)
         if self.capacity is not None and offset + size > self.capacity:
             raise CaptureError(
-                f"asked for {offset + size:,} bytes of scratch memory where its first run needed {self.capacity:,}: "
-                "what it allocates must not change from run to run"
+                f"asked for {offset + size:,} bytes of scratch memory, but its first run needed {self.capacity:,}: "
+                "a model must allocate the same memory in every run"
             )
         self.used = offset + size
         return offset
@@ -56,14 +56,14 @@ class Memory(ABC):
     """A block of device memory, and pinned host memory beside it."""
 
     host: NDArray[np.uint8]
-    block: SharedBlock | None = None  # where the host memory is, if other processes may map it
+    block: SharedBlock | None = None  # the shared block of the host memory, if other processes may map it
 
     @abstractmethod
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array over part of the device's block."""
+        """An array over part of the device block."""
 
     def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """The device's array of a tensor whose slots are at `host_offset` of the host's block."""
+        """The device's array of a tensor whose slots are at `host_offset` of the host block."""
         return self.array(offset, shape, dtype)
 
     @abstractmethod
@@ -76,9 +76,9 @@ class LanePlan:
 
     device: dict[str, int]
     host: dict[str, int]
-    scratch: int  # where the arena starts in the device block
+    scratch: int  # start of the arena in the device block
     scratch_bytes: int
-    words: int  # where the completion words start in the pinned block
+    words: int  # start of the completion words in the pinned block
     n_words: int
     host_bytes: int
 
@@ -88,10 +88,10 @@ class LanePlan:
 
 
 def plan_lane(model: Capturable, scratch_bytes: int, segments: int) -> LanePlan:
-    """Inputs, outputs, then scratch; every tensor with room for the largest batch.
+    """Places inputs, outputs, then scratch; every tensor has room for the largest batch.
 
-    Beside the pinned tensors lies a completion word for each of up to `segments` segments, one for the whole, and a
-    word for each segment that says when its last kernel is all on the SMs.
+    Behind the pinned tensors lie a completion word for each of up to `segments` segments, one for the whole program,
+    and one word per segment that is set when all blocks of its last kernel are on the SMs.
     """
     device, host = Bump(), Bump()
     offsets: tuple[dict[str, int], dict[str, int]] = ({}, {})
@@ -103,7 +103,7 @@ def plan_lane(model: Capturable, scratch_bytes: int, segments: int) -> LanePlan:
 
 
 def tensors(model: Capturable) -> list[tuple[str, TensorSpec]]:
-    """Inputs and outputs under names that cannot meet: a model may call both of them "x"."""
+    """Inputs and outputs under names that cannot collide: a model may call both of them "x"."""
     return [(f"in:{k}", s) for k, s in model.inputs.items()] + [(f"out:{k}", s) for k, s in model.outputs.items()]
 
 
@@ -114,8 +114,8 @@ class Lane:
         self, index: int, model: Capturable, plan: LanePlan, memory: Memory, windows: tuple[int, ...] = ()
     ) -> None:
         self.index, self.model, self.plan, self.memory = index, model, plan, memory
-        self.windows = windows  # of SMs, to one of which it may be confined
-        self.berth: Berth | None = None  # whose memory it shares with other models' lanes
+        self.windows = windows  # windows of SMs, to one of which the lane may be confined
+        self.berth: Berth | None = None  # the berth that it shares with other models' lanes
         self.inputs = {k: self._host_view(f"in:{k}", s) for k, s in model.inputs.items()}
         self.outputs = {k: self._host_view(f"out:{k}", s) for k, s in model.outputs.items()}
 
@@ -126,7 +126,7 @@ class Lane:
 
     @property
     def draining(self) -> NDArray[np.uint64]:
-        """Per segment: when the last block of its last kernel started, where that kernel reports it; 0 before."""
+        """Per segment: when the last block of its last kernel started, if that kernel reports it; 0 before."""
         start = self.plan.words + 8 * self.plan.n_words
         return self.memory.host[start:][: 8 * (self.plan.n_words - 1)].view(np.uint64)
 
@@ -145,7 +145,7 @@ class Lane:
         return self.memory.tensor(self.plan.device[key], self.plan.host[key], (batch, *spec.shape), spec.dtype)
 
     def scratch(self, bump: Bump, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array of the lane's arena."""
+        """An array in the lane's arena."""
         nbytes = math.prod(shape) * dtype.itemsize
         return self.memory.array(self.plan.scratch + bump.take(nbytes), shape, dtype)
 
@@ -162,12 +162,12 @@ class Reservation:
 
 
 class MemoryPlan:
-    """Who holds how much of the memory given to the engine."""
+    """How much of the engine's memory each model holds."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._held: dict[str, Reservation] = {}
-        # Where weights come and go: what of them is on the GPU, and what each model does with its own.
+        # Set where weights come and go: the bytes of weights on the GPU, and the state of each model's weights.
         self.weights_on_gpu: Callable[[], int] | None = None
         self.lanes_held: Callable[[], int] | None = None
         self.account: Callable[[], dict[str, Any]] = dict
@@ -184,7 +184,7 @@ class MemoryPlan:
         return sum(r.lane_bytes * r.lanes for r in self._held.values())
 
     def note(self, name: str, reservation: Reservation) -> Reservation:
-        """What a model holds where others do the counting."""
+        """Records a model's memory that was counted elsewhere."""
         self._held[name] = reservation
         return reservation
 
@@ -194,7 +194,7 @@ class MemoryPlan:
         return self.weights_on_gpu() if self.weights_on_gpu else sum(r.weights_bytes for r in self._held.values())
 
     def __call__(self) -> dict[str, Any]:
-        """The account, step by step: what the engine may use, what lanes and weights hold, and where each model is."""
+        """The account: the engine's budget, the bytes of lanes and weights, and the state of each model."""
         models = {
             name: {"weights_bytes": r.weights_bytes, "lanes": r.lanes, "lane_bytes": r.lane_bytes}
             for name, r in self.reservations.items()
@@ -216,8 +216,8 @@ class MemoryPlan:
         return dict(self._held)
 
     def reserve(self, name: str, weights_bytes: int, lane_bytes: int, wanted: int, least: int = 1) -> Reservation:
-        """Memory for the weights and up to `wanted` lanes, at least `least`; refused with the figures otherwise."""
-        # Weights that can leave are no reason to refuse: the core finds who does.
+        """Reserves memory for the weights and `least` to `wanted` lanes; MemoryPlanError if they do not fit."""
+        # Weights that can be evicted do not count here: the core chooses which ones leave.
         free = self.budget_bytes - (self.lanes_bytes if self.weights_on_gpu else self.held_bytes)
         lanes = min(wanted, max(0, free - weights_bytes) // max(1, lane_bytes)) if weights_bytes <= free else 0
         if lanes < least:

@@ -1,4 +1,4 @@
-"""`Model`: what a user hands to the engine. A function that launches kernels, and the tensors around it."""
+"""`Model`: a function that launches kernels, with its tensors, as a user passes it to the engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["Arrays", "Model", "ModelFunction", "TensorSpec"]
 class Model:
     """A model to be served: `fn(weights, inputs, outputs)` launches kernels over three dicts of device arrays.
 
-    Inputs and outputs have the batch as their leading axis. The function runs for every batch size, and on a real GPU
-    for every lane, while what it launches is captured, so it must not wait, copy to the host or depend on data;
-    `pp.empty` inside it takes scratch memory from the lane.
+    Inputs and outputs have the batch as their leading axis. The function is captured once per batch size, and on a real
+    GPU once per lane, so it must not wait for the GPU, copy to the host or branch on data; `pp.empty` inside it takes
+    scratch memory from the lane.
 
     >>> def double(weights, inputs, outputs):
     ...     scale[(1,)](inputs["x"], outputs["y"], 2.0, N=64)
     >>> model = Model("double", double, inputs={"x": TensorSpec((64,))}, outputs={"y": TensorSpec((64,))}, batch=(1,))
     """
 
-    quantum_us: float | None = None  # about how long a segment takes; None: as the engine has it
+    quantum_us: float | None = None  # approximate duration of a segment; None: the engine's quantum
 
     def __init__(
         self,
@@ -53,14 +53,15 @@ class Model:
         params: Mapping[str, float] | None = None,
         resident: bool | str = "auto",
     ) -> None:
-        """`target_ms` is the latency a request asks for unless it names a deadline; larger `priority` goes first.
+        """`target_ms` is the target latency of requests without a deadline; models with larger `priority` go first.
 
-        `share` is the part of the GPU's time a fair policy gives it, relative to the others. `lanes` is how many
-        batches may be in flight at once; by default as many as the engine runs, or as fit its memory.
-        `params` are numbers for policies, by name: `params={"request": 0.3, "limit": 0.6}` under the policy `token`.
+        `share` is the model's share of the GPU's time under a fair policy, relative to other models. `lanes` is the
+        number of batches that may be in flight at once; the default is as many as the engine runs, or as fit its
+        memory. `params` are numbers for policies, by name: `params={"request": 0.3, "limit": 0.6}` under the policy
+        `token`.
 
-        `weights` are arrays by name, or a safetensors file. `resident`, where an engine has more models than memory:
-        "auto", on the GPU by demand; True, always; False, only while requests wait or run.
+        `weights` are arrays by name, or a safetensors file. `resident` matters in an engine with more models than
+        memory: "auto" keeps the weights on the GPU on demand, True always, False only while requests wait or run.
         """
         self._settle(name, batch, target_ms, priority, share, lanes, params or {})
         self._set_resident(resident)
@@ -74,20 +75,23 @@ class Model:
         self.ranges = {key: spec for key, spec in self.inputs.items() if spec.has_range}
         arrays = weights if isinstance(weights, Mapping) else {}
         self.weights = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
-        self.source = None if isinstance(weights, Mapping) else weights  # of weights that are no arrays
+        # the file or module that holds the weights, if they are not arrays
+        self.source = None if isinstance(weights, Mapping) else weights
 
     def _settle(
         self, name: str, batch: Sequence[int], target_ms: float | None, priority: int, share: float, lanes: int | None,
         params: Mapping[str, float],
     ) -> None:  # fmt: skip
         if not isinstance(name, str) or not name:
-            raise ModelError(f"a model's name is a text that is not empty, not {name!r}")
+            raise ModelError(f"model name {name!r}: the name must be a non-empty string")
         if target_ms is not None and not 0 < target_ms < math.inf:
-            raise ModelError(f"model {name!r}: target_ms={target_ms}; a target is above zero")
+            raise ModelError(f"model {name!r}: target_ms={target_ms}; the target must be finite and above 0")
         if not 0 < share < math.inf:
-            raise ModelError(f"model {name!r}: share={share}; a share is above zero")
+            raise ModelError(f"model {name!r}: share={share}; the share must be finite and above 0")
         if lanes is not None and (not isinstance(lanes, int) or lanes < 1):
-            raise ModelError(f"model {name!r}: lanes={lanes!r}; there is at least one")
+            raise ModelError(
+                f"model {name!r}: lanes={lanes!r}; the number of lanes must be an integer of at least 1, or None"
+            )
         self.name, self.batch = name, _batch(name, batch)
         self.target_ms, self.priority, self.share, self.lanes = target_ms, int(priority), float(share), lanes
         try:
@@ -97,7 +101,7 @@ class Model:
 
     def _set_resident(self, resident: bool | str) -> None:
         if resident not in ("auto", True, False):
-            raise ModelError(f"model {self.name!r}: resident={resident!r}; give 'auto', True or False")
+            raise ModelError(f"model {self.name!r}: resident={resident!r}; it must be 'auto', True or False")
         self.resident = resident
 
     def changed(
@@ -112,9 +116,9 @@ class Model:
         params: Mapping[str, float] | None = None,
         resident: bool | str | None = None,
     ) -> Self:
-        """The same model with other settings; what is None stays as it is."""
+        """The same model with other settings; a setting that is None is not changed."""
         made = copy.copy(self)
-        if getattr(self.fn, "__self__", None) is self:  # a method of the model: the new one's from now on
+        if getattr(self.fn, "__self__", None) is self:  # fn is a method of this model: bind it to the new one
             made.fn = getattr(made, self.fn.__name__)
         made._settle(
             self.name if name is None else name,
@@ -144,12 +148,13 @@ class Model:
     ) -> Self:
         """A PyTorch module, or a function of tensors, as a model.
 
-        `example_inputs` is a tensor, a tuple of them, or a dict (passed by name), the batch first. `dtype` converts the
-        weights and floating-point inputs; `autocast` runs it under torch.autocast of that type; `channels_last` lays
-        out images so; `compile` runs it through torch.compile. `batch`, `target_ms` and the rest are as ever.
+        `example_inputs` is a tensor, a tuple of tensors, or a dict (passed by name), with the batch first. `dtype`
+        converts the weights and floating-point inputs; `autocast` runs the module under torch.autocast with that type;
+        `channels_last` selects that memory layout for images; `compile` runs the module through torch.compile. `batch`,
+        `target_ms` and the other options are those of `Model`.
 
-        The module is evaluated as after `eval()`, and stays as it is. Weights that are not converted or moved are in
-        the same memory: training it later changes what the model answers.
+        The module runs as after `eval()`, and the caller's module is not changed. Weights that are not converted or
+        moved share memory with it: training it later changes the model's answers.
 
             pp.Model.from_torch(resnet18(), torch.zeros(1, 3, 224, 224), name="resnet18", dtype=torch.float16)
         """
@@ -166,9 +171,9 @@ class Model:
     ) -> Self:
         """A CUDA graph that was captured elsewhere, cut and scheduled like any model.
 
-        `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)`, a graph of CuPy's, or the handle of a `CUgraph`. `inputs`
-        and `outputs` name the arrays on the GPU that it reads and writes; a request has inputs of their shapes. It has
-        one lane, since the graph has one set of arrays.
+        `graph` is a `torch.cuda.CUDAGraph(keep_graph=True)`, a graph of CuPy, or the handle of a `CUgraph`. `inputs`
+        and `outputs` name the GPU arrays that it reads and writes; the inputs of a request have the shapes of these
+        arrays. The model has one lane, since the graph has one set of arrays.
 
             pp.Model.from_graph(graph, inputs={"x": x}, outputs={"y": y}, name="net")
         """
@@ -180,21 +185,21 @@ class Model:
 
     @property
     def uses_torch(self) -> bool:
-        """Whether its function calls PyTorch."""
+        """Whether the model's function calls PyTorch."""
         return self.source is not None and self.source.uses_torch
 
     @property
     def stateful(self) -> bool:
-        """Whether its function changes the weights: then one lane of it runs at a time."""
+        """Whether the model's function changes the weights; if so, only one of its lanes runs at a time."""
         return self.source is not None and self.source.stateful
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
-        """What is run inside, to load the model, leaves its weights as they were."""
+        """A context in which runs of the function, made to load the model, leave the weights unchanged."""
         return contextlib.nullcontext() if self.source is None else self.source.preserved()
 
     @property
     def weights_bytes(self) -> int:
-        """Memory that the weights take, once for all lanes."""
+        """Memory of the weights, which all lanes share."""
         return sum(array.nbytes for array in self.weights.values()) if self.source is None else self.source.nbytes
 
     def place(self, device: Device) -> Arrays:
@@ -204,7 +209,7 @@ class Model:
         return {name: device.array(value) for name, value in self.weights.items()}
 
     def weight_parts(self) -> list[NDArray[np.uint8]]:
-        """The bytes of each tensor that is in memory of its own; none where the model changes it."""
+        """The bytes of each tensor that has its own memory; empty if the model changes its weights."""
         if self.stateful:
             return []
         if self.source is not None:
@@ -212,7 +217,7 @@ class Model:
         return [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in self.weights.values()]
 
     def place_over(self, device: Device, range: WeightRange) -> Arrays:
-        """As `place`, in a range of addresses: of the parts, in their order."""
+        """As `place`, in an address range that holds the parts in their order."""
         if isinstance(self.source, MovableWeights):
             byte = np.dtype(np.uint8)
             offsets = range.layout.offsets
@@ -231,15 +236,15 @@ class Model:
 
 def _specs(model: str, what: str, given: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     if not given:
-        raise ModelError(f"model {model!r} has no {what}: name at least one tensor")
+        raise ModelError(f"model {model!r} has no {what}: give at least one tensor by name")
     for key, spec in given.items():
         if not isinstance(spec, TensorSpec):
-            raise ModelError(f"model {model!r}, {what}[{key!r}] is a {type(spec).__name__}: give a TensorSpec")
+            raise ModelError(f"model {model!r}, {what}[{key!r}] is a {type(spec).__name__}: it must be a TensorSpec")
     return dict(given)
 
 
 def _batch(model: str, given: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(given) if isinstance(given, Iterable) else ()
     if not sizes or any(not isinstance(b, int) or b < 1 for b in sizes) or list(sizes) != sorted(set(sizes)):
-        raise ModelError(f"model {model!r}: batch={given!r}; give whole numbers from 1 up, each larger than the last")
+        raise ModelError(f"model {model!r}: batch={given!r}; the batch sizes must be increasing integers from 1 up")
     return sizes

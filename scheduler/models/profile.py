@@ -1,4 +1,4 @@
-"""Profiles: how a program is cut and what each piece takes, measured once alone on the GPU and kept on disk."""
+"""Profiles: a program's segments and their times, measured once alone on the GPU and kept on disk."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _FORMAT = "7"
 
 @dataclass(frozen=True, slots=True)
 class ProgramProfile:
-    """One model at one batch size."""
+    """The profile of one model at one batch size."""
 
     batch: int
     bounds: tuple[tuple[int, int], ...]
     segments: tuple[SegmentProfile, ...]
-    whole_ns: float  # all of it as one launch
+    whole_ns: float  # the whole program as one launch
     cuts: Cuts  # kernels that are launched in slices
     chain: bool
-    demand: float = 0.0  # part of the GPU it keeps busy: time at saturation ÷ time alone; 0: not measured
-    together: int = 0  # with so many at once
-    window_ns: float = 0.0  # all of it inside one window of SMs; 0: it cannot be confined
+    demand: float = 0.0  # part of the GPU that the program keeps busy: time at saturation ÷ time alone; 0: not measured
+    together: int = 0  # number of lanes that ran at once for `demand`
+    window_ns: float = 0.0  # the whole program inside one window of SMs; 0: it cannot be confined
     shares: bool = False  # whether the segments' `compute` and `memory` were measured
-    # For each segment: the first bytes of the weights that it and those before it need. Not kept: it depends on where
-    # this model has its weights.
+    # For each segment: how many bytes, from the start of the weights, it and the segments before it need. Not stored:
+    # the number depends on where this model has its weights.
     needs: tuple[int, ...] = ()
 
     def with_needs(self, needs: Sequence[int]) -> ProgramProfile:
@@ -41,21 +41,21 @@ class ProgramProfile:
 
     @property
     def stretch_in_window(self) -> float:
-        """How many times as long it takes inside a window of SMs; infinite where it cannot be confined."""
+        """Time inside a window of SMs ÷ time on the whole GPU; infinite if the program cannot be confined."""
         return self.window_ns / self.whole_ns if self.window_ns > 0.0 else math.inf
 
     @property
     def segmented_ns(self) -> float:
-        """All segments, one after the other."""
+        """Time of all segments, one after the other."""
         return sum(s.time_ns for s in self.segments)
 
     def tail_ns(self, done: int) -> float:
-        """What remains after `done` segments."""
+        """Remaining time after `done` segments."""
         return sum(s.time_ns for s in self.segments[done:])
 
 
 def segment_profile(nodes: Sequence[Node], waves: Sequence[int], time_ns: float, limits: SmLimits) -> SegmentProfile:
-    """What a segment's largest kernel keeps on the SMs at once; copies alone count as the least of kernels."""
+    """The resources on the SMs of a segment's largest kernel; a segment of copies counts as the smallest kernel."""
     time_ns = max(time_ns, 1.0)
     kernels = [(node, min(node.blocks, wave)) for node, wave in zip(nodes, waves, strict=True) if node.kind == "kernel"]
     if not kernels:
@@ -68,7 +68,7 @@ def segment_profile(nodes: Sequence[Node], waves: Sequence[int], time_ns: float,
 
 
 def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, queue_limit: int) -> ModelProfile:
-    """What the core and simulations need to know of a loaded model."""
+    """The facts about a loaded model that the core and simulations need."""
     return ModelProfile(
         model.name,
         {each.batch: each.segments for each in programs},
@@ -88,7 +88,7 @@ def model_profile(model: Model, programs: Sequence[ProgramProfile], lanes: int, 
 
 
 def key(content: str, fingerprint: str, quantum_ns: float) -> str:
-    """What a stored profile depends on: the program, the GPU with its driver, our versions, and the quantum."""
+    """The key of a stored profile: the program, the GPU with its driver, our versions, and the quantum."""
     return cache.digest(
         "program profile", _FORMAT, content, fingerprint, json.dumps(versions(), sort_keys=True), repr(quantum_ns)
     )
@@ -99,7 +99,7 @@ def store(where: str, profile: ProgramProfile) -> None:
 
 
 def load(where: str) -> ProgramProfile | None:
-    """A stored profile; None where there is none, or one that cannot be read."""
+    """A stored profile; None if there is none or it cannot be read."""
     data = cache.read(where)
     if data is None:
         return None

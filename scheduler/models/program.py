@@ -1,4 +1,4 @@
-"""A program: what one lane's captured function does, node by node, as every device describes it."""
+"""A program: the nodes that one lane's captured function launches, in a form that is the same for every device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paellapy.scheduler.models.tensors import Capturable
 
 NodeKind = Literal["kernel", "h2d", "d2h", "d2d", "memset", "other"]
 Part = tuple[int, int]  # first block and number of blocks of a slice
-Cuts = dict[int, tuple[Part, ...]]  # number of our launch → the slices it is launched in
-Marks = dict[tuple[int, Part | None], int]  # our launch, or a slice of it → the segment it is the last kernel of
+Cuts = dict[int, tuple[Part, ...]]  # number of our launch → the slices in which it is launched
+Marks = dict[tuple[int, Part | None], int]  # our launch, or a slice of it → the segment whose last kernel it is
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One kernel or copy of a program, with what it takes from the GPU."""
+    """One kernel or copy of a program, with the resources it takes on the GPU."""
 
     kind: NodeKind
     name: str = ""
@@ -27,12 +27,12 @@ class Node:
     threads: int = 0  # per block
     registers: int = 0  # per thread
     shared_bytes: int = 0  # per block
-    nbytes: int = 0  # of a copy
-    launch: int = -1  # number of our launch in the program; -1: somebody else's kernel, or a copy
+    nbytes: int = 0  # size of a copy
+    launch: int = -1  # number of our launch in the program; -1: a copy, or a kernel of another library
     part: Part | None = None
     cluster: int = 1
     divisible: bool = False  # whether it may be cut into slices of blocks
-    digest: str = ""  # of the kernel's code, where we know it
+    digest: str = ""  # digest of the kernel's code, where it is known
 
     def wave_blocks(self, limits: SmLimits, sms: int) -> int:
         """Blocks of this kernel that the whole GPU holds at once."""
@@ -41,20 +41,20 @@ class Node:
 
 @dataclass(slots=True)
 class Program:
-    """One lane's captured work at one batch size. `body` is the device's own: a CUDA graph or a list of launches."""
+    """One lane's captured work at one batch size. `body` is device-specific: a CUDA graph or a list of launches."""
 
     model: Capturable
     lane: int
     batch: int
     nodes: list[Node]  # in an order that respects every dependency
-    chain: bool  # each node follows the one before it, and nothing else
+    chain: bool  # whether each node depends on the node before it and on no other
     body: Any
     keep: list[Any] = field(default_factory=list)
-    marks: Marks = field(default_factory=dict)  # kernels that say when all their blocks are on the SMs
+    marks: Marks = field(default_factory=dict)  # kernels that report when all their blocks are on the SMs
     _content: str = field(default="", init=False, repr=False)
 
     def content(self) -> str:
-        """A digest of what the program does, the same for every lane."""
+        """A digest of the program's work, equal for all lanes."""
         if not self._content:
             self._content = content_digest(self.nodes)
         return self._content
@@ -71,7 +71,7 @@ def content_digest(nodes: Iterable[Node]) -> str:
 
 
 def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Marks:
-    """Which of our launches end a segment that another follows; only copies may come after them."""
+    """Our launches that end a segment which is not the last one; only copies may follow them in the segment."""
     marks: Marks = {}
     for k, (first, end) in enumerate(bounds[:-1]):
         for node in reversed(nodes[first:end]):
@@ -85,5 +85,5 @@ def last_kernels(nodes: Sequence[Node], bounds: Sequence[tuple[int, int]]) -> Ma
 
 
 def our_launches(nodes: Sequence[Node]) -> dict[int, Node]:
-    """Our launches that were captured whole, by number."""
+    """Our launches that were captured unsliced, by number."""
     return {node.launch: node for node in nodes if node.launch >= 0 and node.part is None}

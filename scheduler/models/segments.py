@@ -1,7 +1,7 @@
-"""Where to cut a program: into segments of about one quantum, long kernels into slices of whole waves.
+"""Where to cut a program: into segments of about one quantum, and long kernels into slices of whole waves.
 
-Pure functions over measured times. A segment boundary costs a graph launch (2–5 % at 24 nodes a segment on an H200), a
-slice of less than a wave costs more (26 %), so neither is made smaller than it must be.
+These are pure functions over measured times. A segment boundary costs a graph launch (2–5 % at 24 nodes a segment on an
+H200), and a slice of less than a wave costs more (26 %), so neither is made smaller than necessary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paellapy.scheduler.models.program import Cuts, Node, Part
 
 
 def cut(times_ns: Sequence[float], quantum_ns: float) -> list[tuple[int, int]]:
-    """Runs of consecutive nodes, each as near to one quantum as its neighbours allow: (first, past the last).
+    """Runs of consecutive nodes, each as close to one quantum as possible, as pairs (first, past the last).
 
     >>> cut([10, 10, 10, 10, 90, 10], 20)
     [(0, 2), (2, 4), (4, 5), (5, 6)]
@@ -24,7 +24,7 @@ def cut(times_ns: Sequence[float], quantum_ns: float) -> list[tuple[int, int]]:
     segments, first, length = [], 0, float(times_ns[0])
     for i in range(1, len(times_ns)):
         grown = length + times_ns[i]
-        # Stop here, or take one more: whichever ends nearer to the quantum.
+        # Stop here or take one more node, whichever ends closer to the quantum.
         if grown > quantum_ns and grown - quantum_ns > quantum_ns - length:
             segments.append((first, i))
             first, length = i, float(times_ns[i])
@@ -37,7 +37,7 @@ def cut(times_ns: Sequence[float], quantum_ns: float) -> list[tuple[int, int]]:
 def _without_crumbs(
     segments: list[tuple[int, int]], times_ns: Sequence[float], quantum_ns: float
 ) -> list[tuple[int, int]]:
-    """Joins a piece of under a quarter quantum (a last small copy, say) to the shorter of its neighbours."""
+    """Joins each piece of less than a quarter quantum, such as a small copy at the end, to its shorter neighbour."""
 
     def length(segment: tuple[int, int]) -> float:
         return float(sum(times_ns[segment[0] : segment[1]]))
@@ -56,7 +56,7 @@ def _without_crumbs(
 
 
 def slices(blocks: int, wave: int, time_ns: float, quantum_ns: float, slice_quanta: float) -> tuple[Part, ...]:
-    """How a kernel is launched in pieces of whole waves of about one quantum; one piece up to `slice_quanta` quanta.
+    """Slices of whole waves, of about one quantum each; a kernel of up to `slice_quanta` quanta stays in one piece.
 
     >>> slices(blocks=1024, wave=264, time_ns=200_000, quantum_ns=50_000, slice_quanta=2)
     ((0, 264), (264, 264), (528, 264), (792, 232))
@@ -72,7 +72,7 @@ def slices(blocks: int, wave: int, time_ns: float, quantum_ns: float, slice_quan
 def plan_slices(
     nodes: Sequence[Node], times_ns: Sequence[float], waves: Sequence[int], quantum_ns: float, slice_quanta: float
 ) -> Cuts:
-    """The slices of every kernel of ours that is worth cutting."""
+    """The slices of each of our kernels that is worth cutting."""
     cuts: Cuts = {}
     for node, time_ns, wave in zip(nodes, times_ns, waves, strict=True):
         if node.divisible and node.part is None:
@@ -83,7 +83,7 @@ def plan_slices(
 
 
 def topological(n: int, edges: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-    """An order that respects every edge, the earliest node first where there is a choice; and whether it is a chain.
+    """An order that respects every edge, preferring the earliest node, and whether the graph is a chain.
 
     >>> topological(3, [(2, 1), (1, 0)])
     ([2, 1, 0], True)
@@ -105,5 +105,7 @@ def topological(n: int, edges: Sequence[tuple[int, int]]) -> tuple[list[int], bo
             if not waiting[follower]:
                 heapq.heappush(ready, follower)
     if len(order) != n:
-        raise CaptureError("the captured graph has a cycle; report this: a capture cannot make one")
+        raise CaptureError(
+            "the captured graph has a cycle, which no capture can produce: please report this as a bug of paellapy"
+        )
     return order, chain

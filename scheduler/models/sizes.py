@@ -1,10 +1,11 @@
-"""Bytes in words."""
+"""Numbers of bytes as readable text."""
 
 from __future__ import annotations
 
 
 def readable_bytes(nbytes: int) -> str:
-    """
+    """A number of bytes with a fitting unit.
+
     >>> readable_bytes(3 << 20), readable_bytes(12)
     ('3.0 MiB', '12 B')
     """

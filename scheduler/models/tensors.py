@@ -1,4 +1,4 @@
-"""Tensors around a model's function: their shapes and types, and what captures and lanes ask of a model."""
+"""The tensors of a model's function, their shapes and types, and the parts of a model that captures and lanes use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ModelFunction = Callable[[Arrays, Arrays, Arrays], None]
 
 @dataclass(frozen=True, slots=True, init=False)
 class TensorSpec:
-    """Shape and element type of one tensor of one request: without the batch dimension.
+    """Shape and element type of one tensor of one request, without the batch dimension.
 
-    `low` and `high`, the least and the largest value that an input takes, are checked before it runs: a GPU does not
-    notice that an index is beyond its table until the device is lost.
+    `low` and `high`, the smallest and the largest value of an input, are checked before it runs: a GPU that reads
+    beyond a table may fail for all requests, and does not report which index was wrong.
 
     >>> TensorSpec((3, 8), "float16").nbytes
     48
@@ -47,20 +47,22 @@ class TensorSpec:
     ) -> None:
         extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         if not all(isinstance(n, int | np.integer) and n > 0 for n in extents):
-            raise ModelError(f"a tensor of shape {shape!r}: extents are whole numbers above zero")
+            raise ModelError(f"shape={shape!r}: a tensor's extents must be integers above 0")
         object.__setattr__(self, "shape", tuple(int(n) for n in extents))
         try:
             object.__setattr__(self, "dtype", np.dtype(dtype))
         except TypeError:
-            raise ModelError(f"a tensor of {dtype!r}: that is no element type; give one of NumPy's") from None
+            raise ModelError(f"dtype={dtype!r}: a tensor's element type must be one of NumPy's") from None
         for name, value in (("low", low), ("high", high)):
             if value is not None and (not isinstance(value, Real) or isinstance(value, bool) or value != value):
-                raise ModelError(f"a tensor with {name}={value!r}: a bound is a number, or None")
+                raise ModelError(f"{name}={value!r}: a bound must be a number, or None")
             object.__setattr__(self, name, value)
         if low is not None and high is not None and low > high:
-            raise ModelError(f"a tensor with low={low} and high={high}: no value lies between them")
+            raise ModelError(f"low={low} and high={high}: `low` must not be above `high`")
         if (low is not None or high is not None) and self.dtype.kind not in "iuf":
-            raise ModelError(f"a tensor of {self.dtype.name} with a range: only whole and real numbers have one")
+            raise ModelError(
+                f"dtype {self.dtype.name} cannot have low or high: only integers and real numbers have a range"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -72,11 +74,11 @@ class TensorSpec:
 
     @property
     def neutral(self) -> float:
-        """The value next to zero that is in the range: what a trial run is given."""
+        """The value in the range that is closest to zero, used for trial runs."""
         return min(max(0, -np.inf if self.low is None else self.low), np.inf if self.high is None else self.high)
 
     def outside(self, array: NDArray[Any]) -> str | None:
-        """What is wrong with values that are not in the range; None: nothing is. Not-a-number is in no range.
+        """Describes the first value outside the range; None if there is none. Not-a-number is outside every range.
 
         >>> TensorSpec((2,), "int64", low=0, high=9).outside(np.array([3, 11]))
         'has the value 11; it takes 0 to 9'
@@ -100,7 +102,7 @@ class TensorSpec:
 
 
 class Capturable(Protocol):
-    """A model as captures, lanes and programs see it: `Model`, which is built on them, is one."""
+    """The parts of a model that captures, lanes and programs use; implemented by `Model`."""
 
     name: str
     batch: tuple[int, ...]
@@ -109,7 +111,7 @@ class Capturable(Protocol):
     outputs: dict[str, TensorSpec]
 
     @property
-    def fn(self) -> Callable[[Arrays, Arrays, Arrays], object]: ...  # a user's may return something, and is refused
+    def fn(self) -> Callable[[Arrays, Arrays, Arrays], object]: ...  # may return a value, which is refused
     @property
     def max_batch(self) -> int: ...
     @property
@@ -121,25 +123,25 @@ class Capturable(Protocol):
 
 
 class Weights(Protocol):
-    """Weights that know how to get onto a device: those of a PyTorch module."""
+    """Weights that can be put on a device, such as those of a PyTorch module."""
 
     uses_torch: bool  # whether the model's function calls PyTorch
-    stateful: bool  # whether its function changes them
+    stateful: bool  # whether the model's function changes them
 
     @property
     def nbytes(self) -> int: ...
     def place(self, model: str, device: Device) -> Arrays:
-        """What the model's function is given as weights; `model` is the name that errors mention."""
+        """The weights that the model's function is given; `model` is the name for error messages."""
     def preserved(self) -> AbstractContextManager[None]:
-        """What is run inside leaves the weights as they were."""
+        """A context in which runs of the function leave the weights unchanged."""
 
 
 @runtime_checkable
 class MovableWeights(Protocol):
-    """Weights that can lie in memory that comes and goes."""
+    """Weights that can lie in memory that is mapped and unmapped."""
 
     def parts(self) -> list[Any]:
-        """The bytes of each piece of memory that weights lie in, on the host; in about the order of use."""
+        """The bytes, on the host, of each piece of memory that holds weights, in about the order of use."""
 
     def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
-        """As `place`, in memory that is there: `at(k, nbytes)` is the array of bytes for part k."""
+        """As `place`, in given memory: `at(k, nbytes)` is the array of bytes for part k."""

@@ -1,7 +1,7 @@
 """PyTorch modules and functions as models: `Model.from_torch`.
 
-On a GPU the module runs under capture, eager or compiled, with cuDNN, cuBLAS and Triton kernels alike. On the virtual
-GPU PyTorch computes the data on the CPU and its operations are placed on the SMs by estimate (`torch_ops`).
+On a GPU the module is captured, eager or compiled, with its kernels from cuDNN, cuBLAS and Triton. On the virtual GPU,
+PyTorch computes the data on the CPU, and estimates place its operations on the SMs (`torch_ops`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paellapy.scheduler.models.torch_state import Kept, state_behind
 
 
 def needs_torch() -> Any:
-    """PyTorch, or what to install."""
+    """The torch package; a ModelError says how to install it."""
     try:
         import torch
     except ImportError:
@@ -34,14 +34,16 @@ def needs_torch() -> Any:
 
 
 def numpy_dtype(torch: Any, dtype: Any) -> np.dtype[Any]:
-    """NumPy's name for one of PyTorch's element types."""
+    """NumPy's equivalent of one of PyTorch's element types."""
     name = str(dtype).removeprefix("torch.")
     try:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
     except TypeError:
-        raise ModelError(f"tensors of {dtype} have no counterpart in NumPy, so no request could carry them") from None
+        raise ModelError(
+            f"tensors of {dtype} have no NumPy equivalent, so requests cannot carry them: convert them to another type"
+        ) from None
 
 
 def as_tensor(torch: Any, array: Any) -> Any:
@@ -62,43 +64,45 @@ def _of(torch: Any, name: str) -> Any:
 
 
 class _Bits:
-    """An array whose elements CUDA's array interface cannot name, as unsigned numbers of the same width."""
+    """An array of a type that CUDA's array interface cannot name, presented as integers of the same width."""
 
     def __init__(self, array: Any) -> None:
-        kind = {1: "|u1", 2: "<i2"}[array.dtype.itemsize]  # torch has had int16 for longer than uint16
+        kind = {1: "|u1", 2: "<i2"}[array.dtype.itemsize]  # older versions of torch have int16 but not uint16
         self._keep = array
         self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "typestr": kind}
 
 
 def torch_dtype(torch: Any, title: str, what: str, given: Any) -> Any:
-    """A floating-point type of PyTorch's, given as such or by its name."""
+    """A floating-point type of PyTorch, given as such or by its name."""
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ModelError(f"model {title!r}: {what}={given!r}; give a floating-point type, as torch.float16")
+        raise ModelError(f"model {title!r}: {what}={given!r}; it must be a floating-point type, such as torch.float16")
     return found
 
 
 def own_module(torch: Any, title: str, module: Any) -> Any:
-    """A module of our own over the same weights: what is done to it, the caller's does not notice.
+    """A copy of the module over the same weights, so that changes to the copy do not affect the caller's module.
 
-    Its tensors are others over the same memory, so that either can be converted or moved without the other.
+    Its tensors are new objects over the same memory: either module can be converted or moved without the other.
     """
-    attributes = [value for part in module.modules() for value in vars(part).values()]  # as weight_norm's, of a graph
+    # includes tensors that are attributes, such as those of weight_norm
+    attributes = [value for part in module.modules() for value in vars(part).values()]
     held = [*module.parameters(), *module.buffers(), *attributes]
     plain = [t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter)]
-    shared = {id(t): t.detach() for t in plain}  # lazy, quantised and other special ones know how to be copied
+    # lazy, quantised and other special tensors have their own way to be copied
+    shared = {id(t): t.detach() for t in plain}
     shared |= {id(t): torch.nn.Parameter(shared[id(t)], False) for t in plain if type(t) is torch.nn.Parameter}
     try:
         return copy.deepcopy(module, shared).eval()
     except Exception as e:
         raise ModelError(
-            f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on it, move it to "
-            "the device, and give a function that calls it"
+            f"model {title!r}: its module cannot be copied ({type(e).__name__}: {e}); call eval() on the module, move "
+            "it to the device, and pass a function that calls it"
         ) from e
 
 
 def storages(torch: Any, call: Any) -> dict[int, Any]:
-    """The memory of a module's parameters and buffers by its address: tensors that share some are there once."""
+    """The memory of a module's parameters and buffers by address; tensors that share memory appear once."""
     if not isinstance(call, torch.nn.Module):
         return {}
     tensors = [t for part in call.modules() for t in (*part.parameters(False), *part.buffers(False))]
@@ -114,20 +118,20 @@ def as_bytes(torch: Any, storage: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """How a module is run."""
+    """Options for running a module."""
 
-    dtype: Any = None  # of its weights and floating-point inputs; None: as they are
+    dtype: Any = None  # type of the weights and floating-point inputs; None: unchanged
     autocast: Any = None  # dtype of torch.autocast; None: off
     channels_last: bool = False
     compile: bool = False
 
     def checked(self, torch: Any, title: str) -> Self:
-        """The same with types of PyTorch's, wherever names of them were given."""
+        """The same options with PyTorch's types in place of their names."""
         dtype, autocast = (torch_dtype(torch, title, each, getattr(self, each)) for each in ("dtype", "autocast"))
         return replace(self, dtype=dtype, autocast=autocast)
 
     def arrange(self, torch: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs in the layout that is wanted."""
+        """The inputs in the requested memory layout."""
         if not self.channels_last:
             return dict(given)
         layout = torch.channels_last
@@ -142,8 +146,9 @@ class TorchModule:
 
     def __init__(self, title: str, call: Callable[..., Any], signature: Signature, options: TorchOptions) -> None:
         self.title, self._call, self.signature, self.options = title, call, signature, options
-        self.operations: dict[int, Any] = {}  # by batch size, on the virtual GPU: what the module launches
-        self.drawn: dict[int, int] = {}  # by batch size, on a GPU: by how much a run moves random numbers on
+        # by batch size, on the virtual GPU: the operations that the module launches
+        self.operations: dict[int, Any] = {}
+        self.drawn: dict[int, int] = {}  # by batch size, on a GPU: how far a run advances the random generator
 
     @property
     def nbytes(self) -> int:
@@ -155,12 +160,13 @@ class TorchModule:
         return sum(t.numel() * t.element_size() for t in unique.values())
 
     def place(self, model: str, device: Device) -> Arrays:
-        """The module on the device: all lanes and batch sizes share it."""
+        """The module on the device, shared by all lanes and batch sizes."""
         torch = needs_torch()
         where = f"cuda:{device.index}" if device.name.startswith("cuda") else "cpu"  # type: ignore[attr-defined]
         if where != "cpu" and not torch.cuda.is_available():
             raise ModelError(
-                f"model {model!r}: this PyTorch ({torch.__version__}) cannot use the GPU; install its CUDA build"
+                f"model {model!r}: this build of PyTorch ({torch.__version__}) cannot use the GPU; install the CUDA "
+                "build"
             )
         call = self._call
         if isinstance(call, torch.nn.Module):
@@ -171,8 +177,8 @@ class TorchModule:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """A function may change a module it refers to, one in training say, and anybody may draw random numbers: not by
-        being loaded.
+        """Keeps loading without side effects: a function may change a module that it refers to, for example one in
+        training mode, and may draw random numbers.
         """
         torch = needs_torch()
         kept = Kept(torch, [] if isinstance(self._call, torch.nn.Module) else state_behind(torch, self._call))
@@ -182,12 +188,12 @@ class TorchModule:
             kept.put_back()
 
     def parts(self) -> list[Any]:
-        """Storages, each once, in the order in which modules have their parameters and buffers."""
+        """Storages, each once, in the order of the modules' parameters and buffers."""
         torch = needs_torch()
         return [as_bytes(torch, storage) for storage in storages(torch, self._call).values()]
 
     def place_over(self, model: str, device: Device, at: Callable[[int, int], Any]) -> Arrays:
-        """The module with its weights in memory that is there; tensors that share memory still do."""
+        """The module with its weights in given memory; tensors that share memory still do."""
         torch = needs_torch()
         call = self._call
         if not isinstance(call, torch.nn.Module):
@@ -227,7 +233,7 @@ class TorchModule:
         self.drawn[first.shape[0]] = generator.get_offset() - before
 
     def compute(self, torch: Any, call: Callable[..., Any], inputs: Arrays, outputs: Arrays) -> None:
-        """Runs the module on our arrays and copies what it returns to the outputs."""
+        """Runs the module on our arrays and copies its results to the outputs."""
         given = {key: as_tensor(torch, array) for key, array in inputs.items()}
         with self._settings(torch, next(iter(given.values())).device.type):
             results = self.signature.call(call, self.options.arrange(torch, given))
@@ -235,8 +241,8 @@ class TorchModule:
                 target = as_tensor(torch, outputs[key])
                 if value.shape != target.shape:
                     raise CaptureError(
-                        f"output {key!r} has shape {tuple(value.shape)} where the example gave {tuple(target.shape)}: "
-                        "shapes may depend on the batch only in their first extent"
+                        f"output {key!r} has shape {tuple(value.shape)}, but the example gave {tuple(target.shape)}: "
+                        "only the first extent of a shape may depend on the batch"
                     )
                 target.copy_(value)
 
@@ -245,18 +251,19 @@ class TorchModule:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self.options.autocast is not None:
-                # Its cache would keep weights cast during one capture for the next one, in memory of the first.
+                # The cache of autocast would keep weights that were cast during one capture for the next, in memory of
+                # the first.
                 stack.enter_context(torch.autocast(kind, self.options.autocast, cache_enabled=False))
             yield
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What goes in and comes out, by name, and how the module wants it."""
+    """Inputs and outputs by name, and how the module takes them."""
 
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
-    keywords: bool  # inputs are passed by name
+    keywords: bool  # whether inputs are passed by name
 
     def call(self, call: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         return call(**given) if self.keywords else call(*given.values())
@@ -266,7 +273,7 @@ class Signature:
 
 
 def _tensors(results: Any) -> dict[str, Any]:
-    """Named tensors of whatever a module returned."""
+    """The tensors that a module returned, by name."""
     torch = needs_torch()
     if isinstance(results, torch.Tensor):
         return {"output": results}
@@ -277,11 +284,14 @@ def _tensors(results: Any) -> dict[str, Any]:
     elif isinstance(results, tuple | list):
         found = {f"output{k}": each for k, each in enumerate(results)}
     else:
-        raise ModelError(f"it returns a {type(results).__name__}; a model returns tensors, in a tuple or by name")
+        raise ModelError(
+            f"it returns a {type(results).__name__}; a model must return a tensor, a tuple of tensors, or a dict of "
+            "them"
+        )
     found = {key: each for key, each in found.items() if each is not None}
     for key, each in found.items():
         if not isinstance(each, torch.Tensor):
-            raise ModelError(f"its result {key!r} is a {type(each).__name__}, not a tensor")
+            raise ModelError(f"its result {key!r} is a {type(each).__name__}; a model must return tensors only")
     return found
 
 
@@ -325,7 +335,7 @@ def torch_module(
 def _example_outputs(
     torch: Any, title: str, call: Any, signature: Signature, given: Mapping[str, Any], options: TorchOptions
 ) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
-    """What one request of the example gives, and the ranges of its inputs that are seen on the way."""
+    """The outputs for one request of the example, and the ranges of its inputs that the run shows."""
     kind = next(iter(given.values())).device.type
     try:
         with torch.no_grad():
@@ -343,7 +353,7 @@ def _example_outputs(
         if t.dim() == 0 or t.shape[0] != 1:
             raise ModelError(
                 f"model {title!r}, output {key!r} has shape {tuple(t.shape)} for one request; its first extent must be "
-                "the batch"
+                "the batch, 1 in this run"
             )
         outputs[key] = TensorSpec(tuple(t.shape[1:]), numpy_dtype(torch, t.dtype))
     return outputs, ranges
@@ -358,15 +368,19 @@ def _named_inputs(
         values = list(example) if isinstance(example, tuple | list) else [example]
         default = ["input"] if len(values) == 1 else [f"input{k}" for k in range(len(values))]
         if names is not None and len(names) != len(values):
-            raise ModelError(f"model {title!r}: {len(names)} input_names for {len(values)} inputs")
+            raise ModelError(
+                f"model {title!r}: {len(names)} input_names were given for {len(values)} inputs; give one name per "
+                "input"
+            )
         given, keywords = dict(zip(names or default, values, strict=True)), False
     if not given:
-        raise ModelError(f"model {title!r} has no example inputs: give the tensors of one request")
+        raise ModelError(f"model {title!r} has no example inputs: give example_inputs, the tensors of one request")
     for key, value in given.items():
         if not isinstance(value, torch.Tensor):
-            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: give a tensor")
+            raise ModelError(f"model {title!r}, example input {key!r} is a {type(value).__name__}: it must be a tensor")
         if value.dim() == 0 or value.shape[0] < 1:
             raise ModelError(
-                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent is the batch"
+                f"model {title!r}, example input {key!r} has shape {tuple(value.shape)}; its first extent must be the "
+                "batch, at least 1"
             )
     return given, keywords

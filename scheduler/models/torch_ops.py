@@ -1,8 +1,8 @@
-"""PyTorch on the virtual GPU: the CPU computes, and every operation takes SMs and time as estimated.
+"""PyTorch on the virtual GPU: the CPU computes, and every operation takes an estimated number of SMs and time.
 
-An operation counts as one kernel. What it moves and multiplies is counted exactly; how a library would tile it, and how
-long its blocks wait, is a guess of the right order. Times measured on a real GPU are what to trust
-(`ModelProfile` of a model loaded there); these let a model be tried, scheduled and served without one.
+An operation counts as one kernel. Its bytes and multiplications are counted exactly; the tiling that a library would
+choose and the waiting time of its blocks are rough estimates. For reliable times, use a `ModelProfile` of the model
+loaded on a real GPU; the estimates let a model be tested, scheduled and served without one.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from paellapy.scheduler.models.program import Node
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.torch_waits import Waits
 
-TILE = 64 * 64  # outputs of one block of a product
-STRIP = 1024  # elements of one block of anything else
-BLOCK_WAIT_NS = 1500.0  # a load, arithmetic, a store: about what the calibrated profile has for such blocks
-STEP_WAIT_NS = 40.0  # per 32 elements of a product's depth that a block goes through
+TILE = 64 * 64  # outputs of one block of a matrix product
+STRIP = 1024  # elements of one block of any other operation
+BLOCK_WAIT_NS = 1500.0  # a load, arithmetic, a store: about the time of such blocks in the calibrated profile
+STEP_WAIT_NS = 40.0  # per 32 elements of a matrix product's depth, for each block
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, as a kernel."""
+    """One operation, represented as one kernel."""
 
     node: Node
     cost: BlockCost
 
 
 def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) -> list[Operation]:
-    """Runs something on the CPU and lists what a GPU would have launched; raises where it would have waited.
+    """Runs a function on the CPU and lists the operations that a GPU would launch; raises if it would wait.
 
-    `memory` is where the model's inputs and weights are.
+    `memory` has the addresses of the model's inputs and weights.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
@@ -50,7 +50,7 @@ def count_operations(torch: Any, run: Callable[[], Any], memory: Iterable[int]) 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            """PyTorch would import all of its compiler (2.5 s) to keep it out of here: only if somebody uses it."""
+            """Avoids the import of PyTorch's compiler (2.5 s), which would only exclude this mode from it."""
             return "torch._dynamo" in sys.modules
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ def _operation(torch: Any, name: str, args: Any, kwargs: Any, out: Any, flops: f
         half = largest.dtype in (torch.float16, torch.bfloat16)
         cost = BlockCost(
             bytes=nbytes / blocks,
-            tensor_flops=flops * (1.0 if half else 2.0) / blocks,  # fp32 as tf32
+            tensor_flops=flops * (1.0 if half else 2.0) / blocks,  # fp32 counts as tf32
             wait_ns=BLOCK_WAIT_NS + STEP_WAIT_NS * depth / 32,
         )
         return Operation(Node("kernel", name, blocks, 128, 128, 48 * 1024), cost)
@@ -115,9 +115,9 @@ def record_or_run(
     inputs: Arrays,
     outputs: Arrays,
 ) -> None:
-    """On the virtual GPU: adds a module's operations to the recording under way, or simply computes.
+    """On the virtual GPU: adds a module's operations to the current recording, or just computes if there is none.
 
-    `operations` has what the module launches by batch size, and is added to where a size is new.
+    `operations` holds the module's operations by batch size; new sizes are added to it.
     """
     capture = Device.current().capture
     plain_in = {key: array.view(np.ndarray) for key, array in inputs.items()}
@@ -134,7 +134,7 @@ def record_or_run(
         run()
         return
     batch = len(next(iter(plain_in.values())))
-    if batch not in operations:  # the same for every lane
+    if batch not in operations:  # the operations are the same for every lane
         weights = [*call.parameters(), *call.buffers()] if isinstance(call, torch.nn.Module) else []
         memory = [array.ctypes.data for array in plain_in.values()] + [t.untyped_storage().data_ptr() for t in weights]
         operations[batch] = count_operations(torch, run, memory)

@@ -1,8 +1,9 @@
 """PyTorch under our captures: on our stream, with memory from a pool that belongs to the lane.
 
-What a captured graph writes to must stay where it is, and must not be shared with another lane that may run at the same
-time. So every lane has a pool of PyTorch's allocator to itself; its batch sizes share it, since one of them runs at a
-time. cuBLAS keeps a workspace per stream: it is forgotten before and after each capture, or all lanes would share one.
+Memory that a captured graph writes to must stay in place, and must not be shared with another lane that may run at the
+same time. So every lane has its own pool of PyTorch's allocator; its batch sizes share the pool, since only one of them
+runs at a time. cuBLAS keeps a workspace per stream, which is dropped before and after each capture; otherwise all lanes
+would share one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from paellapy.scheduler.models.capture import users_line_of
 
 
 def torch_in_use(wanted: bool) -> bool:
-    """Whether a model's function may call PyTorch: it is one of PyTorch's, or somebody has used it on the GPU."""
+    """Whether a model's function may call PyTorch: it was made from PyTorch, or PyTorch is already in use on the GPU.
+    """
     torch: Any = sys.modules.get("torch")
     return wanted or (torch is not None and bool(torch.cuda.is_initialized()) and hasattr(torch.cuda, "MemPool"))
 
@@ -29,15 +31,15 @@ class TorchPool:
     def __init__(self, index: int) -> None:
         torch: Any = sys.modules["torch"]
         self.index = index
-        with torch.cuda.device(index):  # a pool belongs to the device that is current when it is made
+        with torch.cuda.device(index):  # a pool belongs to the device that is current at its creation
             self._pool: Any = torch.cuda.MemPool()
 
     @property
     def nbytes(self) -> int:
-        """What it holds of the GPU's memory.
+        """GPU memory that the pool holds.
 
-        Among all segments, and not by the pool's own `snapshot()`: that gives back references it does not own (to the
-        numbers in the pool's id, which Python keeps for ever up to 256), so that the process crashes some pools later.
+        Counted among all segments, because the pool's own `snapshot()` releases references that it does not own (to the
+        numbers in the pool's id), so that the process would crash after some pools.
         """
         torch: Any = sys.modules["torch"]
         mine = tuple(self._pool.id)
@@ -45,12 +47,12 @@ class TorchPool:
 
     @property
     def id(self) -> Any:
-        """What PyTorch's captures know it by."""
+        """The id by which PyTorch's captures know the pool."""
         return self._pool.id
 
     @contextlib.contextmanager
     def stream_only(self, stream: int) -> Iterator[None]:
-        """PyTorch's calls go to the stream; memory comes from here by a capture of PyTorch's own."""
+        """Sends PyTorch's calls to the stream; memory comes from the pool through a capture by PyTorch itself."""
         torch: Any = sys.modules["torch"]
         cuda = torch.cuda
         torch._C._cuda_clearCublasWorkspaces()
@@ -62,7 +64,7 @@ class TorchPool:
 
     @contextlib.contextmanager
     def on(self, stream: int | None) -> Iterator[None]:
-        """PyTorch's memory in this thread comes from here, and its calls go to the stream if one is given."""
+        """Takes PyTorch's memory in this thread from the pool, and sends its calls to the stream if one is given."""
         torch: Any = sys.modules["torch"]
         cuda, index = torch.cuda, self.index
         torch._C._cuda_clearCublasWorkspaces()
@@ -81,11 +83,11 @@ class TorchPool:
 
 @contextlib.contextmanager
 def refusing_to_wait() -> Iterator[None]:
-    """What would wait for the GPU raises, and so names its line: inside a capture CUDA only says that it failed."""
+    """Makes operations that would wait for the GPU raise an error with their line, which CUDA would not report."""
     torch: Any = sys.modules["torch"]
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says once that it does not see every wait
+        warnings.simplefilter("ignore")  # PyTorch warns once that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -93,7 +95,7 @@ def refusing_to_wait() -> Iterator[None]:
         if "synchronizing CUDA operation" in str(e):
             raise CaptureError(
                 f"waits for the GPU at {users_line_of(e)} (.item(), .cpu(), a condition on data, a tensor made from "
-                "Python numbers); a captured module only launches: keep such values on the GPU, or compute them before"
+                "Python numbers); a captured module only launches: keep these values on the GPU, or compute them before"
             ) from e
         raise
     finally:

@@ -1,8 +1,8 @@
-"""Random numbers in captured graphs: what PyTorch does before it replays a graph of its own.
+"""Random numbers in captured graphs: the preparation that PyTorch does before it replays a graph of its own.
 
 Kernels of a captured graph read the generator's seed and offset from two words of GPU memory that belong to the
-generator while a graph is registered with it. Before a step of a job is replayed the host writes them, as PyTorch does.
-The graph of a model that is served has no host beside it, and moves the offset on itself.
+generator while a graph is registered with it. Before a step of a background job is replayed, the host writes these
+words, as PyTorch does. The graph of a served model runs without the host, and advances the offset itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from paellapy.scheduler.core.errors import CaptureError
 
-_GOLDEN = 0x9E3779B97F4A7C15  # lanes' seeds are far from each other
-_MARK = 1 << 20  # an offset by which its word is found
+_GOLDEN = 0x9E3779B97F4A7C15  # multiplier that keeps the seeds of lanes far apart
+_MARK = 1 << 20  # a distinctive offset by which its word is found
 
-WordsOf = Callable[[Any], list[int]]  # the numbers of eight bytes that a graph's kernels are launched with, in order
+WordsOf = Callable[[Any], list[int]]  # the 8-byte numbers in the launch arguments of a graph's kernels, in order
 
 
 class _Words:
-    """The two words of a generator: a graph with one draw keeps them, and writes them when it is replayed."""
+    """The two words of a generator. A graph with one draw keeps them allocated, and writes them when it is replayed."""
 
     def __init__(self, torch: Any, index: int, generator: Any) -> None:
         self._torch, self._index, self.generator = torch, index, generator
@@ -30,9 +30,9 @@ class _Words:
         before = generator.get_state()
         self._graph.register_generator_state(generator)
         with torch.cuda.device(index):
-            torch.rand(4, device="cuda", generator=generator)  # what it loads, it loads outside the capture
+            torch.rand(4, device="cuda", generator=generator)  # lets PyTorch load its kernels outside the capture
             torch.cuda.synchronize(index)
-        # Nothing but the capture is on a second stream: kernels there would slow all graphs of the process.
+        # Only the capture uses a second stream: kernels there would slow all graphs of the process.
         with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -43,7 +43,7 @@ class _Words:
         generator.set_state(before)
 
     def write(self) -> None:
-        """What the generator would draw next is what replays draw from now on."""
+        """Lets replays from now on draw the numbers that the generator would draw next."""
         offset = self.generator.get_offset()
         with self._torch.cuda.device(self._index):
             self._graph.replay()
@@ -53,8 +53,8 @@ class _Words:
         self._torch.cuda.current_stream(self._index).synchronize()
 
     def offset(self, words_of: WordsOf) -> Any:
-        """The word of the offset as a tensor, None where it cannot be found: the second of two addresses that a draw's
-        kernel is given, behind the seed's.
+        """The word of the offset as a tensor; None if it cannot be found. It is the second of two addresses that the
+        kernel of a draw is given; the first is the seed's.
         """
         if self._offset is None:
             before = self.generator.get_state()
@@ -72,8 +72,8 @@ class _Words:
 
 
 class _Own:
-    """A state of PyTorch's default generator that belongs to one job or lane: two that run at once do not meet in its
-    words, and nobody else's captures write them.
+    """A state of PyTorch's default generator that belongs to one job or lane. Two that run at once use different words,
+    and captures by other code do not write to them.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
@@ -86,7 +86,7 @@ class _Own:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """What PyTorch draws without naming a generator is this one's."""
+        """Makes draws without a named generator use this one."""
         before = self.default.graphsafe_get_state()
         self.default.graphsafe_set_state(self._state)
         try:
@@ -96,7 +96,7 @@ class _Own:
 
 
 class Draws:
-    """Random numbers of a step, from PyTorch's default generator of one GPU and from others that it names."""
+    """Random numbers of a step, from PyTorch's default generator of one GPU and from generators that the step names."""
 
     def __init__(self, torch: Any, named: list[Any], index: int) -> None:
         self._own = _Own(torch, index)
@@ -104,11 +104,11 @@ class Draws:
         self._generators = [self._own.default, *named]
         with self._own.drawing():
             self._words = [self._own.words, *(_Words(torch, index, each) for each in named)]
-        self.drawn = [0] * len(self._words)  # by one step
-        self.recording = self._own.drawing  # around a capture of the step
+        self.drawn = [0] * len(self._words)  # numbers drawn by one step, per generator
+        self.recording = self._own.drawing  # the context for a capture of the step
 
     def register(self, graph: Any) -> None:
-        """Before a step is captured into it. The default generator need not be: captures always know it."""
+        """Registers generators before a step is captured. Captures always know the default generator."""
         for generator in self._named:
             graph.register_generator_state(generator)
 
@@ -116,15 +116,15 @@ class Draws:
         return [each.get_offset() for each in self._generators]
 
     def note(self, before: list[int]) -> None:
-        """What one step drew, from the offsets before it."""
+        """Records how much one step drew, given the offsets before it."""
         self.drawn = [now - then for now, then in zip(self.offsets(), before, strict=True)]
 
     def next_step(self) -> None:
-        """The next replay draws what PyTorch would draw now."""
+        """Makes the next replay draw the numbers that PyTorch would draw now."""
         if not any(self.drawn):
             return
         self._own.generator.set_state(self._own.default.get_state())
-        # Graphs of the named ones know the job's own state too: it is written last.
+        # The graphs of named generators also refer to the job's own state, which is therefore written last.
         for words, drawn in reversed([*zip(self._words, self.drawn, strict=True)]):
             if drawn:
                 words.write()
@@ -135,7 +135,7 @@ class Draws:
 
 
 class LaneDraws:
-    """What a served model's lane draws: from a seed of its own."""
+    """The random numbers of one lane of a served model, from a seed of its own."""
 
     def __init__(self, torch: Any, index: int, number: int, words_of: WordsOf) -> None:
         self._own = _Own(torch, index)
@@ -144,15 +144,15 @@ class LaneDraws:
         self._offset = self._own.words.offset(words_of)
         if self._offset is None:
             raise CaptureError(
-                f"draws random numbers, and where PyTorch {torch.__version__} keeps the state of a captured draw was "
-                "not found: draw before, and give the numbers as an input"
+                f"draws random numbers, but paellapy cannot find where PyTorch {torch.__version__} keeps the generator "
+                "state of a captured draw: draw the numbers beforehand and pass them as an input"
             )
         self._own.words.write()
         self._own.words.wait()
         self.drawing = self._own.drawing
 
     def move_on(self, drawn: int) -> None:
-        """Captured behind what draws: the next replay draws other numbers."""
+        """Advances the offset; captured behind the draws, so that the next replay draws other numbers."""
         self._offset.add_(drawn)
 
 
@@ -162,7 +162,7 @@ class _Word:
 
 
 def _word(torch: Any, index: int, address: int) -> tuple[Any, int] | None:
-    """A word of the GPU's memory as a tensor, and its value; None: the address is not one."""
+    """A word of GPU memory as a tensor, and its value; None if the address is not valid."""
     try:
         tensor = torch.as_tensor(_Word(address), device=f"cuda:{index}")
     except (RuntimeError, ValueError):

@@ -1,8 +1,8 @@
-"""Ranges of a PyTorch module's inputs: an input that is an index into a table must lie within it.
+"""Ranges of a PyTorch module's inputs: an input that is an index into a table must lie within the table.
 
-A GPU does not check an index: beyond the table it reads other memory, or the device is lost for everybody. So where the
-example run shows that an input, as it came or only reshaped or converted, is what `embedding`, `gather` and their like
-look up, the size of the table is the input's range.
+A GPU does not check indices: beyond the table it reads other memory, or fails for all requests. The example run shows
+which inputs (unchanged, reshaped or converted) are indices for `embedding`, `gather` and similar operations. The range
+of such an input is the size of the table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 Range = tuple[int, int]
 
-# Operations by where their table and their indices are among the arguments. Last, the argument that names the table's
-# dimension; None: it is the first.
+# Operations with the argument positions of their table, of their indices, and of the table's dimension (None: dimension
+# 0).
 _LOOKUPS: dict[str, tuple[int, int, int | None]] = {
     "aten::embedding": (0, 1, None),
     "aten::_embedding_bag": (0, 1, None),
@@ -26,7 +26,7 @@ _LOOKUPS: dict[str, tuple[int, int, int | None]] = {
     "aten::index_add": (0, 2, 1),
     "aten::index_copy": (0, 2, 1),
 }
-# Operations that leave values as they are.
+# Operations that do not change values.
 _SAME = {
     "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand", "aten::flatten",
     "aten::lift_fresh", "aten::permute", "aten::repeat", "aten::reshape", "aten::select", "aten::slice", "aten::split",
@@ -36,11 +36,11 @@ _SAME = {
 
 
 def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) -> tuple[Any, dict[str, Range]]:
-    """What the run returns, and the ranges of its inputs as far as they can be seen."""
+    """The result of the run, and the ranges of its inputs as far as the run shows them."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     whose = {id(t): name for name, t in given.items() if not t.is_floating_point() and t.dtype is not torch.bool}
-    kept: list[Any] = []  # an id is a tensor's own as long as the tensor is there
+    kept: list[Any] = []  # keeps tensors alive, so that their ids stay unique
     found: dict[str, Range] = {}
 
     class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -70,7 +70,7 @@ def find_ranges(torch: Any, given: Mapping[str, Any], run: Callable[[], Any]) ->
 
 
 def _looked_up(name: str, args: Any) -> list[tuple[Any, int, int]]:
-    """Indices of an operation, each with the least and the largest that its table has."""
+    """The indices of an operation, each with the smallest and the largest valid index of its table."""
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"):
         table, indices = args[0], args[1]
         return [(each, -table.shape[k], table.shape[k] - 1) for k, each in enumerate(indices) if each is not None]

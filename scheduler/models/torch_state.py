@@ -1,6 +1,6 @@
-"""What a PyTorch step changes: found in modules, optimizers and the like, kept, and put back in place.
+"""The state that a PyTorch step changes: found in modules, optimizers and similar objects, copied, and restored.
 
-Captured graphs hold addresses, so tensors are written over and never replaced.
+Captured graphs hold addresses, so tensors are overwritten and never replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paellapy.scheduler.core.errors import ModelError
 
 
 def tensors_of(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
-    """Tensors that a step may change through this object, each once or more."""
+    """Tensors that a step may change through this object; a tensor may appear more than once."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):
@@ -29,12 +29,12 @@ def tensors_of(torch: Any, value: Any, depth: int = 3) -> Iterator[Any]:
         for each in value:
             yield from tensors_of(torch, each, depth)
     elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        for each in vars(value).values():  # a gradient scaler's, say
+        for each in vars(value).values():  # for example those of a gradient scaler
             yield from tensors_of(torch, each, depth - 1)
 
 
 def generators_of(torch: Any, value: Any) -> list[Any]:
-    """Generators of random numbers among some objects."""
+    """Random generators among some objects."""
     if isinstance(value, torch.Generator):
         return [value]
     if isinstance(value, Mapping):
@@ -43,13 +43,13 @@ def generators_of(torch: Any, value: Any) -> list[Any]:
 
 
 def default_generators(torch: Any) -> list[Any]:
-    """PyTorch's own: the CPU's, and those of GPUs that are in use."""
+    """PyTorch's default generators: the CPU's, and those of GPUs in use."""
     cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return [torch.default_generator, *cuda]
 
 
 def settings_of(torch: Any, values: Any) -> dict[str, Any]:
-    """Numbers of optimizers that a capture would take as they are: those that are no tensors."""
+    """Numbers of optimizers that a capture would freeze, because they are not tensors."""
     found = {}
     for k, optimizer in enumerate(_optimizers(torch, values)):
         for g, group in enumerate(optimizer.param_groups):
@@ -67,19 +67,19 @@ def _optimizers(torch: Any, value: Any) -> list[Any]:
 
 
 def check_capturable(torch: Any, name: str, values: Any) -> None:
-    """Optimizers that count their steps on the host cannot be captured on a GPU."""
+    """Raises ModelError for optimizers that count their steps on the host, which cannot be captured on a GPU."""
     for optimizer in _optimizers(torch, values):
         groups = optimizer.param_groups
         on_gpu = any(p.is_cuda for group in groups for p in group["params"])
         if on_gpu and any(group.get("capturable") is False for group in groups):
             raise ModelError(
                 f"job {name!r}: {type(optimizer).__name__} counts its steps on the host, so a captured step would "
-                f"repeat one of them: make it with capturable=True"
+                f"repeat the same step: create the optimizer with capturable=True"
             )
 
 
 class Kept:
-    """A copy of everything some objects hold that a step may change, and of PyTorch's random numbers."""
+    """A copy of all tensors of some objects that a step may change, and of PyTorch's random generator states."""
 
     def __init__(self, torch: Any, values: Any) -> None:
         self._torch = torch
@@ -93,7 +93,7 @@ class Kept:
 
     @property
     def addresses(self) -> list[int]:
-        """Where a GPU would hold it. Single numbers, as an optimizer's count of steps, may be on the host."""
+        """The addresses that a GPU would use. Single numbers, such as an optimizer's step count, may be on the host."""
         return [t.untyped_storage().data_ptr() for t, _ in self._tensors if t.dim()]
 
     @property

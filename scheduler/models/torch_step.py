@@ -1,7 +1,7 @@
 """A step of a background job as a model: PyTorch code that changes its own state, run again and again.
 
-On a GPU the step is captured as PyTorch captures whole steps, with memory and random numbers of its own. On the virtual
-GPU the job's own thread computes each step on the CPU, while the SM model takes its time.
+On a GPU the step is captured as PyTorch captures whole steps, with its own memory and random numbers. On the virtual
+GPU the job's own thread computes each step on the CPU, while the SM model simulates its duration.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from paellapy.scheduler.models.torch_state import (
     tensors_of,
 )
 
-LANES = 2  # one runs, the next one's data are written to the other
-_NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes have at least one input and one output
+LANES = 2  # while one runs, the data of the next step are written to the other
+_NOTHING = {"nothing": TensorSpec((1,), np.uint8)}  # lanes need at least one input and one output
 
 
 def _spec(torch: Any, tensor: Any) -> TensorSpec:
@@ -39,7 +39,7 @@ def _spec(torch: Any, tensor: Any) -> TensorSpec:
 
 
 class Batch:
-    """What one step is given: tensors by name, and how the step takes them."""
+    """The data of one step: tensors by name, and the form in which the step takes them."""
 
     def __init__(self, torch: Any, name: str, given: Any) -> None:
         self._torch = torch
@@ -64,20 +64,23 @@ class Batch:
         return {key: _spec(self._torch, t) for key, t in self.tensors.items()}
 
     def write(self, name: str, slots: Mapping[str, NDArray[Any]]) -> None:
-        """Into a slot's inputs; what does not fit is refused."""
+        """Writes the tensors into a slot's inputs; ModelError if they do not fit."""
         if slots.keys() != self.tensors.keys():
-            raise ModelError(f"job {name!r}: its data were {', '.join(slots)} and are {', '.join(self.tensors)} now")
+            raise ModelError(
+                f"job {name!r}: this batch has {', '.join(self.tensors)}, but the first had {', '.join(slots)}: all "
+                "batches need the same names"
+            )
         for key, slot in slots.items():
             tensor = self.tensors[key]
             if (tuple(tensor.shape) or (1,)) != slot.shape or numpy_dtype(self._torch, tensor.dtype) != slot.dtype:
                 raise ModelError(
-                    f"job {name!r}: {key!r} is {tuple(tensor.shape)} of {tensor.dtype} where the first batch had "
-                    f"{slot.shape} of {slot.dtype.name}: a captured step takes one shape (drop_last=True)"
+                    f"job {name!r}: {key!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the first batch had "
+                    f"{slot.shape} of {slot.dtype.name}: all batches need the same shape and type (drop_last=True)"
                 )
             as_tensor(self._torch, slot).copy_(tensor.reshape(slot.shape))
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments of a step, over other tensors of the same names."""
+        """The arguments of a step, with other tensors of the same names."""
         given = {key: t.reshape(self.tensors[key].shape) for key, t in tensors.items()}
         return ([], given) if self.kind == "named" else (list(given.values()), {})
 
@@ -102,7 +105,7 @@ def results_of(torch: Any, name: str, returned: Any) -> dict[str, Any]:
 
 
 class TorchStep:
-    """A step and what it changes, as the function and the weights of a model."""
+    """A step and the state it changes, as the function and the weights of a model."""
 
     uses_torch = True
     stateful = True
@@ -112,25 +115,26 @@ class TorchStep:
         self.name, self._step, self.state, self._batch = name, step, state, batch
         if not list(tensors_of(self.torch, list(state))):
             raise ModelError(
-                f"job {name!r}: state={list(state)!r} holds no tensors: give all that the step changes, "
-                "state=[net, optimizer]"
+                f"job {name!r}: state={list(state)!r} holds no tensors: give everything that the step changes, for "
+                "example state=[net, optimizer]"
             )
         check_capturable(self.torch, name, list(state))
-        self.pool: TorchPool | None = None  # of all lanes: one of them runs at a time
+        self.pool: TorchPool | None = None  # shared by all lanes, because only one of them runs at a time
         self.draws: Draws | None = None
         self._operations: list[Operation] | None = None
-        # Made here as PyTorch does: it creates what it needs on its way. Its graph is let go: as long as it is there,
-        # the nodes that add up gradients are those of this step's stream, which a capture on another cannot wait for.
+        # The first step runs here, outside a capture, so that PyTorch can create its lazy state. Its autograd graph is
+        # dropped: while it exists, the nodes that accumulate gradients belong to this stream, and a capture on another
+        # stream cannot wait for them.
         self._results = {key: value.detach() for key, value in self.compute(batch).items()}
         self.settings = settings_of(self.torch, list(state))
 
     @property
     def first(self) -> dict[str, NDArray[Any]]:
-        """What the first step returned."""
+        """The results of the first step."""
         return {key: value.detach().cpu().numpy() for key, value in self._results.items()}
 
     def compute(self, batch: Batch | None) -> dict[str, Any]:
-        """One step as it is; what it returned. The step takes tensors where its state is."""
+        """Runs one step outside a capture and returns its results. The batch is moved to the device of the state."""
         arguments: tuple[list[Any], dict[str, Any]] = ([], {})
         if batch is not None:
             where = next(tensors_of(self.torch, list(self.state))).device
@@ -138,13 +142,13 @@ class TorchStep:
         return results_of(self.torch, self.name, self._step(*arguments[0], **arguments[1]))
 
     def check_settings(self) -> None:
-        """A captured step has an optimizer's numbers as they were."""
+        """Raises ModelError if an optimizer's number has changed, because a captured step keeps the old one."""
         for key, now in settings_of(self.torch, list(self.state)).items():
             if now != self.settings[key]:
                 raise ModelError(
-                    f"job {self.name!r}: {key} was {self.settings[key]} when the step was captured and is {now} now, "
-                    "which a captured step does not see: make it a tensor (lr=torch.tensor(1e-3), with fused=True or "
-                    "capturable=True), and change it between steps"
+                    f"job {self.name!r}: {key} was {self.settings[key]} when the step was captured and is {now} now; a "
+                    "captured step keeps the old number: make it a tensor (lr=torch.tensor(1e-3), with fused=True or "
+                    "capturable=True), and change the tensor between steps"
                 )
 
     def model(self, quantum_us: float | None, **about: Any) -> Model:
@@ -159,7 +163,7 @@ class TorchStep:
 
     @property
     def nbytes(self) -> int:
-        return 0  # they are where the user put them
+        return 0  # the weights stay where the user put them
 
     @property
     def state_bytes(self) -> int:
@@ -172,7 +176,10 @@ class TorchStep:
         where = f"cuda:{device.index}" if on_gpu else "cpu"  # type: ignore[attr-defined]
         for tensor in tensors_of(torch, list(self.state)):
             if tensor.dim() and str(tensor.device) != where:
-                raise ModelError(f"job {model!r}: its state is on {tensor.device}; this engine's is on {where}")
+                raise ModelError(
+                    f"job {model!r}: its state is on {tensor.device}, but the engine runs on {where}: move the state "
+                    "there"
+                )
         if on_gpu:
             index: int = device.index  # type: ignore[attr-defined]
             own = [g for g in generators_of(torch, list(self.state)) if g.device.type == "cuda"]
@@ -181,7 +188,7 @@ class TorchStep:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """What is run while the step is loaded leaves no trace in its state."""
+        """A context in which runs of the step, made to load it, leave its state unchanged."""
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
         kept = Kept(self.torch, list(self.state))
@@ -211,7 +218,8 @@ class TorchStep:
             return
         assert self.draws is not None
         before = self.draws.offsets()
-        with refusing_to_wait():  # on PyTorch's default stream: kernels on a second one slow all graphs of the process
+        # on PyTorch's default stream: kernels on a second stream slow all graphs of the process
+        with refusing_to_wait():
             self._into(inputs, outputs)
         self.draws.note(before)
 
@@ -228,7 +236,7 @@ class TorchStep:
                 target.copy_(value.reshape(target.shape))
 
     def _counted(self) -> list[Operation]:
-        """What a GPU would launch for a step: seen by running one on the CPU."""
+        """The operations that a GPU would launch for a step, found by running one on the CPU."""
         if self._operations is None:
             memory = Kept(self.torch, list(self.state)).addresses
             if self._batch is not None:
@@ -238,4 +246,4 @@ class TorchStep:
 
 
 def _nothing() -> None:
-    """The job's thread computes the data."""
+    """A placeholder: the job's thread computes the data."""

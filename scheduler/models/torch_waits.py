@@ -1,8 +1,8 @@
-"""What would wait for a GPU, refused where PyTorch computes on the CPU in its place.
+"""Refuses operations that would wait for a GPU, where PyTorch computes on the CPU in its place.
 
-A real GPU refuses it while a module is captured (`torch_pool.refusing_to_wait`). The CPU never waits, so here the calls
-themselves are watched: those that bring the model's data to the host, or a shape that depends on it. Other tensors,
-which a GPU would have left on the host, may be read.
+A real GPU refuses them while a module is captured (`torch_pool.refusing_to_wait`). The CPU never waits, so this module
+checks the calls themselves: those that bring the model's data to the host, or whose shape depends on the data. Other
+tensors, which would be on the host beside a GPU too, may be read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DECIDES = (
 
 
 class Waits:
-    """Looks at every operation of one run, in order; `memory` is where inputs and weights are."""
+    """Checks every operation of one run, in order; `memory` has the addresses of inputs and weights."""
 
     def __init__(self, torch: Any, memory: Iterable[int]) -> None:
         self._torch = torch
-        self._device = set(memory)  # addresses that hold what a GPU would
+        self._device = set(memory)  # addresses of data that would be on a GPU
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Raises if the operation waits for the GPU."""
@@ -34,7 +34,7 @@ class Waits:
             self.refuse(args, kwargs)
 
     def after(self, args: Any, kwargs: Any, out: Any) -> None:
-        """What is made from the model's data is on the GPU too; other results may have got the memory of such data."""
+        """Records results made from the model's data as GPU data; other results may reuse memory of such data."""
         change = self._device.update if self._on_device(args, kwargs) else self._device.difference_update
         change(map(_address, self._tensors(out)))
 
@@ -43,12 +43,12 @@ class Waits:
         if self._on_device(*values):
             raise CaptureError(
                 f"waits for the GPU at {users_line()} (.item(), .cpu(), a condition on data, a shape that depends on "
-                "it); a captured module only launches: keep such values on the GPU, or compute them before"
+                "it); a captured module only launches: keep these values on the GPU, or compute them before"
             )
 
     @contextlib.contextmanager
     def refusing_copies(self) -> Iterator[None]:
-        """`.cpu()` and the like raise. They do nothing on the CPU, so only the call by its name can be seen."""
+        """Makes `.cpu()` and similar methods raise. On the CPU they do nothing, so only the call can be detected."""
         from torch.overrides import TorchFunctionMode
 
         named, refuse = {getattr(self._torch.Tensor, name) for name in _TO_HOST}, self.refuse
@@ -70,7 +70,8 @@ class Waits:
         masked = name in ("index", "index_put", "index_put_") and any(
             each is not None and each.dtype in (self._torch.bool, self._torch.uint8) for each in args[1]
         )
-        return masked and (name == "index" or args[2].numel() != 1)  # one value for all of them is a masked fill
+        # assigning one value is a masked fill, whose shape does not depend on the data
+        return masked and (name == "index" or args[2].numel() != 1)
 
     def _on_device(self, *values: Any) -> bool:
         return any(_address(each) in self._device for each in self._tensors(values))

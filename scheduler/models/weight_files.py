@@ -1,4 +1,4 @@
-"""Weights in files: the safetensors format, written once and mapped into memory to be read.
+"""Weights in safetensors files, which are written once and mapped into memory for reading.
 
     8 bytes: length of the header | header: JSON with each tensor's type, shape and place | the tensors, without gaps
 """
@@ -23,20 +23,22 @@ _TYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 _NAMES = {name: short for short, name in _TYPES.items()}
-_LONGEST_HEADER = 100 << 20  # as the format's own library has it
+_LONGEST_HEADER = 100 << 20  # the limit of the format's own library
 
 
 class WeightFileError(PaellaError, ValueError):
-    """A file of weights is missing, cut off, or not one."""
+    """A weight file is missing, truncated, or in another format."""
 
 
 def write_weights(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """All of it or nothing: a process that dies leaves no half of a file under this name."""
+    """Writes the whole file or none: a process that dies leaves no partial file under this name."""
     header: dict[str, Any] = {}
     at = 0
     for name, array in arrays.items():
         if array.dtype.name not in _NAMES:
-            raise WeightFileError(f"{name!r} is {array.dtype.name}, which safetensors files do not hold")
+            raise WeightFileError(
+                f"{name!r} is {array.dtype.name}, which safetensors files cannot hold: convert it to another type"
+            )
         end = at + array.nbytes
         header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [at, end]}
         at = end
@@ -52,15 +54,16 @@ def write_weights(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     except OSError as e:
         half.unlink(missing_ok=True)
         raise WeightFileError(
-            f"{at:,} bytes of weights cannot be written to {path} ({e.strerror}): free disk space, or keep more in the "
-            "host's memory (host_bytes)"
+            f"{at:,} bytes of weights cannot be written to {path} ({e.strerror}): free disk space, or keep more "
+            "weights in host memory (host_bytes)"
         ) from e
 
 
 def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a file by name, in its order: read from the disk when they are looked at, and not to be written.
+    """The tensors of a file by name, in its order: read-only, and read from the disk when they are accessed.
 
-    The file's length is compared with its header now: what is cut off later ends the process that reads it.
+    The file's length is compared with its header now, because reading a part that is truncated later would end the
+    process.
     """
     path = Path(path)
     try:
@@ -68,21 +71,27 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if nbytes < 8 or not 2 <= length <= min(_LONGEST_HEADER, nbytes - 8):
-                raise WeightFileError(f"{path} is not a safetensors file, or is cut off: its header does not fit in it")
+                raise WeightFileError(
+                    f"{path} is not a safetensors file, or is truncated: its header is longer than the file"
+                )
             header = json.loads(file.read(length))
     except OSError as e:
-        raise WeightFileError(f"the weights in {path} cannot be read ({e.strerror}): was the file removed?") from e
+        raise WeightFileError(
+            f"the weights in {path} cannot be read ({e.strerror}): check that the file exists and is readable"
+        ) from e
     except ValueError as e:
         if isinstance(e, WeightFileError):
             raise
-        raise WeightFileError(f"{path} is not a safetensors file: its header is no JSON") from e
+        raise WeightFileError(f"{path} is not a safetensors file: its header is not JSON") from e
     header.pop("__metadata__", None)
     begin = 8 + length
     try:
         places = sorted(((*about["data_offsets"], name) for name, about in header.items()))
         end = max((place[1] for place in places), default=0)
         if begin + end != nbytes:
-            raise WeightFileError(f"{path} has {nbytes:,} bytes where its header says {begin + end:,}: it is cut off")
+            raise WeightFileError(
+                f"{path} has {nbytes:,} bytes, but its header says {begin + end:,}: the file is truncated or damaged"
+            )
         flat = np.memmap(path, np.uint8, "r", begin, (end,)) if end else np.empty(0, np.uint8)
         return {name: _tensor(flat[first:last], header[name]) for first, last, name in places}
     except (KeyError, TypeError, AttributeError, ValueError) as e:
@@ -94,6 +103,6 @@ def map_weights(path: str | Path) -> dict[str, NDArray[Any]]:
 def _tensor(raw: NDArray[np.uint8], about: Mapping[str, Any]) -> NDArray[Any]:
     name = _TYPES[about["dtype"]]
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-    if raw.ctypes.data % dtype.itemsize:  # the format does not align tensors; NumPy reads them so or not
+    if raw.ctypes.data % dtype.itemsize:  # the format does not align tensors; NumPy then needs a copy
         raw = raw.copy()
     return raw.view(dtype).reshape(about["shape"])

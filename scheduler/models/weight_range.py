@@ -1,7 +1,7 @@
-"""Addresses of a model's weights that stay the same while the memory behind them comes and goes.
+"""Address ranges for a model's weights, which stay the same while the memory behind them is mapped and unmapped.
 
-Programs are captured with these addresses in them. The weights lie in one range, in the order in which the model has
-them, which is about the order in which programs use them; a tensor that is used twice lies there once.
+Programs are captured with these addresses. The weights lie in one range, in the model's order, which is about the order
+in which programs use them; a tensor that is used twice lies there once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Layout:
-    """Where each of some tensors lies, and how long they are together.
+    """The offsets of some tensors and their total length.
 
     >>> layout = Layout([100, 300])
     >>> layout.offsets, layout.nbytes, layout.end_of(260)
@@ -33,18 +33,18 @@ class Layout:
         self.nbytes = bump.used
 
     def end_of(self, offset: int) -> int:
-        """Where the tensor ends in which this offset lies."""
+        """The end of the tensor that contains this offset."""
         k = bisect_right(self.offsets, offset)
         return self.offsets[k] if k < len(self.offsets) else self.nbytes
 
 
 class WeightRange(ABC):
-    """One model's. Its memory is there from when it is made until `evict`, and again from `bring` on."""
+    """The range of one model. It has memory from its creation until `evict`, and again from `bring` on."""
 
     address: int
     chunk_bytes: int
-    held_bytes: int  # of the GPU's memory, while it is there
-    words: NDArray[np.uint64]  # one per chunk, set when the chunk has come
+    held_bytes: int  # GPU memory used while it is mapped
+    words: NDArray[np.uint64]  # one per chunk, set when the chunk has arrived
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -56,46 +56,46 @@ class WeightRange(ABC):
 
     @abstractmethod
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """An array of the device over part of it."""
+        """A device array over part of the range."""
 
     @abstractmethod
     def bring(self, source: Bytes) -> None:
-        """Get memory, and have the weights copied into it, chunk after chunk. Returns before they are there; `source`
-        stays as it is until then.
+        """Maps memory and starts copying the weights into it, chunk after chunk. Returns before the copies are done;
+        `source` must not change until then.
         """
 
     @abstractmethod
     def evict(self) -> None:
-        """Give the memory back. Nothing that runs may use it."""
+        """Unmaps the memory. No running work may use it."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until all copies that were begun are done."""
+        """Waits until all started copies are done."""
 
     @abstractmethod
     def write(self, source: Bytes, first: int, end: int) -> None:
-        """Copy some of the weights at once, and wait for it."""
+        """Copies part of the weights, and waits for the copy."""
 
     @abstractmethod
     def fill(self, byte: int) -> None:
-        """Overwrite all of it with this byte."""
+        """Overwrites the whole range with this byte."""
 
     @abstractmethod
     def holds(self, source: Bytes) -> bool:
-        """Whether the same bytes are there."""
+        """Whether the range holds the same bytes as `source`."""
 
     @abstractmethod
     def free(self) -> None:
-        """For good."""
+        """Gives up the address range for good."""
 
     def end_at(self, address: int) -> int:
-        """How many of the first bytes there must be for a kernel that is given this address; 0: it is not in here."""
+        """How many bytes, from the start, a kernel with this address needs; 0 if it is outside the range."""
         offset = address - self.address
         return self.layout.end_of(offset) if 0 <= offset < self.layout.nbytes else 0
 
 
 def needs_of(ends: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[int]:
-    """From what each node needs to what each segment, and those before it, do.
+    """The bytes that each segment and all segments before it need, from the needs of each node.
 
     >>> needs_of([0, 512, 256, 1024], [(0, 2), (2, 3), (3, 4)])
     [512, 512, 1024]
@@ -108,8 +108,8 @@ def needs_of(ends: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[int
 
 
 def in_order(ends: Sequence[int]) -> list[int]:
-    """The same without those that ask for more than a later node does, 0 being none: where weights lie in the order of
-    their use, these are mistaken.
+    """The needs without those that exceed the need of a later node (0 is none): where weights lie in their order of
+    use, such a need comes from a stale pointer.
 
     >>> in_order([512, 0, 256, 1024])
     [256, 256, 256, 1024]

@@ -216,7 +216,7 @@ def test_a_module_may_hold_what_autograd_made(engine):
 def test_a_module_that_cannot_be_copied_is_refused_with_the_way_around():
     net = torch.nn.Linear(2, 2)
     net.lock = threading.Lock()
-    with pytest.raises(ModelError, match=r"'Linear': its module cannot be copied .*give a function that calls it"):
+    with pytest.raises(ModelError, match=r"'Linear': its module cannot be copied .*a function that calls it"):
         pp.Model.from_torch(net, torch.zeros(1, 2))
     assert pp.Model.from_torch(lambda x: net(x), torch.zeros(1, 2)).outputs["output"].shape == (2,)
 
@@ -229,7 +229,7 @@ def test_types_may_be_given_by_name():
 @pytest.mark.parametrize("wrong", ["half precision", "nn", np.float16, torch.int8, 16])
 @pytest.mark.parametrize("option", ["dtype", "autocast"])
 def test_what_is_no_floating_point_type_is_refused(option, wrong):
-    with pytest.raises(ModelError, match=f"{option}=.*; give a floating-point type, as torch.float16"):
+    with pytest.raises(ModelError, match=f"{option}=.*floating-point type"):
         pp.Model.from_torch(torch.nn.Linear(2, 2), torch.zeros(1, 2), **{option: wrong})
 
 
@@ -248,12 +248,12 @@ def test_a_model_can_be_unloaded_and_loaded_again(engine):
     [
         (3, torch.zeros(1, 2), "takes a module or a function"),
         (torch.relu, (), "no example inputs"),
-        (torch.relu, (np.zeros(3),), "is a ndarray: give a tensor"),
-        (torch.relu, torch.tensor(1.0), "its first extent is the batch"),
+        (torch.relu, (np.zeros(3),), "is a ndarray.*a tensor"),
+        (torch.relu, torch.tensor(1.0), "its first extent must be the batch"),
         (lambda x: x.sum(), torch.zeros(1, 2), "its first extent must be the batch"),
         (lambda x: x.reshape(2, 1), torch.zeros(1, 2), "its first extent must be the batch"),
-        (lambda x: "text", torch.zeros(1, 2), "returns tensors"),
-        (lambda x: [x, 3], torch.zeros(1, 2), "is a int, not a tensor"),
+        (lambda x: "text", torch.zeros(1, 2), "returns a str"),
+        (lambda x: [x, 3], torch.zeros(1, 2), "is a int.*tensors"),
         (lambda x: x @ x, torch.zeros(1, 2), "fails on its example inputs"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_shape_that_depends_on_the_batch_elsewhere_is_refused_when_it_is_loade
     def twisted(x):
         return x.repeat(1, x.shape[0])
 
-    with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\) where the example gave \(2, 3\)"):
+    with pytest.raises(CaptureError, match=r"output 'output' has shape \(2, 6\).* example gave \(2, 3\)"):
         engine.load(pp.Model.from_torch(twisted, torch.zeros(1, 3), batch=(1, 2)))
 
 
