@@ -1,1 +1,1 @@
-"""Models on one GPU: loading, requests, front ends of other processes, counts, traces, the look at it all."""
+"""The engine: models on one GPU, with their loading, requests, front ends, statistics, traces and monitoring."""

@@ -1,13 +1,13 @@
-"""Background jobs: a step run again and again beside requests, captured and cut like any model.
+"""Background jobs: a step that runs again and again beside requests, captured and cut into segments like any model.
 
     job = engine.background(step, name="train", state=[net, optimizer], priority=-1)
     …
     job.stop()
     job.join()
 
-A job is a model whose requests the job's own thread hands in: policies see it as any other. It has two lanes that run
-by turns (core: `lane.berth`), so the next step is there when one ends. An error in the step, its data or its callback
-ends the job, and nothing else.
+A job is a model whose requests are submitted by the job's own thread; policies treat it like any other model. It has
+two lanes that take turns (core: `lane.berth`), so the next step is ready when one ends. An error in the step, its data
+or its callback ends only that job.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from paellapy.scheduler.engine.front_end import Waiter
 from paellapy.scheduler.engine.requests import Outputs, Requester, Slot
 from paellapy.scheduler.models.torch_step import Batch, TorchStep
 
-_RATE_STEPS = 64  # over which steps a second are counted
+_RATE_STEPS = 64  # the rate `steps_per_s` is computed over the latest 64 steps
 
 
 class Host(Protocol):
-    """The engine, as a job knows it."""
+    """The methods of the engine that a job uses."""
 
     def unload_job(self, job: Job) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """When a job's callback is called, and what else it is held to."""
+    """When a job's callback is called, and the job's limits."""
 
     every: int = 100
     callback: Callable[[Job], object] | None = None
@@ -46,7 +46,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step on its way."""
+    """A step that was submitted and has not finished."""
 
     finish: Callable[[], Outputs]
     batch: Batch | None
@@ -59,14 +59,14 @@ class Job:
         self.name = step.name
         self._engine, self._host, self.step, self.feed, self._reports = engine, host, step, feed, reports
         self._loaded: LoadedModel | None = None
-        self._computes = False  # the host does, where there is no GPU
+        self._computes = False  # True where the host computes the step because there is no GPU
         self._go, self._stopping = threading.Event(), threading.Event()
         self._go.set()
-        self._waiting = False  # its thread, for the end of a pause
-        self._slot: Slot | None = None  # of the next step
-        self._ahead = 1  # steps that are handed in at a time
-        self._waiters: deque[Waiter] = deque()  # one for each of them
-        self.steps = 1  # the first was made when the job was
+        self._waiting = False  # True while the job's thread waits for the end of a pause
+        self._slot: Slot | None = None  # the slot of the next step
+        self._ahead = 1  # number of steps submitted at a time
+        self._waiters: deque[Waiter] = deque()  # one waiter for each submitted step
+        self.steps = 1  # the first step already ran when the job was created
         self.outputs: Outputs = step.first
         self.error: BaseException | None = None
         self._times: deque[float] = deque([time.monotonic()], _RATE_STEPS + 1)
@@ -78,15 +78,15 @@ class Job:
     def start(self, loaded: LoadedModel, computes: bool) -> None:
         self._loaded, self._computes = loaded, computes
         draws = self.step.draws
-        # One behind the one that runs, so that the GPU need not wait for this thread. Not where the host has to write
-        # before each step which random numbers it draws.
+        # Keep one step queued behind the running one, so that the GPU need not wait for this thread. A step that draws
+        # random numbers cannot be queued: the host must write the generator state before each step.
         self._ahead = 2 if draws is None or not any(draws.drawn) else 1
         self._thread.start()
 
     # -- for its owner
 
     def pause(self) -> None:
-        """The step that runs ends, and the one that was handed in behind it; no further one begins."""
+        """Lets the running step, and the step queued behind it, finish; starts no further step."""
         self._go.clear()
 
     def resume(self) -> None:
@@ -94,21 +94,21 @@ class Job:
         self._go.set()
 
     def stop(self) -> None:
-        """Ends the job after the step that runs, and the one behind it. `join` waits for it."""
+        """Ends the job after the running step and the step queued behind it. `join` waits for the end."""
         self._stopping.set()
         if self.feed is not None:
             self.feed.stop()
         self._go.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits until the job is over: stopped, out of data, or failed. False: it is not, after that time."""
+        """Waits until the job is over: stopped, out of data, or failed. Returns False if `timeout_s` passes first."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def state(self) -> str:
-        """"running", "paused", "failed" or "ended"."""
+        """The job's state: "running", "paused", "failed" or "ended"."""
         if self.error is not None:
             return "failed"
         if not self._thread.is_alive():
@@ -117,7 +117,7 @@ class Job:
 
     @property
     def steps_per_s(self) -> float:
-        """Of the latest steps; 0 while it is paused or over."""
+        """Steps per second over the latest steps; 0 while the job is paused or over."""
         times = list(self._times)
         if len(times) < 2 or self.state != "running":
             return 0.0
@@ -151,7 +151,7 @@ class Job:
         except EngineClosedError as e:
             if not self._stopping.is_set():
                 self.error = e
-        except BaseException as e:  # it is this job's alone: its owner finds it here
+        except BaseException as e:  # the error concerns this job alone; its owner reads it from `error`
             self.error = e
         finally:
             if self.feed is not None:
@@ -174,20 +174,21 @@ class Job:
         finally:
             if self._slot is not None:
                 self._slot.cancel()
-            for each in begun:  # something went wrong meanwhile: nothing is taken away while the GPU uses it
+            for each in begun:  # after an error: wait, because the GPU may still use this memory
                 with contextlib.suppress(Exception):
                     each.finish()
 
     def _may_begin(self, begun: int) -> bool:
-        """Whether another step may be handed in behind those that were: none is while a callback is due, since it is to
-        see the state as the step before it left it.
+        """Whether another step may be queued behind the submitted ones. None may while a callback is due: the callback
+        must see the state as its step left it.
         """
         if self._slot is None or self._stopping.is_set() or not self._go.is_set() or begun >= self._ahead:
             return False
         return begun == 0 or not self._reports_after(self.steps + begun)
 
     def _begin(self, begun: deque[_Begun], batch: Batch | None) -> Batch | None:
-        """Hands in the step whose data are in the slot; the next one's batch, which has its slot too."""
+        """Submits the step whose data are in the slot; returns the batch of the next step, whose slot is reserved too.
+        """
         if self.step.draws is not None:
             self.step.draws.next_step()
         slot, self._slot = self._slot, None
@@ -206,7 +207,7 @@ class Job:
         self._done(found)
 
     def _rest(self, batch: Batch | None) -> None:
-        """Until the pause is over."""
+        """Waits until the pause is over."""
         assert self._slot is not None
         self._slot.cancel()
         self._waiting = True
@@ -218,11 +219,11 @@ class Job:
         return None if self.feed is None else self.feed.take()
 
     def _reserve(self, batch: Batch | None) -> Slot | None:
-        """A place for the next step with its data in it; None: there are no more data."""
+        """Reserves a slot for the next step and writes its data; None when there are no more data."""
         if self.feed is not None and batch is None:
             return None
         assert self._loaded is not None
-        # Steps run in their order: one that took a place in an open lane could come before the one handed in last.
+        # Steps must run in order. A step that took a slot in an open lane could overtake the step submitted before it.
         slot = Slot(self._engine, self._loaded, None, None, None, in_turn=True)
         if batch is not None:
             try:
@@ -247,15 +248,15 @@ class Job:
         self._reports.callback(self)
         torch = self.step.torch
         if self.step.draws is not None:
-            torch.cuda.current_stream().synchronize()  # what it launched comes before the next step
+            torch.cuda.current_stream().synchronize()  # work launched by the callback must finish before the next step
         self.step.check_settings()
 
 
 def check_memory(step: TorchStep, lane_bytes: int, memory_bytes: int | None) -> None:
-    """Whether a job stays within what it was given: its state, and what a step needs beside it."""
+    """Raises `MemoryPlanError` if the job's state and one step together need more than `memory_bytes`."""
     total = step.state_bytes + lane_bytes
     if memory_bytes is not None and total > memory_bytes:
         raise MemoryPlanError(
-            f"job {step.name!r} needs {total:,} bytes ({step.state_bytes:,} of state, {lane_bytes:,} for a step), and "
-            f"memory_bytes={memory_bytes:,}: give it more, or use smaller batches"
+            f"job {step.name!r} needs {total:,} bytes ({step.state_bytes:,} for its state, {lane_bytes:,} for a step); "
+            f"memory_bytes={memory_bytes:,} is too small: raise it or use smaller batches"
         )

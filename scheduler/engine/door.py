@@ -1,6 +1,6 @@
-"""`Door`: requests for callers who are called back when they are done, as a server is: nobody waits, nothing is copied.
+"""`Door`: requests for callers that are called back, such as a server. No thread waits and no output is copied.
 
-`Requester.infer` gives every request a future and a copy of its outputs. Through the door a request of one item is
+`Requester.infer` gives every request a future and a copy of its outputs. Through the door, a request of one item is
 answered from the engine's own memory, in the thread that reads its completion.
 """
 
@@ -21,16 +21,16 @@ from paellapy.scheduler.models.model import Model
 
 
 class Caller(Protocol):
-    """Who asked. One of the two is called, once, in whichever thread reads the completion."""
+    """The receiver of an answer. One of the two methods is called, once, in the thread that reads the completion."""
 
     def done(self, outputs: Outputs) -> None:
-        """Outputs are [items, …]. Their memory is the engine's again when this returns."""
+        """The request succeeded; outputs are [items, …]. Their memory is the engine's again when this returns."""
 
     def failed(self, error: Exception) -> None: ...
 
 
 class Door:
-    """One engine's, in this process or in another one."""
+    """The door of one engine, which is in this process or in another one."""
 
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
@@ -45,9 +45,9 @@ class Door:
         client: Hashable,
         caller: Caller,
     ) -> Call:
-        """Hands in [items, …] that fit the model: all of them run, or none. To be called in an asyncio loop.
+        """Submits [items, …] that fit the model: all items run, or none. Must be called inside an asyncio loop.
 
-        What can be refused at once is raised; the caller hears of everything else.
+        Errors that are known at once are raised here; the caller is told of all later ones.
         """
         engine = self._engine
         loaded = engine._find(name)
@@ -63,18 +63,18 @@ class Door:
             for k in range(items):
                 one = {key: inputs[key][k] for key in model.inputs}
                 call.pending.append(engine._submit(loaded, one, deadline_ms, priority, client, _Item(call, k)))
-                if call.over:  # an earlier item has failed meanwhile
+                if call.over:  # an earlier item has failed already
                     front.cancel(call.pending[-1])
                     break
         except Exception:
-            if not call.over:  # otherwise the caller has had its answer
+            if not call.over:  # otherwise the caller already has its answer
                 call.cancel()
                 raise
         return call
 
 
 class Pulse:
-    """Whether the core of an engine reads what front ends hand in: something is posted, and looked for later."""
+    """Checks that an engine's core reads its submission rings: posts a message, and looks later whether it was read."""
 
     def __init__(self, engine: Requester) -> None:
         self._engine = engine
@@ -82,10 +82,10 @@ class Pulse:
         self._posted = 0
 
     def beats(self) -> bool:
-        """Whether all has been read that was there at the last look that found nothing unread.
+        """Whether the core has read the message posted by the last call; if so, posts another one.
 
-        True also where there is no engine, of which who asks is told; and before its core's first step: what it runs
-        may still be compiled then, which is no reason to end it.
+        True also where there is no engine (requests are then refused with that reason), and before the core's first
+        step: the core may still be compiling, which is no reason to end it.
         """
         front = self._engine._front
         if front.closed or not front.state.core["steps"][0]:
@@ -99,7 +99,7 @@ class Pulse:
 
 
 class Call:
-    """A request on its way. `over`: its caller has been told, or does not want to be any more."""
+    """A request that has not been answered. `over`: the caller has its answer, or has withdrawn the request."""
 
     __slots__ = ("_caller", "_engine", "_front", "_items", "_left", "_model", "_results", "over", "pending")
 
@@ -111,14 +111,14 @@ class Call:
         self.over = False
 
     def cancel(self) -> None:
-        """Takes back what has not run. The caller hears nothing more."""
+        """Withdraws the items that have not run. The caller is told nothing more."""
         if not self.over:
             self.over = True
             for each in self.pending:
                 self._front.cancel(each)
 
     def __call__(self, entry: Entry) -> None:
-        """The completion of the only item."""
+        """Handles the completion of a request of one item."""
         if self.over:
             return
         if entry[E_STATUS] != codes.OK:
@@ -132,14 +132,14 @@ class Call:
         self._caller.done({key: array[slot : slot + 1] for key, array in outputs.items()})
 
     def answer(self, result: Outputs | Exception) -> None:
-        """The request failed, or the engine's process is gone."""
+        """Fails the request: its item failed, or the engine's process is gone."""
         assert isinstance(result, Exception)
         if not self.over:
             self.cancel()
             self._caller.failed(result)
 
     def item(self, k: int, entry: Entry) -> None:
-        """The completion of one of several."""
+        """Handles the completion of one of several items."""
         if self.over:
             return
         found = self._engine._result(entry)

@@ -1,4 +1,4 @@
-"""`Engine`: models on one GPU, requests in, results out. Everything else is behind it.
+"""`Engine`: loads models onto one GPU, takes requests, returns results.
 
 with pp.Engine("virtual:h200", policy="paella") as engine:
     engine.load(model)
@@ -59,13 +59,13 @@ from paellapy.scheduler.models.profile import model_profile
 from paellapy.scheduler.policies.policy import Policy, find_policy
 
 _TRACED = (
-    "a trace of the virtual GPU has nothing of what an engine runs for requests, only how its models are loaded: write "
+    "a trace of the virtual GPU does not record the requests of an engine, only how its models are loaded: write "
     "`with engine.trace() as t:` around the requests"
 )
 
 
 class Engine(Hosting):
-    """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, drains it."""
+    """Runs models on one device under a policy. Thread-safe; `close()`, or leaving `with`, finishes requests first."""
 
     def __init__(
         self,
@@ -83,26 +83,27 @@ class Engine(Hosting):
     ) -> None:
         """Without a device: the current one, as for kernels (`with pp.Device(…):`, else the GPU if there is one).
 
-        `memory_bytes`: what weights and lanes may take of the GPU's memory; None: most of it, and models that do not
-        fit are refused. Given, more models than fit can be loaded: weights come and go by demand. Those that are not on
-        the GPU are in the host's memory up to `host_bytes` (None: half of it), beyond in files.
+        `memory_bytes`: GPU memory that weights and lanes may use. None: most of the GPU's memory, and a model that does
+        not fit is refused. With a number, more models can be loaded than fit: weights are moved to and from the GPU on
+        demand. Weights that are not on the GPU are kept in host memory up to `host_bytes` (None: half of host memory),
+        and in files beyond that.
 
-        `quantum_us` is about how long a segment takes; None: 100, and 150 with windows of SMs.
+        `quantum_us`: approximate duration of a segment; None: 100, or 150 with windows of SMs.
 
-        `max_active`: batches that may share the GPU at once. None: until their measured demand adds up to two to three
-        GPUs, and more while a queue persists.
+        `max_active`: number of batches that may share the GPU at once. None: batches are added until their measured
+        demand reaches two to three GPUs, and more are added while a queue persists.
 
         `sm_windows`: number of windows of SMs, 8 for instance. While many batches share the GPU, each launch is
         confined to one window unless that would slow it much. Kernels of PyTorch's libraries can be
         confined; kernels that paellapy loads itself run on all SMs of a real GPU.
 
-        `segment_shares`: measure, as a model is loaded, what its segments take of the GPU's bandwidth and tensor units;
-        None: where the policy reads it. On a virtual GPU it is known anyway.
+        `segment_shares`: measure, when a model is loaded, the share of the GPU's bandwidth and tensor units that each
+        of its segments uses. None: measure if the policy reads these shares. A virtual GPU always knows them.
 
-        `tuning`: numbers of the scheduler for experiments, by name (`paellapy doctor --verbose` lists them); the others
-        are those of the GPU.
+        `tuning`: the scheduler's tuning numbers by name, for experiments (`paellapy doctor --verbose` lists them);
+        numbers that are not given keep the GPU's values.
         """
-        policy = find_policy(policy)  # what is wrong is said before anything is made
+        policy = find_policy(policy)  # a wrong name is reported before anything is created
         self.device = Device.open(device) if isinstance(device, str) else device or Device.current()
         self.tuning = Tuning.for_device(self.device, tuning)
         quantum_us = self.tuning.segment_us(sm_windows) if quantum_us is None else quantum_us
@@ -131,7 +132,7 @@ class Engine(Hosting):
         self.bell = Bell(self.state.bell, self._backend.sleeps_in_read)
         self._front = FrontEnd(self.state, self.limits, 0, self.bell, self._open_wake_fd())
         self._tap = Tap(self.state) if self.limits.fronts > 1 else None
-        self._unwatch: Callable[[], None] = self._check_open  # of the trace that runs
+        self._unwatch: Callable[[], None] = self._check_open  # stops the running trace from watching
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._since, self._segment_shares = time.monotonic(), segment_shares
         self._start()
@@ -139,7 +140,7 @@ class Engine(Hosting):
         _engines.add(self)
 
     def _manage_memory(self, host_bytes: int | None) -> Residents:
-        """Weights come and go within the budget."""
+        """Creates the manager that moves weights to and from the GPU within the budget."""
         host = half_of_the_host() if host_bytes is None else host_bytes
         budget = self.memory.budget_bytes
         residents = Residents(self._backend, self.state, budget, host, self._between_steps, self._check_open)
@@ -150,13 +151,13 @@ class Engine(Hosting):
         return residents
 
     def _start(self) -> None:
-        """The loop, and who is told what it meets."""
+        """Starts the core's loop and the threads that it notifies."""
         step.attach_loop(self.state)
         self._faults = self._backend.on_fault = Faults(self)
         self._backend.start(self.state, self.bell, self._fail)
 
     def _open_wake_fd(self) -> int:
-        """Closed with the last reference and not by close(): loops of other threads let go of it in their own time."""
+        """Creates the eventfd. It is closed with its last reference, not by `close()`: other loops may hold it."""
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, fd)
         self.state.wake_fd[0, 0] = fd
@@ -165,11 +166,11 @@ class Engine(Hosting):
     # -- models
 
     def load(self, model: Model) -> None:
-        """Compiles, captures, measures and opens a model. Others go on running meanwhile."""
+        """Compiles, captures, measures and opens a model. Loaded models keep running meanwhile."""
         with self._loading:
             self._check_open()
             if not isinstance(model, Model):
-                raise ModelError(f"a {type(model).__name__} is no model: give a pp.Model")
+                raise ModelError(f"load() takes a pp.Model, not a {type(model).__name__}")
             self._models[model.name] = self._load(model)
 
     def _load(self, model: Model) -> LoadedModel:
@@ -180,12 +181,14 @@ class Engine(Hosting):
             wanted = min(self.max_active or self.tuning.default_active, self.limits.lanes_per_model, free)
             if free < (model.lanes or 1) or len(self._by_row) >= len(self.state.model):
                 raise ModelError(
-                    f"model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all but {free} "
-                    f"of {len(self.state.lane)} lanes are in use; unload a model, or give the engine larger limits"
+                    f"no room for model {model.name!r}: {len(self._by_row)} of {len(self.state.model)} models and all "
+                    f"but {free} of {len(self.state.lane)} lanes are in use; unload a model, or raise the engine's "
+                    "limits"
                 )
             reads = bool(self._policy.facts & READS_SHARES)
             self._loader.measure_shares = reads if self._segment_shares is None else self._segment_shares
-            alone = self._front.waiting == 0 and not self.state.core["live"][0]  # the latter are of other processes too
+            # `live` also counts requests of other processes
+            alone = self._front.waiting == 0 and not self.state.core["live"][0]
             times = LoadTimes(model.name)
             with shown(times):
                 loaded = self._loader.load(model, wanted, alone, times)
@@ -199,7 +202,7 @@ class Engine(Hosting):
             return loaded
 
     def unload(self, name: str) -> None:
-        """Finishes the model's requests, refuses new ones, and gives its memory back. Others go on running."""
+        """Finishes the model's requests, refuses new ones, and frees its memory. Other models keep running."""
         with self._loading:
             loaded = self._find(name)
             del self._models[name]
@@ -221,11 +224,11 @@ class Engine(Hosting):
         del self._by_row[loaded.row]
 
     def prefetch(self, name: str) -> None:
-        """Brings a model's weights to the GPU although no request waits for them; returns when they are there."""
+        """Brings a model's weights to the GPU although no request needs them yet; returns when they are there."""
         self._managed(name).ask(self._find(name).row, True)
 
     def evict(self, name: str) -> None:
-        """Takes a model's weights off the GPU once nothing of it runs. The next request brings them back."""
+        """Takes a model's weights off the GPU once none of its requests runs. The next request brings them back."""
         self._managed(name).ask(self._find(name).row, False)
 
     def weights_state(self, name: str) -> str:
@@ -234,11 +237,13 @@ class Engine(Hosting):
 
     def _managed(self, name: str) -> Residents:
         if self._residents is None:
-            raise ModelError(f"model {name!r}: this engine keeps all weights on the GPU; give it memory_bytes")
+            raise ModelError(
+                f"model {name!r}: this engine keeps all weights on the GPU; create it with memory_bytes to move them"
+            )
         return self._residents
 
     def try_batch(self, name: str) -> float:
-        """Runs a full batch of requests and notes how long that took (ns): admission begins with it."""
+        """Runs a full batch of requests and records its duration (ns), which admission uses as its first estimate."""
         loaded = self._find(name)
         model, waiter, done = loaded.model, thread_waiter(), itertools.count(1)
         batch = min(model.max_batch, codes.OWN_ROWS // 2)
@@ -262,18 +267,18 @@ class Engine(Hosting):
         return {name: loaded.model for name, loaded in self._models.items()}
 
     def profile(self, name: str) -> list[Any]:
-        """How the model was cut and what it takes: one `ProgramProfile` per batch size."""
+        """The model's segments and their measured times: one `ProgramProfile` per batch size."""
         return list(self._find(name).profiles)
 
     def model_profile(self, name: str) -> ModelProfile:
-        """What simulations need to know of the model: `pp.simulate([engine.model_profile("mlp")], …)`."""
+        """The facts about a model that simulations need: `pp.simulate([engine.model_profile("mlp")], …)`."""
         loaded = self._find(name)
         return model_profile(loaded.model, loaded.profiles, len(loaded.lanes), self.limits.requests)
 
     # -- state
 
     def stats(self) -> dict[str, Any]:
-        """Counts and latencies so far, of the engine and of every model."""
+        """Counts and latencies so far, for the engine and for every model."""
         return {
             "device": self.device.title,
             "policy": self.policy,
@@ -291,16 +296,17 @@ class Engine(Hosting):
         }
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
-        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known exactly.
+        """A time (ns), and per SM up to that time: warp-ns of resident warps, ns with any. None if unknown.
 
-        A virtual GPU knows; of a real one only kernels that report tell (`paellapy.instrument.traces.live.counts`).
+        A virtual GPU knows these totals. On a real GPU only instrumented kernels report them
+        (`paellapy.instrument.traces.live.counts`).
         """
         return self._backend.sm_totals()
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Calls `watcher(entry)` (tables.COMPLETION) for every request that ends; the result stops it.
+        """Calls `watcher(entry)` (tables.COMPLETION) for every request that ends; call the returned function to stop.
 
-        In this process's front end that is before its answer; requests of other processes are seen soon after it.
+        A request of this process is seen before its answer; requests of other processes are seen soon after theirs.
         """
         if self._tap is not None:
             return self._tap.watch(watcher)
@@ -309,11 +315,11 @@ class Engine(Hosting):
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the engine was made."""
+        """Seconds since the engine was created."""
         return time.monotonic() - self._since
 
     def trace(self, records_per_sm: int = 1 << 14) -> trace_engine:
-        """Context manager: records requests, segments and blocks of everything that runs inside, on one clock."""
+        """Context manager: records all requests, segments and blocks that run inside it, on one clock."""
         self._check_open()
         return trace_engine(self, records_per_sm)
 
@@ -332,18 +338,18 @@ class Engine(Hosting):
         return recorded, self._backend.to_trace_ns
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Between two steps of the core: the function may change what it reads."""
+        """Calls the function between two steps of the core, when it may change tables that the core reads."""
         self._backend.call(function)
 
     def count(self, counter: Callable[[Any], None]) -> Callable[[], None]:
-        """As `watch`, of this process's requests, several at a time (tables.COMPLETION)."""
+        """As `watch`, for the requests of this process only, several completions at a time (tables.COMPLETION)."""
         self._front.counters.append(counter)
         return lambda: self._front.counters.remove(counter)
 
     # -- the end
 
     def close(self) -> None:
-        """Refuses new requests, finishes those it has, and gives everything back."""
+        """Refuses new requests, finishes the accepted ones, and frees everything."""
         if self._closed or self._closing:
             return
         for job in list(self._jobs.values()):
@@ -354,7 +360,7 @@ class Engine(Hosting):
         self.guests.end()
         self._closing = True
         for slot in list(self._slots):
-            slot.cancel()  # nobody can write to them any more, and their lanes would wait for ever
+            slot.cancel()  # these slots cannot be written any more, and their lanes would wait for ever
         with self._loading:
             if self._failure is None:
                 self._front.command(codes.DRAIN)
@@ -367,7 +373,7 @@ class Engine(Hosting):
                 self._residents.close()
             self._front.detach_all()
             for loaded in list(self._by_row.values()):
-                with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU takes nothing back
+                with contextlib.suppress(*(PaellaError,) if self._failure else ()):  # a lost GPU cannot free anything
                     self._forget(loaded)
             self._models.clear()
             if self._residents is not None:
@@ -392,7 +398,7 @@ class Engine(Hosting):
         return f"<Engine on {self.device.name}: {what}, {len(self._models)} models, {self._front.waiting} requests>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row for each model."""
+        """HTML for notebooks, with one row per model."""
         rows = "".join(
             f"<tr><td>{escape(name)}</td><td>{', '.join(map(str, model.batch))}</td>"
             f"<td>{'–' if model.target_ms is None else f'{model.target_ms:g}'}</td></tr>"
@@ -416,7 +422,7 @@ class Engine(Hosting):
 
 
 def _forget_all() -> None:
-    """In a process that was forked: its engines' loops, and who holds their locks, are in the other one."""
+    """Runs in a forked process: the loops of its engines, and the holders of their locks, exist only in the parent."""
     for engine in list(_engines):
         engine._closing = engine._elsewhere = True
 

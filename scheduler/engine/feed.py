@@ -1,4 +1,4 @@
-"""Data of a background job: a thread of its own fetches the next batch while a step runs."""
+"""Data of a background job: a separate thread fetches the next batch while a step runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.models.torch_step import Batch
 
-_LOOK_S = 0.05  # how often a fetcher that waits for room looks whether it is wanted any more
+_LOOK_S = 0.05  # how often a fetcher that waits for room checks whether it should end
 
 
 class Feed:
-    """Batches in order, one fetched ahead. `take` raises what the data raised."""
+    """Batches in order, one of them fetched ahead. `take` raises any error that the data raised."""
 
     def __init__(self, torch: Any, name: str, data: Iterable[Any]) -> None:
         self._torch, self._name = torch, name
@@ -24,15 +24,15 @@ class Feed:
         self._thread = threading.Thread(target=self._fetch, name=f"paellapy-data-{name}", daemon=True)
 
     def first(self) -> Batch:
-        """The first batch, fetched here; the others come from the thread, which starts now."""
+        """Fetches the first batch here and starts the thread that fetches the others."""
         found = self._next()
         if found is None:
-            raise ModelError(f"job {self._name!r}: its data have no batch at all")
+            raise ModelError(f"job {self._name!r}: `data` yielded no batch; give an iterable with at least one")
         self._thread.start()
         return found
 
     def take(self) -> Batch | None:
-        """The next batch; None: there is no more."""
+        """The next batch, or None at the end of the data."""
         found = self._ahead.get()
         if isinstance(found, BaseException):
             raise found
@@ -51,7 +51,7 @@ class Feed:
         while not self._stopped.is_set():
             try:
                 found = self._next()
-            except BaseException as e:  # whoever takes it is to see it
+            except BaseException as e:  # `take` raises it in the job's thread
                 found = e
             while not self._stopped.is_set():
                 try:

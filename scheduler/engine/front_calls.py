@@ -1,7 +1,7 @@
-"""What a front end does to the shared tables on every request, compiled: claim a slot, post, mark ready, ring, take.
+"""Compiled operations of a front end on the shared tables: claim a slot, post, mark ready, ring, take.
 
-`core.rings` has the protocol. Handing a table set to compiled code takes longer than all of this together, so a front
-end hands over its *line*: one row with the state's address and what else these functions need.
+`core.rings` describes the protocol. Passing a table set to compiled code takes longer than these functions together, so
+a front end passes its *line*: one row with the state's address and the other values that these functions need.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paellapy.scheduler.core.tables import COMPLETION, Table, Words
 
 LINE = np.dtype(
     [
-        ("one", "u8"),  # what is written to the bell, from here
-        ("state", "u8"),  # its address
+        ("one", "u8"),  # the value that is written to the bell, read from this address
+        ("state", "u8"),  # address of the state
         ("front", "i8"),
         ("bell_fd", "i8"),
-        ("write", "u8"),  # the address of libc's function
+        ("write", "u8"),  # address of libc's write()
     ],
     align=True,
 )
@@ -34,7 +34,7 @@ COMPLETION_WORDS = COMPLETION.itemsize // 8
 _WORD = np.uint64(8)
 _ZERO = np.uint64(0)
 
-# A completion as a list of numbers: the columns that are looked at.
+# Indices of the columns that front ends read, in a completion given as a list of numbers.
 (E_REQUEST, E_MODEL, E_LANE, E_SLOT, E_STATUS, E_ERROR, E_ARRIVAL_NS, E_FINISH_NS) = (
     (COMPLETION.names or ()).index(name)
     for name in ("request", "model", "lane", "slot", "status", "error", "arrival_ns", "finish_ns")
@@ -42,7 +42,7 @@ _ZERO = np.uint64(0)
 
 
 def make_line(state: State, front: int, bell_fd: int) -> Table:
-    """For as long as the state is kept."""
+    """The line of one front end. It is valid for as long as the state is kept."""
     write = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value or 0
     return np.array([(1, state.address, front, bell_fd, write)], LINE)
 
@@ -55,13 +55,14 @@ def wake_core(line: Table, for_request: bool) -> None:
 
 @compiled
 def claim(line: Table, model: int) -> int:
-    """A slot of the lane that is open to front ends: lane · SLOTS + slot, or STAGED. Post it, whatever comes."""
+    """Claims a slot of the lane open to front ends: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
     return int(claim_slot(state_at(line[0].state), line[0].front, model))
 
 
 @compiled
 def post(line: Table, message: int) -> bool:
-    """Hand a message to the core and wake it; False when the ring is full. A claimed slot is still to be written."""
+    """Posts a message to the core and wakes it; False when the ring is full. The inputs of a claimed slot come later.
+    """
     there = publish(state_at(line[0].state), line[0].front, message)
     wake_core(line, True)
     return bool(there)
@@ -69,7 +70,7 @@ def post(line: Table, message: int) -> bool:
 
 @compiled
 def post_written(line: Table, message: int, lane: int, slot: int) -> bool:
-    """`post` for a slot whose inputs are there already."""
+    """As `post`, for a slot whose inputs are already written."""
     s = state_at(line[0].state)
     there = publish(s, line[0].front, message)
     if there:
@@ -80,26 +81,28 @@ def post_written(line: Table, message: int, lane: int, slot: int) -> bool:
 
 @compiled
 def ready(line: Table, lane: int, slot: int) -> None:
-    """The inputs of a claimed slot are written."""
+    """Marks the inputs of a claimed slot as written."""
     set_ready(state_at(line[0].state), lane, slot)
     wake_core(line, True)
 
 
 @compiled
 def ring_read(line: Table) -> None:
-    """Outputs have been released: wake the core where somebody waits for their lane."""
+    """Wakes the core, after outputs were released, if a request waits for their lane."""
     wake_core(line, False)
 
 
 @compiled
 def release(line: Table, lane: int, slot: int) -> None:
-    """The outputs of a completed request are read. `ring_read` when all that were taken are."""
+    """Marks the outputs of a completed request as read. Call `ring_read` once all completions taken are released."""
     clear_hold(state_at(line[0].state), lane, slot)
 
 
 @compiled
 def take(line: Table, into: NDArray[np.int64]) -> int:
-    """Completions, at most len(into); how many. One consumer at a time. When none is left the next one will wake us."""
+    """Takes completions, at most len(into), and returns their number. One consumer at a time. Once the ring is empty,
+    the next completion wakes the consumer.
+    """
     s = state_at(line[0].state)
     front = line[0].front
     ask(address(s.wake, front), ANYTHING)
@@ -108,9 +111,9 @@ def take(line: Table, into: NDArray[np.int64]) -> int:
 
 @compiled
 def find_client(keys: Words, clients: Any, key: int) -> int:
-    """The number of a client, known by a hash of its name to all front ends; 0 is nobody in particular.
+    """The number of a client, which all front ends derive from a hash of its name; 0 stands for no particular client.
 
-    Once all numbers are given away a newcomer takes that of a client without requests, or shares with one.
+    When all numbers are in use, a new client takes the number of a client without requests, or shares a number.
     """
     n = keys.shape[0] - 1
     home = np.int64(np.uint64(key) % np.uint64(n))
@@ -120,7 +123,7 @@ def find_client(keys: Words, clients: Any, key: int) -> int:
         known = load_at(where)
         if known == np.uint64(key) or (known == _ZERO and exchange_at(where, _ZERO, np.uint64(key))):
             return int(i)
-    for _ in range(n):  # a tenant's number stays its own
+    for _ in range(n):  # a tenant keeps its number for itself
         if clients[1 + home].tenant == 0:
             break
         home = (home + 1) % n
@@ -130,8 +133,8 @@ def find_client(keys: Words, clients: Any, key: int) -> int:
 
 
 def warm_up(state: State) -> None:
-    """Loads every function of this module, with tables that nobody else uses."""
-    line = make_line(state, 0, 0)  # the bell is not armed, and so its descriptor not used
+    """Loads every function of this module, on tables that nothing else uses."""
+    line = make_line(state, 0, 0)  # the bell is not armed, so its descriptor is not used
     message = Message(kind=codes.CANCEL)
     claim(line, 0)
     post(line, message.address)

@@ -1,8 +1,8 @@
-"""A front end of the core: requests in through its submission ring, results out of its completion ring.
+"""A front end of the core: requests enter through its submission ring, results leave through its completion ring.
 
-The core is in this process, or in another one that shares its tables. Any thread may submit. Completions wake whoever
-waits: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. Whoever
-wakes first empties the ring for all.
+The core is in this process, or in another one that shares its tables. Any thread may submit. A completion wakes every
+waiter: an asyncio loop through its reader on the front end's eventfd, a thread through an eventfd of its own. The first
+one to wake empties the ring for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.model import Model
 
 _DRAIN = 256  # completions read at once
-_MANY = 16  # those that keep lanes are read early from so many on: fewer cost throughput, and make for small batches
+# drain early once this many completions are pending: a smaller number costs throughput and leads to small batches
+_MANY = 16
 _REMEMBERED_CLIENTS = 4096
 
 Entry = list[int]  # a completion: see front_calls.E_…
@@ -43,7 +44,7 @@ Finish = Callable[[Entry], None]
 
 
 class Loaded(Protocol):
-    """A model that is loaded, as a front end knows it."""
+    """The parts of a loaded model that a front end uses."""
 
     @property
     def model(self) -> Model: ...
@@ -56,36 +57,36 @@ class Loaded(Protocol):
 
 
 class Pending:
-    """One request on its way. `finish(entry)` is called once, in the thread that reads the completions."""
+    """One request that has not completed. `finish(entry)` is called once, in the thread that reads the completions."""
 
     __slots__ = ("finish", "keep", "loaded", "row", "serial")
 
     def __init__(self, loaded: Loaded, finish: Finish) -> None:
         self.loaded, self.finish = loaded, finish
         self.row = self.serial = -1
-        self.keep: Any = None  # staged inputs
+        self.keep: Any = None  # keeps staged inputs alive
 
 
 class Stage:
-    """Where inputs wait that have no slot yet: in memory the core can read. This one is for the core's own process."""
+    """Memory, readable by the core, for inputs that have no slot yet. This class serves the core's own process."""
 
     def take(self, nbytes: int) -> tuple[NDArray[np.uint8], int, Any]:
-        """Memory to write to, its address for the core, and what `give` takes back."""
+        """Memory to write to, its address for the core, and a token for `give`."""
         memory = np.empty(nbytes, np.uint8)
         return memory, int(memory.ctypes.data), memory
 
     def give(self, taken: Any) -> None:
-        """The core has read it, or never will."""
+        """Frees the memory: the core has read it, or never will."""
 
 
 class Messages(threading.local):
-    """Each thread's message: filled in for every request, and copied when it is posted."""
+    """One message per thread: filled in for every request, and copied when it is posted."""
 
     def __init__(self) -> None:
         self._one = Message(kind=codes.SUBMIT)
 
     def of(self, pending: Pending, client: int, priority: int, arrival_ns: int, deadline_ns: int) -> Message:
-        """All of a request but where its inputs are."""
+        """Fills in the whole message except for the place of its inputs."""
         message, loaded = self._one, pending.loaded
         message.request, message.serial = pending.row, pending.serial
         message.model, message.generation = loaded.row, loaded.generation
@@ -95,7 +96,7 @@ class Messages(threading.local):
 
 
 class FrontEnd:
-    """Owns request rows and the consumer side of a completion ring."""
+    """Owns request rows, and reads a completion ring."""
 
     def __init__(
         self, state: State, limits: Limits, front: int, bell: Bell, wake_fd: int, stage: Stage | None = None
@@ -113,19 +114,21 @@ class FrontEnd:
         self._entries = self._numbers.view(COMPLETION).reshape(_DRAIN)
         self._closed_models: dict[int, Callable[[], None]] = {}
         self._loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        self.watchers: list[Callable[[Any], None]] = []  # see every completion of this front end: traces
-        self.counters: list[Callable[[Any], None]] = []  # the same, many at a time (COMPLETION)
-        self._failed: Exception | None = None  # while a completion was answered, and nobody was told
-        self.closed = False  # the core is gone: nothing is posted any more
+        self.watchers: list[Callable[[Any], None]] = []  # called with every completion of this front end: traces
+        self.counters: list[Callable[[Any], None]] = []  # the same, with many completions at a time (COMPLETION)
+        self._failed: Exception | None = None  # an error raised while a completion was answered, not yet reported
+        self.closed = False  # the core is gone: nothing may be posted any more
 
     # -- in
 
     def client_number(self, client: Hashable) -> int:
-        """The core keeps shares for a limited number of clients: later ones may share numbers with earlier ones."""
+        """The client's number in the core. Numbers are limited, so clients that come later may share one."""
         try:
             known = self._clients.get(client)
         except TypeError:
-            raise InputError(f"client={client!r}: name a client by a text, a number or a tuple of them") from None
+            raise InputError(
+                f"client={client!r}: a client is named by a string, a number or a tuple of these"
+            ) from None
         if known is not None and self.state.client_key[known[0]] == known[1]:
             return known[0]
         key = _client_key(client)
@@ -136,7 +139,7 @@ class FrontEnd:
         return number
 
     def is_client(self, number: int, client: Hashable) -> bool:
-        """Whether the number is this client's own."""
+        """Whether the number belongs to this client alone."""
         return int(self.state.client_key[number]) == _client_key(client)
 
     def take_row(self, pending: Pending) -> None:
@@ -144,13 +147,13 @@ class FrontEnd:
             pending.row = self._rows.popleft()
         except IndexError:
             raise QueueFullError(
-                f"{self._all_rows} requests are waiting or running already; try again later"
+                f"the engine already holds {self._all_rows} requests, its maximum; try again later"
             ) from None
         pending.serial = next(self._serials)
         self._pending[pending.row] = pending
 
     def claim(self, loaded: Loaded) -> tuple[int, int] | None:
-        """A slot to write inputs into at once, or None: stage them."""
+        """Claims a slot whose inputs can be written at once. None: the inputs must be staged."""
         found = calls.claim(self._line, loaded.row)
         if found < 0 and self._read_now(min(_MANY, len(loaded.lane_of) * loaded.model.max_batch)):
             found = calls.claim(self._line, loaded.row)
@@ -159,7 +162,7 @@ class FrontEnd:
     def post_claimed(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """The request enters the queue, and may expire there; its lane waits for `ready`."""
+        """Puts the request into the queue, where it may expire; its lane waits for `ready`."""
         message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
         message.lane, message.slot, message.source = lane, slot, 0
         self._post(message)
@@ -167,44 +170,45 @@ class FrontEnd:
     def post_written(
         self, pending: Pending, lane: int, slot: int, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """`post_claimed` and `ready` at once."""
+        """`post_claimed` and `ready` in one call."""
         message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
         message.lane, message.slot, message.source = lane, slot, 0
         while not calls.post_written(self._line, message.address, lane, slot):
             self._yield()
 
     def ready(self, lane: int, slot: int) -> None:
-        """The inputs of a claimed slot are written."""
+        """Marks the inputs of a claimed slot as written."""
         if not self.closed:
             calls.ready(self._line, lane, slot)
 
     def post_staged(
         self, pending: Pending, source: int, keep: Any, client: int, priority: int, arrival_ns: int, deadline_ns: int
     ) -> None:
-        """The core copies the inputs once the model has a free slot."""
+        """Posts a request with staged inputs, which the core copies once the model has a free slot."""
         pending.keep = keep
         message = self._messages.of(pending, client, priority, arrival_ns, deadline_ns)
         message.lane, message.slot, message.source = codes.NONE, codes.NONE, source
         self._post(message)
 
     def cancel(self, pending: Pending) -> None:
-        """Asks the core to drop a request; its completion still comes."""
+        """Asks the core to drop a request. The request still gets a completion."""
         if not self.closed:
             self._post(Message(kind=codes.CANCEL, request=pending.row, serial=pending.serial))
 
     def nudge(self) -> None:
-        """Something for the core to read that asks for nothing: the cancellation of a request that never was."""
+        """Posts a message without effect, a cancellation of no request, to see whether the core reads it."""
         self._post(Message(kind=codes.CANCEL, request=self._first_row))
 
     def command(self, kind: int, model: int = codes.NONE) -> None:
-        """OPEN_MODEL, CLOSE_MODEL, DRAIN or FAIL."""
+        """Posts one of OPEN_MODEL, CLOSE_MODEL, DRAIN and FAIL."""
         self._post(Message(kind=kind, request=codes.NONE, model=model))
 
     def on_model_closed(self, model: int, then: Callable[[], None]) -> None:
         self._closed_models[model] = then
 
     def _post(self, message: Message) -> None:
-        # The ring holds twice as many entries as there are requests: where it is full, the core is about to read it.
+        # The ring holds twice as many entries as there are requests. A full ring means that the core is about to read
+        # it.
         while not calls.post(self._line, message.address):
             self._yield()
 
@@ -216,7 +220,7 @@ class FrontEnd:
     # -- out
 
     def drain(self) -> int:
-        """Answers every completion that is there; how many."""
+        """Answers all completions in the ring and returns their number."""
         with self._draining:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.wake_fd)
@@ -234,11 +238,11 @@ class FrontEnd:
         return total
 
     def _read_now(self, many: int) -> bool:
-        """Answers what is there if it is as much as that: before a request that finds no lane open. Whether it did.
+        """Answers completions if at least `many` are pending, before a request that finds no open lane.
 
-        All lanes of its model may be held by answers that nobody has read: an event loop with many connections reads
-        those when it has been through them, and the GPU has nothing to do meanwhile. Not while somebody answers, who
-        may be the caller of this.
+        Unread answers may hold all lanes of the model: an event loop with many connections reads completions only after
+        it has served the connections, and the GPU is idle meanwhile. Nothing is done while a completion is being
+        answered, because its answer may have made this call.
         """
         ring = self.state.ring[self.front]
         there = int(ring[codes.DONE_TAIL, 0]) - int(ring[codes.DONE_HEAD, 0])
@@ -246,7 +250,7 @@ class FrontEnd:
             return False
         try:
             return self._take() > 0
-        except Exception as e:  # the caller's request has nothing to do with it: who reads next will say it
+        except Exception as e:  # unrelated to the caller's request: the next call of `drain` raises it
             self._failed = e
             os.eventfd_write(self.wake_fd, 1)
             return True
@@ -269,7 +273,7 @@ class FrontEnd:
             pending = self._pending.pop(row)
             try:
                 pending.finish(entry)
-            except Exception as e:  # its lane, and those who come after it, have nothing to do with that
+            except Exception as e:  # an error in one answer must not keep the lane or the later answers waiting
                 failed = e
             if entry[E_STATUS] == codes.OK:
                 calls.release(self._line, entry[E_LANE], entry[E_SLOT])
@@ -282,7 +286,7 @@ class FrontEnd:
             raise failed
 
     def abandon(self) -> list[Pending]:
-        """The core's process is gone: those who wait for an answer that will not come."""
+        """For a core whose process is gone: the requests whose answers will never come."""
         with self._draining:
             self.closed = True
             left = list(self._pending.values())
@@ -291,11 +295,11 @@ class FrontEnd:
 
     @property
     def answering(self) -> threading.Lock:
-        """Held while completions are answered: whoever holds it knows that none is on its way."""
+        """The lock held while completions are answered: its holder knows that no answer is in progress."""
         return self._draining
 
     def give_back(self, pending: Pending) -> None:
-        """Frees a row that was never posted."""
+        """Frees the row of a request that was never posted."""
         if self._pending.pop(pending.row, None) is not None:
             self._rows.append(pending.row)
 
@@ -304,13 +308,13 @@ class FrontEnd:
         return len(self._pending)
 
     def pending(self) -> list[Pending]:
-        """Those who wait for their completion."""
+        """The requests that wait for their completion."""
         return list(self._pending.values())
 
-    # -- who waits
+    # -- waiting
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Completions wake this asyncio loop from now on."""
+        """Lets completions wake this asyncio loop from now on."""
         if loop not in self._loops:
             self._loops.add(loop)
             loop.add_reader(self.wake_fd, self.drain)
@@ -321,12 +325,12 @@ class FrontEnd:
                 if _running_here(loop):
                     loop.remove_reader(self.wake_fd)
                 else:
-                    with contextlib.suppress(RuntimeError):  # it closed meanwhile
+                    with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                         loop.call_soon_threadsafe(loop.remove_reader, self.wake_fd)
         self._loops.clear()
 
     def wait(self, waiter: Waiter, timeout_s: float | None = None) -> bool:
-        """Blocks this thread until the waiter is set, answering completions meanwhile; False: the time is over."""
+        """Blocks this thread until the waiter is set, answering completions meanwhile; False after the timeout."""
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
         poll.register(waiter.fd, select.POLLIN)
@@ -342,7 +346,7 @@ class FrontEnd:
 
 
 class Waiter:
-    """What a thread sleeps on until its own request, or event, is done."""
+    """An object that a thread sleeps on until its own request or event is done."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -370,7 +374,7 @@ _local = threading.local()
 
 
 def thread_waiter() -> Waiter:
-    """This thread's waiter: made once, an eventfd is a file descriptor."""
+    """This thread's waiter. It is created once, because its eventfd takes a file descriptor."""
     waiter: Waiter | None = getattr(_local, "waiter", None)
     if waiter is None:
         waiter = _local.waiter = Waiter()

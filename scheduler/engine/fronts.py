@@ -1,4 +1,4 @@
-"""Front ends of other processes, from the engine's side: what each is given, and taking it back when it is gone."""
+"""Front ends of other processes, seen from the engine: the resources each is given, and their recovery when it ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paellapy.scheduler.core.errors import ModelError
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.engine.engine import Engine
 
-STAGE_BYTES = 256 << 20  # of inputs without a slot, per front end; pages take memory once they are touched
+STAGE_BYTES = 256 << 20  # staged inputs per front end; pages use memory only once they are written
 
 
 class Fronts:
-    """Numbers 1 … of an engine whose limits have more than one front end."""
+    """The front ends with numbers from 1, of an engine whose limits allow more than one front end."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.shared_state is not None, "the engine was made for one process"
@@ -25,15 +25,15 @@ class Fronts:
         self._stage: dict[int, SharedBlock] = {}
 
     def warm_up(self) -> None:
-        """What a front end's death needs, before there is one: the core stands still while it is compiled."""
+        """Compiles the functions needed when a front end dies, since the core would stand still while they compile."""
         compile_for(step.reclaim, self._engine.state, 1, time.monotonic_ns())
 
     def attach(self, front: int) -> tuple[int, SharedBlock]:
-        """The eventfd that completions are told on, and memory for inputs that wait."""
+        """Gives a front end its resources: the eventfd that announces completions, and memory for staged inputs."""
         if not 1 <= front < self._engine.limits.fronts:
-            raise ModelError(f"front end {front}: this engine has 1 to {self._engine.limits.fronts - 1}")
+            raise ModelError(f"front end {front}: this engine has front ends 1 to {self._engine.limits.fronts - 1}")
         if front in self._wake_fd:
-            raise ModelError(f"front end {front} is there already")
+            raise ModelError(f"front end {front} is attached already; detach it first")
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_fd[front] = fd
         self._engine.state.wake_fd[front, 0] = fd
@@ -42,7 +42,7 @@ class Fronts:
         return fd, self._stage[front]
 
     def detach(self, front: int) -> int:
-        """Its process is gone: everything it had is taken back. How many requests it had."""
+        """Takes back everything that a front end had, once its process is gone. Returns the number of its requests."""
         state, found, done = self._engine.state, [0], threading.Event()
 
         def take_back() -> None:

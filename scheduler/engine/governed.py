@@ -1,4 +1,4 @@
-"""Who decides on an engine, and for whom: its policy and its tenants, changed between two steps of the core."""
+"""An engine's policy and tenants, which are changed between two steps of the core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paellapy.scheduler.policies.policy import Policy, find_policy
 
 
 class Governed(Guarded):
-    """Requests are ranked by a policy, and belong to tenants."""
+    """An engine whose requests are ranked by a policy and belong to tenants."""
 
     tuning: Tuning
     max_active: int | None
@@ -25,7 +25,7 @@ class Governed(Guarded):
 
     @property
     def policy(self) -> str:
-        """The name of the policy that decides now."""
+        """The name of the current policy."""
         return self._policy.name
 
     @property
@@ -33,11 +33,11 @@ class Governed(Guarded):
         return self._policy
 
     def set_policy(self, policy: str | Policy) -> None:
-        """Changes the policy; what is on the GPU runs on, what waits is ranked anew.
+        """Changes the policy. Work on the GPU keeps running; waiting jobs are ranked anew.
 
-        One that this machine has not used before is compiled first: beside the requests on a real GPU. A virtual one
-        stands still meanwhile, some tenths of a second: its loop and the compiler would both wait for each other's
-        turns in Python, and take several times as long.
+        A policy that this machine has not used before is compiled first. On a real GPU, requests run meanwhile. A
+        virtual GPU pauses for some tenths of a second instead: its loop and the compiler would compete for the
+        interpreter lock, and compilation would take several times as long.
         """
         self._check_open()
         if not self._backend.computes_in_python:
@@ -49,30 +49,33 @@ class Governed(Guarded):
         self._between_steps(change)
 
     def tenant(self, name: str, share: float = 1.0, limit: float | None = None) -> None:
-        """Gives the client of this name a share of the GPU against other tenants, under policies that are fair; and a
-        limit, the part of the GPU's time that it may have at most. Called again it changes both.
+        """Gives the client of this name a share of the GPU relative to other tenants, which fair policies read, and a
+        `limit`: the largest fraction of the GPU's time it may use. A later call changes both.
         """
         self._check_open()
         (tenant,) = checked_tenants({name: {"share": share, "limit": limit}}).values()
         number = self._front.client_number(name)
         if not self._front.is_client(number, name):
-            raise ModelError(f"no room for tenant {name!r}: {len(self.state.client) - 1} clients have numbers already")
+            raise ModelError(
+                f"no room for tenant {name!r}: all {len(self.state.client) - 1} client numbers are in use; give the "
+                "engine larger limits"
+            )
         self._between_steps(lambda: give_tenant(self.state, number, name, tenant))
 
     @property
     def tenants(self) -> dict[str, dict[str, Any]]:
-        """Tenants by name: share, limit, and what each has had of the GPU."""
+        """Tenants by name: share, limit, and the GPU time each has used."""
         return tenants_stats(self.state)
 
     def _between_steps(self, change: Callable[[], None]) -> None:
-        """Has the loop do it, and waits until it is done."""
+        """Runs a change in the loop's thread, and waits until it is done."""
         done = threading.Event()
         failed: list[BaseException] = []
 
         def run() -> None:
             try:
                 change()
-            except BaseException as e:  # the loop goes on; whoever asked for it is told
+            except BaseException as e:  # the loop continues; the error goes to the caller of this function
                 failed.append(e)
             finally:
                 done.set()
@@ -83,7 +86,7 @@ class Governed(Guarded):
         self._backend.call(run)
         while not done.wait(0.1):
             if not self._closing:
-                self._check_open()  # a loop that has ended changes nothing any more
+                self._check_open()  # a loop that has ended makes no more changes
         if failed:
             raise failed[0]
 

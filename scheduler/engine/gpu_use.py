@@ -1,4 +1,4 @@
-"""What the GPU holds at the moment, by the core's account: read from any thread while the core runs."""
+"""The GPU's current occupancy by the core's account, readable from any thread while the core runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ RESOURCES = ("blocks", "warps", "registers", "shared_bytes", "issue")
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One resource. `issue` is in kernels per second."""
+    """Use of one resource. `issue` is in kernels per second."""
 
     capacity: float
-    resident: float  # of the segments that run
+    resident: float  # of the running segments
     pending: float  # of the segments launched behind them
 
     @property
@@ -24,7 +24,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Resources, and where the jobs are. `fullest` names the resource that binds."""
+    """Use of all resources, and where the jobs are. `fullest` names the limiting resource."""
 
     blocks: Use
     warps: Use
@@ -39,7 +39,7 @@ class GpuUse:
 
     @property
     def share(self) -> float:
-        """Of the fullest resource; above 1 when more was launched than fits."""
+        """Use of the fullest resource; above 1 when more is launched than fits."""
         return max(float(getattr(self, name).share) for name in RESOURCES)
 
     @property
@@ -48,7 +48,7 @@ class GpuUse:
 
 
 def occupancy(state: State) -> GpuUse:
-    """The account as it stands."""
+    """The current account."""
     gpu = state.gpu[0]
     uses = {
         what: Use(*(float(gpu[f"{kind}_{what}"]) for kind in ("capacity", "resident", "pending"))) for what in RESOURCES

@@ -1,4 +1,4 @@
-"""Whether an engine takes requests, and what those are told who ask when it does not: closed, failed, a fault."""
+"""Whether an engine takes requests, and the error that callers get when it does not: closed, failed, or a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paellapy.scheduler.engine.residents import Residents
 
 
 class Faults:
-    """Why a model failed on the values in a slot, the latest of each; called by the backend."""
+    """The latest error for each slot on whose values a model failed; filled by the backend."""
 
     def __init__(self, engine: Guarded) -> None:
         self._engine = weakref.proxy(engine)
@@ -30,7 +30,7 @@ class Faults:
 
 
 class Guarded(Requester):
-    """Requests in, results out, until it is closed or its GPU fails."""
+    """An engine that takes requests until it is closed or its GPU fails."""
 
     _backend: Backend
     _residents: Residents | None
@@ -40,8 +40,8 @@ class Guarded(Requester):
     _failure: BaseException | None
     _closed: bool
     _closing: bool
-    _elsewhere: bool  # the engine is that of the process this one was forked from
-    _culprits = ""  # who was on the GPU when it failed
+    _elsewhere: bool  # the engine belongs to the process from which this one was forked
+    _culprits = ""  # the models on the GPU when it failed
 
     def loaded_rows(self) -> dict[int, LoadedModel]:
         """Loaded models by their row in the core."""
@@ -49,7 +49,7 @@ class Guarded(Requester):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine takes no more requests; None while it does."""
+        """The reason why the engine takes no more requests; None while it does."""
         return self._failure
 
     @property
@@ -58,7 +58,7 @@ class Guarded(Requester):
         return self._closing or self._closed
 
     def on_fault(self, told: Callable[[str, BaseException], None]) -> None:
-        """Calls `told(model, error)` where a model fails on the values of one request: in the loop's thread."""
+        """Calls `told(model, error)` when a model fails on the values of one request, in the loop's thread."""
         self._faults.told = told
 
     @property
@@ -69,25 +69,25 @@ class Guarded(Requester):
         if self._failure is not None:
             raise self._failed_error()
         if self._elsewhere:
-            raise EngineClosedError("the engine is that of the process this one was forked from: make one here")
+            raise EngineClosedError("this engine belongs to the parent process; create an engine after the fork")
         if self._closing or self._closed:
-            raise EngineClosedError("the engine is closed")
+            raise EngineClosedError("the engine is closed; create a new one to submit requests")
 
     def _failed_error(self) -> EngineFailedError:
-        whose = f" (on the GPU were {self._culprits})" if self._culprits else ""
-        error = EngineFailedError(f"the GPU failed and the engine takes no more requests: {self._failure}{whose}")
+        whose = f" (running at that time: {self._culprits})" if self._culprits else ""
+        error = EngineFailedError(f"the GPU failed, and the engine takes no more requests: {self._failure}{whose}")
         error.__cause__ = self._failure
         return error
 
     def _fail(self, cause: BaseException) -> None:
-        """From the loop: the device is lost. Everybody who waits is told why."""
+        """Called by the loop when the device is lost: tells every waiting caller why."""
         if self._failure is None:
             self._culprits = self._on_gpu()
             self._failure = cause
             self._front.command(codes.FAIL)
 
     def _on_gpu(self) -> str:
-        """Whose work is launched and not done: a fault of the GPU's is of one of these."""
+        """The names of models and jobs whose work is launched and not done: one of them caused the GPU's fault."""
         lanes = self.state.flight[: int(self.state.core["flight"][0])]
         rows = sorted({int(self.state.lane["model"][lane]) for lane in lanes})
         named = [self._by_row[row].model.name for row in rows if row in self._by_row]
@@ -100,7 +100,7 @@ class Guarded(Requester):
         return error
 
     def _failed(self, status: int) -> EngineFailedError:
-        if self._failure is None:  # the core has met it before its loop could say so
+        if self._failure is None:  # the core met the failure before its loop could report it
             self._culprits = self._on_gpu()
             self._failure = self._backend.failure(status)
         return self._failed_error()

@@ -1,4 +1,4 @@
-"""Where other processes find an engine: a socket in a folder of this user's, whose name says whose it is."""
+"""How other processes find an engine: a socket in a folder of this user's, named after the engine's process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _numbers = itertools.count()
 
 
 class NoEngineError(PaellaError):
-    """No engine was found that lets other processes run beside it."""
+    """No engine was found that accepts guests."""
 
 
 def runtime_folder() -> Path:
-    """$PAELLAPY_RUNTIME_DIR, or a folder of this user's alone."""
+    """The folder $PAELLAPY_RUNTIME_DIR, or a private folder of this user."""
     given = os.environ.get("PAELLAPY_RUNTIME_DIR")
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(given) if given else Path(base or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise NoEngineError(f"{folder} belongs to somebody else: set PAELLAPY_RUNTIME_DIR to a folder of yours")
+        raise NoEngineError(f"{folder} belongs to another user: set PAELLAPY_RUNTIME_DIR to a folder that you own")
     return folder
 
 
 def listen() -> tuple[socket.socket, Path]:
-    """A socket for guests of an engine of this process."""
+    """A socket on which guests reach an engine of this process."""
     path = runtime_folder() / f"engine-{os.getpid()}-{next(_numbers)}.sock"
     path.unlink(missing_ok=True)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,7 +45,7 @@ def listen() -> tuple[socket.socket, Path]:
 
 
 def sweep() -> None:
-    """Takes away sockets of processes that ended without a word, found by guests or not."""
+    """Removes the sockets of processes that ended without removing them."""
     for path in runtime_folder().glob("*engine-*.sock"):
         pid = path.name.partition("engine-")[2].partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
@@ -53,16 +53,16 @@ def sweep() -> None:
 
 
 def engines() -> list[Path]:
-    """Sockets of engines, the newest first."""
+    """The sockets of engines, newest first."""
     found = []
     for path in runtime_folder().glob("engine-*.sock"):
-        with contextlib.suppress(OSError):  # it left meanwhile
+        with contextlib.suppress(OSError):  # the engine left meanwhile
             found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def knock(engine: str | None = None) -> socket.socket:
-    """A connection to an engine: the newest, or the one of a process, or at a path."""
+    """A connection to an engine: the newest one, the engine of a given process, or the engine at a given path."""
     if engine is None:
         candidates = engines()
     elif "/" in engine:
@@ -78,7 +78,7 @@ def knock(engine: str | None = None) -> socket.socket:
             line.close()
             if engine is None or "/" not in engine:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # of an engine that ended without a word
+                    path.unlink()  # left behind by an engine that did not close
     which = "of this user" if engine is None else f"at {engine!r}"
     raise NoEngineError(
         f"no engine {which} runs on this machine: start one (pp.Engine, paellapy serve), or name its process or socket "

@@ -1,7 +1,7 @@
 """Guests of an engine: processes whose launches wait while the engine wants the GPU for itself.
 
-Each has a block of memory of its own, and can write nothing else of the engine's. Its connection says how long it is
-there: a guest that ends, however it ends, leaves with it. Nothing in the engine waits for a guest.
+Each guest has a block of memory of its own, and can write to no other memory of the engine. A guest lasts as long as
+its connection: when the process ends in any way, the guest leaves. Nothing in the engine waits for a guest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.guest_door import listen, sweep
 
 _BEAT_S = 0.25
-_ALIVE_NS = 2_000_000_000  # a guest believes that the engine is there for so long after its last word
+_ALIVE_NS = 2_000_000_000  # a guest assumes that the engine is alive for this long after the engine's last message
 
 
 class Host(Protocol):
@@ -38,7 +38,7 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class Guest:
-    """Another process, as the engine knows it."""
+    """Another process whose launches the engine can hold back."""
 
     name: str
     pid: int
@@ -54,7 +54,7 @@ class Guest:
 
 
 class Guests:
-    """All guests of one engine, and the thread that greets them."""
+    """All guests of one engine, and the thread that accepts them."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -63,7 +63,7 @@ class Guests:
         self._ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._door: socket.socket | None = None
         self.path: Path | None = None
-        with contextlib.suppress(OSError):  # no folder to write to: nobody can come
+        with contextlib.suppress(OSError):  # without a writable folder the engine has no guests
             self._door, self.path = listen()
         self._thread = threading.Thread(target=self._serve, name="paellapy-guests", daemon=True)
         if self._door is not None:
@@ -93,7 +93,7 @@ class Guests:
         }
 
     def end(self) -> None:
-        """The engine leaves: every gate is open from now on."""
+        """Opens every gate for good, because the engine ends."""
         if self._door is None:
             return
         os.eventfd_write(self._ended, 1)
@@ -109,7 +109,7 @@ class Guests:
         self._door = None
 
     def hide(self) -> None:
-        """Nobody finds the engine until `show`."""
+        """Hides the engine from new guests until `show`."""
         sweep()
         if self.path is not None and self.path.exists():
             self.path = self.path.rename(self.path.with_name(f"hidden-{self.path.name}"))
@@ -130,7 +130,7 @@ class Guests:
                 for key, _ in ready:
                     if key.fileobj is self._ended:
                         return
-                    with contextlib.suppress(OSError):  # a guest that left meanwhile
+                    with contextlib.suppress(OSError):  # the guest left meanwhile
                         self._look(key.fileobj, waiting)
                 until = np.uint64(time.monotonic_ns() + _ALIVE_NS)
                 for guest in list(self._guests.values()):
@@ -162,13 +162,14 @@ class Guests:
             name, priority = str(asked["name"]), int(asked["priority"])
             share, pid = min(1.0, max(0.0, float(asked["share"]))), int(asked["pid"])
         except (ValueError, KeyError, TypeError) as e:
-            line.send(json.dumps({"error": f"not understood: {e}"}).encode())
+            line.send(json.dumps({"error": f"the engine could not read the guest's message: {e}"}).encode())
             return
         state = self._host.state
         with self._lock:
             free = set(range(len(state.gate))) - {each.row for each in self._guests.values()}
             if not free:
-                line.send(json.dumps({"error": f"{len(state.gate)} guests are here already"}).encode())
+                full = f"the engine already has {len(state.gate)} guests, its maximum; end one of them first"
+                line.send(json.dumps({"error": full}).encode())
                 return
             taken = {each.name for each in self._guests.values()}
             name = next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(taken) + 3))) if n not in taken)
@@ -193,7 +194,7 @@ class Guests:
         if guest is None:
             return
 
-        def leave() -> None:  # the block is there until the core writes to it no more
+        def leave() -> None:  # the block is kept until the core no longer writes to it
             state = self._host.state
             state.gate["word"][guest.row] = 0
             state.core["gates"][0] -= 1

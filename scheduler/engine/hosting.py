@@ -1,4 +1,4 @@
-"""What an engine runs beside requests: background jobs, and turns of code that was not captured."""
+"""Work that an engine runs beside requests: background jobs, and turns of code that was not captured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paellapy.scheduler.models.torch_step import TorchStep
 
 
 class Hosting(Governed):
-    """Jobs and turns share the GPU with requests."""
+    """An engine whose background jobs and turns share the GPU with requests."""
 
     device: Device
     limits: Limits
@@ -43,7 +43,7 @@ class Hosting(Governed):
 
     @abstractmethod
     def _close_model(self, loaded: LoadedModel) -> None:
-        """Finishes its requests, and gives its memory back."""
+        """Finishes the model's requests, and frees its memory."""
 
     def background(
         self,
@@ -62,19 +62,23 @@ class Hosting(Governed):
     ) -> Job:
         """Runs a PyTorch step again and again beside requests: captured, cut and scheduled like any model.
 
-        `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. The
-        first step is made here, as it is; capturing and measuring leave no trace. `step` returns tensors, a loss say,
-        which `job.outputs` has, or nothing. With `data` it is given the next batch each time, until there is none.
+        `state` is everything that the step changes: modules, optimizers, gradient scalers, tensors, generators. This
+        call runs the first step as it is; capturing and measuring do not change the state. `step` returns nothing, or
+        tensors such as a loss, which `job.outputs` holds. With `data`, each step is given the next batch, until the
+        data end.
 
         `callback(job)` is called after every `every`-th step, outside the capture: for losses, checkpoints, and
-        learning rates that are tensors. `share` and `params` are as of a model; `memory_bytes` is the most that the
-        state and a step may hold. `quantum_us` is about how long a segment of the step takes, where it is to differ
-        from the engine's: who goes before the job waits for one of them, and each costs a launch.
+        learning rates that are tensors. `share` and `params` have the same meaning as for a model; `memory_bytes` is
+        the most memory that the state and a step may use. `quantum_us` is the approximate duration of a segment of the
+        step, if it should differ from the engine's: work of higher priority waits for at most one segment, and each
+        segment costs a launch.
         """
         if every < 1:
-            raise ModelError(f"job {name!r}: every={every}; a callback comes after every step, or after some more")
+            raise ModelError(
+                f"job {name!r}: every={every}; the number of steps between two callbacks must be at least 1"
+            )
         if quantum_us is not None and not 1 <= quantum_us < math.inf:
-            raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum is at least one microsecond")
+            raise ModelError(f"job {name!r}: quantum_us={quantum_us}; a quantum must be finite and at least 1 µs")
         with self._loading:
             self._check_open()
             if name in self._models or name in self._jobs:
@@ -106,13 +110,13 @@ class Hosting(Governed):
     def turn(self, name: str, *, priority: int = -1, share: float = 1.0, give_back_ms: float = 10.0) -> Turn:
         """`with engine.turn("script"):` around code that was not captured: it runs when the policy grants it.
 
-        `turn.wanted()` says when to give way. Who waits for a turn that is wanted back waits for `give_back_ms` at
-        most: then the turn is over, and what its code launches runs beside others.
+        `turn.wanted()` says when to give way. Other work waits at most `give_back_ms` for a turn that is wanted back.
+        After that the turn is over, and the launches of its code run beside others.
         """
         self._check_open()
         with self._loading:
             if name in self._models or name in self._jobs:
-                raise ModelError(f"a model or a job named {name!r} is loaded already; name the turn otherwise")
+                raise ModelError(f"a model or a job named {name!r} is loaded already; give the turn another name")
             return Turn(self, self._turns, name, priority, share, give_back_ms)
 
     @property
@@ -120,7 +124,7 @@ class Hosting(Governed):
         return self._backend
 
     def open_turns(self, loaded: LoadedModel) -> None:
-        """Turns of one name enter the core."""
+        """Opens the turns of one name in the core."""
         install(self.state, loaded, self._backend.pool(self.state, loaded.model.priority))
         self._by_row[loaded.row] = loaded
         self._front.command(codes.OPEN_MODEL, loaded.row)
@@ -131,20 +135,20 @@ class Hosting(Governed):
         return dict(self._jobs)
 
     def unload_job(self, job: Job) -> None:
-        """From the job's own thread, when it is over."""
+        """Removes a job that is over; called from the job's own thread."""
         with self._loading:
             self._jobs.pop(job.name, None)
             if job.loaded is not None and job.loaded.row in self._by_row and self._failure is None:
                 self._close_model(job.loaded)
 
     def job_profile(self, name: str) -> ModelProfile:
-        """As `model_profile`, of a background job's step."""
+        """As `model_profile`, for the step of a background job."""
         job = self._jobs.get(name)
         if job is None or job.loaded is None:
             raise UnknownModelError(f"no job named {name!r} runs; running: {', '.join(self._jobs) or 'none'}")
         return model_profile(job.loaded.model, job.loaded.profiles, len(job.loaded.lanes), self.limits.requests)
 
     def job_stats(self) -> dict[str, dict[str, Any]]:
-        """What runs beside requests, by name: background jobs, turns, and other processes."""
+        """Statistics of the work beside requests, by name: background jobs, turns, and guests."""
         own = {name: job.stats() for name, job in self.jobs.items()}
         return {**self.guests.stats(), **self._turns.stats(), **own}

@@ -1,4 +1,4 @@
-"""Writing a loaded model and the windows of SMs into the core's tables."""
+"""Writes a loaded model and the windows of SMs into the core's tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paellapy.scheduler.models.profile import model_profile
 
 
 def install(state: State, loaded: LoadedModel, pool: int) -> None:
-    """Fills the model's rows: from here on it only waits to be opened. It launches on the streams of this pool."""
+    """Fills the model's rows, so that it only remains to open it. Its launches use the streams of this pool."""
     model = loaded.model
     profile = model_profile(model, loaded.profiles, len(loaded.lanes), len(state.request))
     loaded.row, rows = core_install.install(state, profile)
     loaded.generation = int(state.model["generation"][loaded.row])
     loaded.lane_of = dict(zip(rows, loaded.lanes, strict=True))
-    if model.stateful:  # one of its lanes runs at a time, as where lanes share memory
+    if model.stateful:  # only one of its lanes runs at a time, as if the lanes shared memory
         state.lane["berth"][rows] = rows[0]
     state.model["n_inputs"][loaded.row] = len(model.inputs)
     for k, spec in enumerate(model.inputs.values()):
@@ -40,6 +40,6 @@ def install(state: State, loaded: LoadedModel, pool: int) -> None:
 
 
 def install_windows(state: State, windows: Sequence[Collection[int]]) -> None:
-    """Which SMs are in each: where two share some, a job in one fills the other too."""
+    """Writes the SMs of each window. Where two windows share SMs, a job in one also fills the other."""
     n = state.core["windows"][0] = len(windows)
     state.overlap[:n, :n] = [[len(set(a) & set(b)) for b in windows] for a in windows]

@@ -1,4 +1,4 @@
-"""Where the time of loading a model goes: seconds by phase, a line while it takes long, and one in the log."""
+"""Time spent loading a model: seconds by phase, a progress line for a long load, and one line in the log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 
 PHASES = ("upload", "rehearse", "memory", "capture", "measure", "cut", "first launches", "weights", "install")
-PATIENCE_S = 2.0  # loading that takes longer says what it does
+PATIENCE_S = 2.0  # a load that takes longer shows its current phase
 
 _log = logging.getLogger("paellapy.load")
 
 
 class LoadTimes:
-    """Seconds of one load by phase. A phase inside another counts as itself only."""
+    """Seconds of one load by phase. The time of a nested phase does not count for the outer one."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -35,7 +35,7 @@ class LoadTimes:
             self._current.pop()
 
     def _turn(self) -> None:
-        """Another phase begins: the time since the last turn belongs to the one that ran."""
+        """Starts another phase: the time since the last call belongs to the phase that ends."""
         now = time.perf_counter()
         if self._current:
             name = self._current[-1]
@@ -44,7 +44,7 @@ class LoadTimes:
 
     @property
     def doing(self) -> str:
-        """The phase that runs; "" between two."""
+        """The current phase; "" between two phases."""
         return self._current[-1] if self._current else ""
 
     @property
@@ -52,7 +52,7 @@ class LoadTimes:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """The phases that took some time, the longest first.
+        """The total, and the phases that took a noticeable time, the longest first.
 
         >>> times = LoadTimes("net")
         >>> times.seconds = {"capture": 0.31, "upload": 0.0004, "measure": 1.2}
@@ -66,7 +66,7 @@ class LoadTimes:
 
 @contextlib.contextmanager
 def shown(times: LoadTimes) -> Iterator[None]:
-    """While a load takes long, a line on the terminal says what it does; at its end there is one in the log."""
+    """Shows the current phase on the terminal during a long load, and writes one line to the log at its end."""
     ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(times, ended), name="paellapy-load-line", daemon=True)
     watcher.start()
@@ -84,7 +84,7 @@ def _watch(times: LoadTimes, ended: threading.Event) -> None:
     from rich.console import Console
 
     console = Console(stderr=True)
-    if console.is_jupyter:  # a line that moves would need widgets
+    if console.is_jupyter:  # a line that is redrawn would need widgets
         console.print(f"loading {times.model}: {times.doing} …", highlight=False)
     if not console.is_terminal:
         return

@@ -1,4 +1,4 @@
-"""Loading a model: rehearse, plan memory, capture, measure, cut. What comes out is ready for the core."""
+"""Loads a model: rehearse, plan memory, capture, measure, cut. The result is ready for the core."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from paellapy.scheduler.models.segments import cut, plan_slices
 from paellapy.scheduler.models.weight_range import WeightRange, in_order, needs_of
 
 _REPEATS = 15
-_BRIEF_NS = 10e6  # what takes longer in one piece is not run for the sake of its first launch
-_ROUNDS = 3  # of TOGETHER lanes at once, to see what the GPU gives when it is full
+_BRIEF_NS = 10e6  # a program that takes longer in one piece is not run merely to warm up its first launch
+_ROUNDS = 3  # rounds of TOGETHER lanes at once, to measure the throughput of a full GPU
 
 class Loader:
     """Loads models onto one backend."""
 
-    measure_shares = False  # of compute and memory that segments take, also where it takes time
+    # whether to measure the shares of compute and bandwidth that segments use, even if that takes time
+    measure_shares = False
 
     def __init__(
         self, backend: Backend, memory: MemoryPlan, limits: Limits, tuning: Tuning, quantum_ns: float,
@@ -42,7 +43,7 @@ class Loader:
         self._loads = 0
 
     def load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes | None = None) -> LoadedModel:
-        """`alone`: nothing else runs on the GPU, so times are undisturbed. `times` gets what each phase took."""
+        """`alone`: nothing else runs on the GPU, so timings are undisturbed. `times` receives phase durations."""
         self._check(model)
         with device_lock(self.backend.device), model.preserved():
             return self._load(model, lanes_wanted, alone, times or LoadTimes(model.name))
@@ -50,7 +51,7 @@ class Loader:
     def _load(self, model: Model, lanes_wanted: int, alone: bool, times: LoadTimes) -> LoadedModel:
         backend = self.backend
         weights_bytes = model.weights_bytes
-        # Weights first: a model whose weights alone do not fit is refused before any of them is copied.
+        # Reserve weights first: a model whose weights alone do not fit is refused before any of them is copied.
         self.memory.reserve(model.name, weights_bytes, 0, 1)
         lanes: list[Lane] = []
         made: list[list[Launches]] = []
@@ -73,7 +74,7 @@ class Loader:
                     memory = backend.lane_memory(plan, None if berth is None else berth.memory)
                     lanes.append(Lane(k, model, plan, memory, self._windows(k)))
                     lanes[-1].berth = berth
-                    for key, spec in model.ranges.items():  # a batch that is not full runs with what is there
+                    for key, spec in model.ranges.items():  # a batch that is not full runs with the slots' old contents
                         lanes[-1].inputs[key][...] = spec.neutral
             self._loads += 1
             made += ([] for _ in lanes)
@@ -94,15 +95,15 @@ class Loader:
         return loaded
 
     def _to_itself(self, berths: Sequence[Berth | None]) -> contextlib.AbstractContextManager[None]:
-        """Memory of lanes that others run in too is the model's alone while it is run to be measured."""
+        """Keeps other models out of shared lane memory while this model runs to be measured."""
         shared = [each for each in berths if each is not None]
         return contextlib.nullcontext() if self.residents is None else self.residents.kept(shared)
 
     def _reserve(
         self, model: Model, weights_bytes: int, plan: LanePlan, foreign: int, wanted: int
     ) -> tuple[Reservation, Sequence[Berth | None]]:
-        """Memory for lanes: of their own, or shared with other models' where weights come and go."""
-        # Lanes that run by turns share what other libraries allocate.
+        """Reserves memory for lanes: their own, or shared with lanes of other models where weights come and go."""
+        # Lanes that take turns share the memory that other libraries allocate.
         lane_bytes = plan.device_bytes + (-(-foreign // (model.lanes or 1)) if model.stateful else foreign)
         if self.residents is None:
             least = model.lanes or 1
@@ -123,13 +124,13 @@ class Loader:
                 raise ModelError(f"model {model.name!r} has {count} {what}; the engine takes up to {limit}")
 
     def _windows(self, lane: int) -> tuple[int, ...]:
-        """A choice of them from all over the GPU, another for the next lane, and for the next model."""
+        """A selection of windows spread over the GPU, different for each lane and each model."""
         n = self.backend.windows
         choices = min(n, CHOICES)
         return tuple((self._loads + lane + k * n // choices) % n for k in range(choices))
 
     def unload(self, loaded: LoadedModel) -> None:
-        """Gives everything back; nothing of the model may be in flight."""
+        """Frees everything of the model, which must have no launch in flight."""
         self._free(loaded.lanes, loaded.launches)
         loaded.weights.clear()
         if self.residents is not None:
@@ -137,7 +138,7 @@ class Loader:
         self.memory.release(loaded.model.name)
 
     def _free(self, lanes: list[Lane], made: list[list[Launches]]) -> None:
-        """First what writes to the lanes' memory."""
+        """Frees the launches first, because they write to the lanes' memory."""
         for each in made:
             for launches in each:
                 self.backend.release(launches)
@@ -146,7 +147,7 @@ class Loader:
 
 
 class _Program:
-    """One batch size of a model on its way to all lanes. `captured` discards what was captured, however it ends."""
+    """One batch size of a model while it is prepared for all lanes. `captured` discards the capture on any exit."""
 
     def __init__(
         self, loader: Loader, loaded: LoadedModel, batch: int, times: LoadTimes, captured: contextlib.ExitStack
@@ -157,14 +158,14 @@ class _Program:
         self._quantum_ns = loader.quantum_ns if own_us is None else own_us * 1e3
 
     def make(self, alone: bool) -> None:
-        """Captures, cuts and measures it; what is known from before is not measured again."""
+        """Captures, cuts and measures the program; measurements that are known already are not repeated."""
         backend, loaded = self._backend, self._loaded
         first = self._capture(loaded.lanes[0], {})
         where = profiles.key(first.content(), backend.fingerprint(), self._quantum_ns)
         known = profiles.load(where)
         if known is None or known.batch != self._batch:
             known = self._plan(first, alone)
-            if alone:  # what was measured beside other work serves this time, and is not kept
+            if alone:  # a measurement beside other work serves this load only and is not stored
                 profiles.store(where, known)
         sliced = self._capture(loaded.lanes[0], known.cuts) if known.cuts else first
         if loaded.range is not None:
@@ -182,7 +183,8 @@ class _Program:
             if k:
                 backend.discard(program)
         crowd = [launches[-1] for launches in loaded.launches[: 1 if loaded.model.stateful else TOGETHER]]
-        if alone and known.together < len(crowd) > 1:  # what fewer lanes were seen to take is more than more do
+        # a measurement with fewer lanes overestimates the demand of a larger crowd
+        if alone and known.together < len(crowd) > 1:
             with self._times.phase("measure"):
                 demand = backend.saturated_ns(crowd, _ROUNDS) / known.whole_ns
             known = replace(known, demand=min(max(demand, 0.01), 1.0), together=len(crowd))
@@ -211,7 +213,7 @@ class _Program:
         return program
 
     def _again(self, program: Program, lane: Lane, cuts: Cuts, marks: Marks) -> Program:
-        """What lane 0 has, on another lane."""
+        """The program of lane 0, made for another lane."""
         with self._times.phase("capture"):
             found = self._backend.captured_again(program, self._loaded.lanes[0], lane, marks)
         if found is None:
@@ -220,7 +222,7 @@ class _Program:
         return found
 
     def _plan(self, first: Program, alone: bool) -> ProgramProfile:
-        """Decides where to cut, from the times of the nodes, and measures the result."""
+        """Decides where to cut, from the times of the nodes, and measures the resulting segments."""
         backend = self._backend
         program, times = first, self._node_times_ns(first)
         waves, loader = backend.wave_blocks(first), self._loader
@@ -250,7 +252,7 @@ class _Program:
             return self._backend.node_times_ns(program)
 
     def _bounds(self, times_ns: list[float]) -> list[tuple[int, int]]:
-        """Segments of about one quantum, or of a longer one where that would be more than the core's tables hold."""
+        """Segments of about one quantum, or longer ones where the core's tables could not hold that many."""
         quantum_ns, most = self._quantum_ns, self._loader.limits.segments
         bounds = cut(times_ns, quantum_ns)
         while len(bounds) > most:

@@ -1,11 +1,11 @@
-"""A look at a running engine: `snapshot()` is everything that the dashboard and the live widget show, as plain JSON.
+"""Monitors a running engine: `snapshot()` has all data of the dashboard and the live widget, as plain JSON.
 
     monitor = Monitor(engine)
     with monitor:
         ...
         monitor.snapshot()["models"][0]["latency_ms"]["p99"]
 
-Between `start` and `stop` it sees every completion; otherwise it costs nothing.
+Between `start` and `stop` the monitor sees every completion; otherwise it costs nothing.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ if TYPE_CHECKING:
     from paellapy.scheduler.backends.launches import LoadedModel
     from paellapy.scheduler.engine.engine import Engine
 
-RECENT_S = 10.0  # of latencies and batches
-RATE_S = 2.0  # of throughput
+RECENT_S = 10.0  # period for latencies and batch sizes
+RATE_S = 2.0  # period for throughput
 _RING = 1 << 14  # completions kept
-_SLACK = 256  # of them, those that may be written while they are read
-ALONE_TIMES = 4.0  # a request without target or deadline is late after so many times its time alone, as in `edf`
+_SLACK = 256  # entries of the ring that may be overwritten while it is read
+# a request without target or deadline counts as late after this multiple of its time alone, as in `edf`
+ALONE_TIMES = 4.0
 
 _REQUEST, _STATUS, _MODEL, _ARRIVAL, _DEADLINE, _FINISH = map(
     (tables.COMPLETION.names or ()).index, ("request", "status", "model", "arrival_ns", "deadline_ns", "finish_ns")
 )
 
-# Upper bounds of the latency histogram: eight to a decade from 10 µs to 100 s.
+# Upper bounds of the latency histogram: eight per decade, from 10 µs to 100 s.
 EDGES_MS = tuple(round(0.01 * 10 ** (k / 8), 5) for k in range(57))
 
 
 class _Recent(NamedTuple):
-    """Columns of the completions in the window."""
+    """Columns of the completions in the recent period."""
 
     model: Any
     status: Any
@@ -60,16 +61,16 @@ class _Recent(NamedTuple):
 
 
 class Monitor:
-    """What one engine does, for one kind of viewer. `snapshot` may be called from any thread."""
+    """Observes one engine for one kind of viewer. `snapshot` may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._ring = np.zeros(_RING, tables.COMPLETION)
-        self._seen = self._first = 0  # completions so far, and the first of them within the window
+        self._seen = self._first = 0  # number of completions so far, and the first of them in the recent period
         self._since_ns = 0
         self._slow = SlowRequests(engine.state)
         self._gpu_times = GpuTimes(engine.state)
-        self._own: dict[str, Policy] = {}  # policies that are no part of the package, by name
+        self._own: dict[str, Policy] = {}  # policies from outside the package, by name
         self._about = _descriptions()
         self._lock = threading.Lock()
         self._unwatch: Any = None
@@ -104,14 +105,14 @@ class Monitor:
         self.stop()
 
     def set_policy(self, name: str) -> None:
-        """By name: one of the package's, or one that this engine has had."""
+        """Sets a policy by name: one of the package's, or one that this engine has used."""
         self._remember()
         if name not in self._choices():
             raise PolicyError(f"no policy named {name!r}: choose one of {', '.join(self._choices())}")
         self.engine.set_policy(self._own.get(name, name))
 
     def _note(self, entry: Any) -> None:
-        # On every request's way: one conversion to plain numbers costs less than three looks at the record.
+        # Runs for every request: one conversion to plain numbers is cheaper than three reads of the record.
         values = entry.item()
         if values[_REQUEST] < 0:
             return
@@ -127,7 +128,7 @@ class Monitor:
     # -- the snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """The engine now, and in the last seconds: numbers, texts, lists and dicts only."""
+        """The engine's current state and its last seconds, as numbers, strings, lists and dicts only."""
         with self._lock:
             return self._snapshot()
 
@@ -181,13 +182,13 @@ class Monitor:
         }
 
     def _recent(self, now_ns: int) -> tuple[_Recent, float]:
-        """Completions of the window, and how long it is."""
+        """Completions of the recent period, and its length."""
         seen = self._seen
         lost = seen - _RING + _SLACK > self._first
         first = self._first = max(self._first, seen - _RING + _SLACK)
         rows = self._ring[np.arange(first, seen) % _RING]
         window_s = min(RECENT_S, max(1e-3, (now_ns - self._since_ns) * 1e-9))
-        if lost and len(rows):  # more than it holds: the window is as long as what is there
+        if lost and len(rows):  # the ring has overflowed: the period shrinks to the entries that remain
             window_s = min(window_s, max(1e-3, (now_ns - int(rows["finish_ns"].min())) * 1e-9))
         finish = rows["finish_ns"]
         inside = finish >= now_ns - int(window_s * 1e9)
@@ -212,7 +213,7 @@ class Monitor:
         judged = answered + expired
         target = model.target_ms
         within = None if target is None or not judged else np.searchsorted(latency_ms, target, "right") / judged
-        # Every request of a batch says how many ran with it.
+        # Every request of a batch records how many requests ran with it.
         requests = np.bincount(recent.batch[done])
         batches = {size: n / size for size, n in enumerate(requests.tolist()) if n and size}
         return {
@@ -236,13 +237,14 @@ class Monitor:
         }
 
     def _weights(self, row: int) -> dict[str, Any] | None:
-        """Where the model's weights are, and how much of them is on the GPU; None where all stay there."""
+        """Where the model's weights are, and how many bytes of them are on the GPU; None where all weights stay there.
+        """
         state = self.engine.state
         if not state.residency["managed"][0]:
             return None
         w = state.weights[row].copy()
         total = int(w["bytes"])
-        if not total:  # a job's are its owner's
+        if not total:  # the weights of a background job belong to its owner
             return None
         there = min(1.0, int(w["arrived"]) * int(w["chunk_bytes"]) / total) if w["stage"] == codes.COMING else 0.0
         return {
@@ -268,7 +270,7 @@ class Monitor:
         return [*self._about, *self._own]
 
     def _sms(self, now_ns: int) -> dict[str, Any]:
-        """Resident warps ÷ maximum of each SM, and the share of time it had any, since the last snapshot."""
+        """For each SM since the last snapshot: resident warps ÷ maximum, and the fraction of time with any warp."""
         device = self.engine.device
         totals = self.engine.sm_totals()
         found: dict[str, Any] = {"count": device.sm_ids, "max_warps": device.limits.warps}
@@ -283,7 +285,7 @@ class Monitor:
         return found | {"source": "exact", "occupancy": _listed(occupancy), "busy": _listed(busy)}
 
     def _sampled(self) -> dict[str, Any]:
-        """From the counters of kernels that report; nothing where none ever did."""
+        """The same from the counters of instrumented kernels; empty where no kernel has reported."""
         if self.engine.failure is not None or self.engine.closed:
             return {"source": "none", "occupancy": None, "busy": None}
         now = counts(self.engine.device)
@@ -299,7 +301,7 @@ _USE = ("capacity", "resident", "pending")
 
 
 def _limit_ns(loaded: LoadedModel) -> float:
-    if loaded.model.stateful:  # a step of a job: nobody waits for it
+    if loaded.model.stateful:  # nobody waits for a step of a background job
         return math.inf
     target_ms = loaded.model.target_ms
     return loaded.profiles[0].whole_ns * ALONE_TIMES if target_ms is None else target_ms * 1e6
@@ -311,7 +313,7 @@ def _listed(values: Any) -> list[float]:
 
 
 def _quantiles(values: Any) -> dict[str, float] | None:
-    """Of sorted values, as `np.quantile` has them, at a fifth of its cost."""
+    """Quantiles of sorted values: the same as `np.quantile`, at a fifth of its cost."""
     if not len(values):
         return None
     found = np.interp([q * (len(values) - 1) for q in (0.5, 0.95, 0.99)], np.arange(len(values)), values)
@@ -319,14 +321,14 @@ def _quantiles(values: Any) -> dict[str, float] | None:
 
 
 def _histogram(values: Any) -> list[int]:
-    """Counts of sorted values per bound of EDGES_MS, and one more for what is above the last."""
+    """Counts of sorted values per bound of EDGES_MS, and one count for values above the last bound."""
     below = np.searchsorted(values, EDGES_MS, "right")
     found: list[int] = np.diff(below, prepend=0, append=len(values)).tolist()
     return found
 
 
 def _descriptions() -> dict[str, str]:
-    """The first sentence of each policy's file. Read, not imported: that would compile them all."""
+    """The first sentence of each policy's file. The files are read: importing them would compile every policy."""
     spec = importlib.util.find_spec(BUILT_IN)
     folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path()
     found = {}

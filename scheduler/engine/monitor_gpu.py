@@ -1,4 +1,4 @@
-"""What of the GPU's time models and tenants had of late, by the core's account."""
+"""The GPU time that models and tenants used in the last seconds, by the core's account."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPAN_NS = 2_000_000_000
 
 
 class GpuTimes:
-    """Reads the core's counts with every snapshot; shares are of the last two seconds or so."""
+    """Reads the core's counts with every snapshot; shares cover about the last two seconds."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -28,7 +28,7 @@ class GpuTimes:
 
     @property
     def busy(self) -> float:
-        """Part of the time in which something was on the GPU."""
+        """The fraction of time in which the GPU was busy."""
         (since, before, _), (now, after, _) = self._read[0], self._read[-1]
         return min((after - before) / max(now - since, 1), 1.0)
 
@@ -41,5 +41,5 @@ class GpuTimes:
     def _share(self, whose: int, row: int) -> float:
         first, last = self._read[0], self._read[-1]
         had = last[2][whose][row] - first[2][whose][row]
-        # A model that was loaded anew counts from zero.
+        # A model that was loaded again counts from zero.
         return float(np.clip(had / max(last[0] - first[0], 1), 0.0, 1.0))

@@ -1,4 +1,4 @@
-"""The slowest requests of the last minute, with when they waited, ran and were done."""
+"""The slowest requests of the last minute, with the times at which they waited, ran and finished."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.engine.trace import segment_times
 
 KEPT = 8
-PER_MODEL = 4  # so that one slow model does not hide the others
+PER_MODEL = 4  # a limit per model, so that one slow model does not hide the others
 REMEMBERED_NS = 60 * 1_000_000_000
-_CROWDED = 64  # candidates between two looks
+_CROWDED = 64  # number of candidates after which the list is pruned
 
 
 class SlowRequest(NamedTuple):
-    """`lateness` is latency ÷ what it should have been at most; times are ns on the host's monotonic clock."""
+    """A slow request. `lateness` is its latency ÷ the expected maximum; times are ns on the host's monotonic clock."""
 
     lateness: float
     entry: Any  # tables.COMPLETION
-    segments: NDArray[np.int64]  # start, end
+    segments: NDArray[np.int64]  # start and end of each segment
     whole: bool
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The same for requests that ran together."""
+        """A key that is equal for requests that ran together."""
         lane, started = int(self.entry["lane"]), int(self.entry["started_ns"])
         return (lane, started) if self.entry["status"] == codes.OK else (codes.NONE, int(self.entry["serial"]))
 
     def describe(self, now_ns: int, name: str, target_ms: float | None) -> dict[str, Any]:
-        """Milliseconds since the request arrived, as JSON has them."""
+        """The request as JSON, with times in milliseconds since its arrival."""
         e = self.entry
         arrival, started, deadline = int(e["arrival_ns"]), int(e["started_ns"]), int(e["deadline_ns"])
 
         def ms(at_ns: int) -> float:
-            # A step of the core has one time: what came while it began may seem to be launched before it came.
+            # A step of the core has one timestamp, so a request that arrives during the step may seem to be launched
+            # before its arrival.
             return round(max(0, at_ns - arrival) * 1e-6, 4)
 
         return {
@@ -58,7 +59,7 @@ class SlowRequest(NamedTuple):
 
 
 class SlowRequests:
-    """`note` is called for every completion, in one thread at a time, before the lane may be used again."""
+    """Collects slow requests. `note` is called for every completion, one at a time, before its lane is reused."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -67,7 +68,7 @@ class SlowRequests:
         self._floor = [0.0] * len(state.model)
 
     def expect(self, model: int, limit_ns: float) -> None:
-        """What a request of the model should take at most, where it has no deadline of its own."""
+        """Sets the expected maximum latency of a model's requests that have no deadline of their own."""
         self._limit_ns[model] = limit_ns
 
     def note(self, entry: Any, model: int, arrival_ns: int, deadline_ns: int, finish_ns: int) -> None:
@@ -88,14 +89,14 @@ class SlowRequests:
         if entry["status"] != codes.OK or lane < 0:
             return np.zeros((0, 2), np.int64), False
         times, whole = segment_times(self._state, lane)
-        if not len(times) or times[0, 0] != entry["started_ns"]:  # the lane runs for others by now
+        if not len(times) or times[0, 0] != entry["started_ns"]:  # the lane already runs another batch
             return np.zeros((0, 2), np.int64), False
         return times, whole
 
     def _prune(self, now_ns: int) -> None:
         recent = [each for each in self._found if now_ns - int(each.entry["finish_ns"]) < REMEMBERED_NS]
         recent.sort(key=lambda each: -each.lateness)
-        # One of each batch: the others ran with it and differ only in when they came.
+        # Keep one request per batch: the others ran with it and differ only in their arrival times.
         slowest = {each.batch: each for each in reversed(recent)}
         by_model: dict[int, list[SlowRequest]] = {}
         for each in sorted(slowest.values(), key=lambda each: -each.lateness):

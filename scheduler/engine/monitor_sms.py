@@ -1,7 +1,7 @@
-"""Samples of how full each SM is, of a GPU that does not say it exactly: its counters, read many times a second.
+"""Samples the occupancy of each SM on a GPU that does not report it exactly, by reading counters many times a second.
 
-Kernels take microseconds, so one look shows a moment; and a look that is taken while this process is busy with
-something else shows a GPU that has just been left alone by it.
+Kernels take microseconds, so one sample shows only a moment. A sample that is taken while this process is busy shows a
+GPU that the process has not fed for a while.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import PaellaError
 from paellapy.instrument.traces.live import Counts, counts
 
-_PERIOD_S = 0.0097  # not in step with anything; a look takes some 50 µs
+_PERIOD_S = 0.0097  # a period that is in step with nothing else; one sample takes about 50 µs
 
 
 class SmSampler:
-    """A thread that looks from time to time. `take` is the mean of what it saw since the last one."""
+    """A thread that samples periodically. `take` returns the mean of the samples since the last call."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class SmSampler:
         while not self._end.wait(_PERIOD_S):
             try:
                 seen = counts(self._device)
-            except PaellaError:  # the GPU is gone; whoever uses it says so
+            except PaellaError:  # the GPU is gone; the code that uses it reports the error
                 return
             self.add(seen)
 
@@ -46,7 +46,7 @@ class SmSampler:
             self._busy = self._busy + (seen.resident_blocks > 0)
 
     def take(self) -> tuple[Any, Any] | None:
-        """Occupancy and share of time with any block of each SM; None: it has not looked since."""
+        """For each SM, its occupancy and the fraction of time with any block; None without a new sample."""
         with self._lock:
             n, occupancy, busy = self._n, self._occupancy, self._busy
             self._n, self._occupancy, self._busy = 0, 0.0, 0.0

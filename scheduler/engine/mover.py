@@ -1,4 +1,4 @@
-"""The mover: a thread that carries out what the core orders about weights, one order after the other."""
+"""The mover: a thread that carries out the core's orders about weights, one after the other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paellapy.scheduler.core.state import State
 
 
 class Mover:
-    """`bring` and `evict` are called with a model's row; what the first raises is told to those who wait."""
+    """Calls `bring` and `evict` with a model's row. An error from `bring` is reported to the waiting requests."""
 
     def __init__(
         self, state: State, bring: Callable[[int], None], evict: Callable[[int], None], ring: Callable[[], None]
     ) -> None:
         """`ring` wakes the core's loop."""
         self._state, self._bring, self._evict, self._ring = state, bring, evict, ring
-        self.errors: dict[int, PaellaError] = {}  # by row: why the latest order to bring failed
+        self.errors: dict[int, PaellaError] = {}  # by row: why the latest order to bring weights failed
         self._stopping = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paellapy-mover", daemon=True)
@@ -52,7 +52,7 @@ class Mover:
         self._ring()
 
     def close(self) -> None:
-        """After the core's loop has ended: nothing is ordered any more."""
+        """Ends the thread. Call it after the core's loop has ended, when no more orders come."""
         self._state.residency["mover_fd"][0] = codes.NONE
         self._stopping = True
         os.eventfd_write(self._fd, 1)

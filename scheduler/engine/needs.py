@@ -1,10 +1,10 @@
-"""Which weights each segment needs: guessed from what its kernels are launched with, and tried out.
+"""Which weights each segment needs: guessed from the launch arguments of its kernels, and verified by test runs.
 
-Kernels say it by the pointers among their arguments. Some hide a pointer in a structure that cannot be read; libraries
-also leave old pointers behind in structures that they fill in part, to weights that the kernel never reads. So there
-are several guesses: by the most that a kernel's pointers ask for, by the least, and by the least of all kernels from
-there on, as where weights are used in their order. A guess counts if the program gives the same outputs though weights
-come no sooner than it says, in memory that held something else before.
+A kernel's pointer arguments show which weights it reads. Some kernels hide a pointer in a structure that cannot be
+read; libraries also leave stale pointers in structures that they fill partly, to weights that the kernel never reads.
+So there are several guesses: the most that a kernel's pointers ask for, the least, and the least of all kernels from
+there on, which holds where weights are used in order. A guess is accepted if the program gives the same outputs when
+weights arrive no sooner than the guess says, in memory that held other contents before.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.weight_range import WeightRange
 
 Needs = tuple[int, ...]
-_LATER = (0, 1, 2, 4)  # segments
-_NO_NUMBERS, _NUMBERS = 0xFF, 0x3C  # the second: small positive numbers in every type, as a ReLU lets through
+_LATER = (0, 1, 2, 4)  # guesses shift the needs by this many segments
+# byte patterns; the second is a small positive number in every type, so a ReLU lets it through
+_NO_NUMBERS, _NUMBERS = 0xFF, 0x3C
 _NEAR = 1e-2
 
 
 class Trials:
-    """Runs of one program on a lane that is not in service yet."""
+    """Test runs of one program on a lane that is not in service yet."""
 
     def __init__(self, backend: Backend, weights: WeightRange, source: Any, lane: Lane, launches: Launches) -> None:
         self._backend, self._weights, self._source, self._lane = backend, weights, source, lane
         self._launches = launches
         self._fill_inputs()
         self._expected = self._run(None)
-        # Kernels that add in any order give other bits each time.
+        # Kernels that add in varying order give different bits in each run.
         self._exact = same(self._expected, self._run(None), exact=True)
 
     def tried(self, least: Sequence[Needs], most: Needs) -> Needs:
-        """The first of the guesses that the program runs with; or all weights from the start."""
+        """The first guess with which the program runs correctly; otherwise all weights from the start."""
         for guess in guesses(least, most) if self._exact else guesses([most], most):
             if self._runs_with(guess):
                 return guess
@@ -47,14 +48,14 @@ class Trials:
         return all(same(self._expected, self._run(guess, old), self._exact) for old in (_NO_NUMBERS, _NUMBERS))
 
     def _fill_inputs(self) -> None:
-        """Numbers as a request has them: with zeros, weights may make no difference."""
+        """Writes random numbers like a request's: with zeros as inputs, weights might make no difference."""
         draw = np.random.default_rng(0)
         for name, array in self._lane.inputs.items():
             if array.dtype.kind in "fV" and not self._lane.model.inputs[name].has_range:
                 array[...] = draw.standard_normal(array.shape).astype(array.dtype)
 
     def _run(self, needs: Needs | None, old: int = _NO_NUMBERS) -> list[Any]:
-        """The outputs of a run; with `needs`, weights come just before the segment that needs them."""
+        """The outputs of one run. With `needs`, weights arrive just before the segment that needs them."""
         weights = self._weights
         try:
             if needs is not None:
@@ -72,8 +73,8 @@ class Trials:
 
 
 def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
-    """What to try, the smallest needs first: as the pointers tell; where kernels hide some, what a segment a little
-    later needs.
+    """The guesses to test, smallest needs first: the needs that the pointers show, then the needs of a slightly later
+    segment, for kernels that hide pointers.
 
     >>> guesses([(1, 2, 3)], (1, 3, 3))
     [(1, 2, 3), (1, 3, 3), (2, 3, 3), (3, 3, 3)]
@@ -84,11 +85,11 @@ def guesses(least: Sequence[Needs], most: Needs) -> list[Needs]:
 
 
 def same(expected: Sequence[Any], found: Sequence[Any], exact: bool) -> bool:
-    """Bit by bit; or, not `exact`, as near as two runs of kernels that add in any order."""
+    """Whether outputs are equal: bit by bit if `exact`, else within the tolerance of sums in varying order."""
     for a, b in zip(expected, found, strict=True):
         if a.tobytes() == b.tobytes():
             continue
-        if exact or a.dtype.kind not in "fV":  # the latter: the kinds of ml_dtypes
+        if exact or a.dtype.kind not in "fV":  # kind V: the dtypes of ml_dtypes
             return False
         x, y = a.astype(np.float32), b.astype(np.float32)
         if not np.isfinite(y).all() or np.abs(x - y).max() > _NEAR * max(float(np.abs(x).max()), 1e-6):

@@ -1,7 +1,8 @@
-"""`RemoteEngine`: the request side of an engine in another process, over the memory both share.
+"""`RemoteEngine`: the request side of an engine in another process, over shared memory.
 
-It outlives the processes it talks to: when one ends, those who wait are told so at once, and until the next one is
-there (`attach`) every request is refused. Each has memory of its own: a late completion of the old one is never seen.
+It outlives the processes it talks to. When one ends, all waiting callers are told at once, and every request is refused
+until the next process is there (`attach`). Each process has its own shared memory, so a late completion of the old one
+is never seen.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ AWAY = "the engine's process has ended and is being started again; try again in 
 
 
 class MappedMemory(Memory):
-    """A lane's host memory as another process sees it."""
+    """A lane's host memory, mapped into another process."""
 
     def __init__(self, block: SharedBlock) -> None:
         self.block, self.host = block, block.array
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        raise NotImplementedError("the GPU's memory belongs to the engine's process")
+        raise NotImplementedError("GPU memory is accessible only in the engine's process")
 
     def free(self) -> None:
         self.host, self.block = np.empty(0, np.uint8), None
@@ -65,7 +66,7 @@ class RemoteModel:
 
 
 class SharedStage(Stage):
-    """Memory of this front end that the engine's process can read: blocks in sizes of powers of two, used again."""
+    """Memory of this front end that the engine's process can read, in reusable blocks whose sizes are powers of two."""
 
     def __init__(self, block: SharedBlock, engines_address: int) -> None:
         self._memory, self._address = block.array, engines_address
@@ -81,7 +82,7 @@ class SharedStage(Stage):
             at, self._used = self._used, self._used + size
         else:
             raise QueueFullError(
-                f"{len(self._memory) >> 20} MiB of inputs are waiting for a place in a batch already; try again later"
+                f"all {len(self._memory) >> 20} MiB for waiting inputs are in use; try again later"
             )
         return self._memory[at : at + nbytes], self._address + at, (at, size)
 
@@ -92,7 +93,7 @@ class SharedStage(Stage):
 
 @dataclass(slots=True)
 class Link:
-    """What the engine's process hands to one of its front ends."""
+    """The resources that the engine's process passes to one of its front ends."""
 
     limits: Limits
     front: int
@@ -100,7 +101,7 @@ class Link:
     bell_fd: int
     wake_fd: int
     stage: SharedBlock
-    stage_address: int  # in the engine's process
+    stage_address: int  # an address in the engine's process
     policy: Policy
     device: str = ""
     title: str = ""
@@ -108,7 +109,7 @@ class Link:
 
 
 class RemoteEngine(Requester):
-    """An engine for a process that only hands in requests."""
+    """An engine for a process that only submits requests."""
 
     def __init__(self) -> None:
         self.limits = Limits(models=1, lanes=1, requests=1, segments=1)
@@ -129,10 +130,10 @@ class RemoteEngine(Requester):
     # -- the other process
 
     def attach(self, link: Link) -> None:
-        """A new process is there."""
+        """Connects to a new engine process."""
         assert self.link is None
         shared = over(link.limits, link.state.array)
-        # Addresses of compiled functions are those of the process that wrote them: predictions need our own.
+        # Addresses of compiled functions are valid only in the process that wrote them, and predictions need our own.
         self.state = shared._replace(call=np.zeros_like(shared.call), job=np.zeros(2, JOB))
         self.limits = link.limits
         bell = Bell(self.state.bell, fd=link.bell_fd)
@@ -144,31 +145,31 @@ class RemoteEngine(Requester):
         self.link, self.facts = link, link.facts or self.facts
 
     def set_policy(self, policy: Policy) -> None:
-        """What the engine's process decides by, from now on: for predictions."""
+        """Sets the policy that the engine's process uses from now on, for predictions here."""
         self.policy = policy.name
         attach_functions(self.state, policy)
 
     def set_models(self, models: Mapping[str, RemoteModel]) -> None:
-        """Those that are loaded. One that is being unloaded is still needed for the answers that are on their way."""
+        """Sets the loaded models. A model that is being unloaded is kept until its outstanding answers have arrived."""
         answering = {each.loaded.row for each in self._front.pending()}
         kept = {row: each for row, each in self._by_row.items() if row in answering}
         self._models = dict(models)
         self._by_row = kept | {each.row: each for each in models.values()}
 
     def lose(self) -> None:
-        """The process is gone. Whoever waits is told; nothing of it is used again."""
+        """Disconnects from a process that is gone: tells every waiting caller, and drops its memory."""
         front, self.link = self._front, None
-        with contextlib.suppress(Exception):  # of a caller's; the others are answered all the same
-            front.drain()  # what the process said before it ended: who made the GPU fail, for instance
+        with contextlib.suppress(Exception):  # an error of one caller; the others still get their answers
+            front.drain()  # answers that the process posted before it ended, such as the cause of a GPU failure
         left = front.abandon()
         front.detach_all()
         self._models, self._by_row = {}, {}
         for pending in left:
             answer = getattr(pending.finish, "answer", None)
-            if answer is not None:  # else it is a slot that is not submitted yet
+            if answer is not None:  # otherwise it is a slot that is not submitted yet
                 answer(EngineAwayError(AWAY))
 
-    # -- what an engine answers
+    # -- the interface of an engine
 
     @property
     def models(self) -> dict[str, Model]:
@@ -178,7 +179,7 @@ class RemoteEngine(Requester):
         return {each.row: each for each in self._models.values()}
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Of this process's requests."""
+        """Calls `watcher` for the requests of this process; see `Engine.watch`."""
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 
@@ -187,7 +188,7 @@ class RemoteEngine(Requester):
         return lambda: self._counters.remove(counter)
 
     def stats(self) -> dict[str, Any]:
-        """By the core's tables, which are shared: of all front ends together."""
+        """Counts from the core's shared tables: of all front ends together."""
         return {
             "device": self.link.title if self.link else "",
             "policy": self.policy,
@@ -224,7 +225,7 @@ class RemoteEngine(Requester):
             raise EngineAwayError(AWAY)
 
     def _failed(self, status: int) -> EngineFailedError:
-        # Its process says why in the log, and ends.
+        # The engine's process logs the cause, and ends.
         why = f" (CUDA's status {status})" if status else ""
         return EngineFailedError(f"the GPU failed{why}: the server's log says why; the engine is being started again")
 
@@ -234,7 +235,7 @@ class RemoteEngine(Requester):
 
 
 def _placeholder(limits: Limits) -> State:
-    """Tables to be read while there is no engine: nothing is in them."""
+    """Tables without contents, to be read while there is no engine."""
     state = new_state(limits)
     for name in GPU.names or ():
         if name.startswith("capacity"):

@@ -1,4 +1,4 @@
-"""Requests on their way through an engine: checked inputs, a slot to write them into, an answer to wait for.
+"""Requests to an engine: checked inputs, a slot to write them into, an answer to wait for.
 
 `Requester` is the part of an engine that its callers use for every request. The engine is in this process
 (`paellapy.scheduler.engine.engine`) or in another one (`paellapy.scheduler.engine.remote`).
@@ -40,31 +40,35 @@ Outputs = dict[str, NDArray[Any]]
 
 
 def request_times(deadline_ms: float | None) -> tuple[int, int]:
-    """Arrival and deadline of a request that comes now."""
+    """Arrival and deadline (ns) of a request that arrives now."""
     now = time.monotonic_ns()
     if deadline_ms is None:
         return now, codes.NEVER
     try:
         if not deadline_ms > 0:
-            raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline is past already; it counts from now")
+            raise DeadlineError(f"deadline_ms={deadline_ms}: the deadline counts from now and must be above 0")
         return now, min(codes.NEVER, now + int(min(deadline_ms, 1e12) * 1e6))
     except (TypeError, ValueError):
-        raise InputError(f"deadline_ms={deadline_ms!r}: give a number of milliseconds from now, or None") from None
+        raise InputError(
+            f"deadline_ms={deadline_ms!r}: the deadline must be a number of milliseconds from now, or None"
+        ) from None
 
 
 def request_rank(priority: int) -> int:
-    """A request's own priority, as a number the core can hold."""
+    """A request's own priority, as a number that the core can hold."""
     try:
         rank = int(priority)
     except (TypeError, ValueError, OverflowError):
         rank = codes.NEVER
     if not -codes.NEVER < rank < codes.NEVER:
-        raise InputError(f"priority={priority!r}: give a whole number below 2⁶², or None for the model's own")
+        raise InputError(
+            f"priority={priority!r}: the priority must be an integer between -2⁶² and 2⁶², or None for the model's own"
+        )
     return rank
 
 
 def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
-    """The inputs in the model's order, or what is wrong with them."""
+    """The inputs in the model's order; an InputError says what is wrong with them."""
     try:
         given = inputs.keys()
     except AttributeError:
@@ -74,19 +78,22 @@ def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
     if given != model.inputs.keys():
         missing, extra = sorted(model.inputs.keys() - given), sorted(map(str, given - model.inputs.keys()))
         problem = [f"no {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)
-        raise InputError(f"model {model.name!r} takes {', '.join(model.inputs)}; given: {' and '.join(problem)}")
+        raise InputError(
+            f"model {model.name!r} takes {', '.join(model.inputs)}; the request has {' and '.join(problem)}"
+        )
     arrays = {}
     for key, spec in model.inputs.items():
         try:
             array = np.asarray(inputs[key])
         except (TypeError, ValueError) as e:
-            raise InputError(f"model {model.name!r}, input {key!r} cannot be made an array: {e}") from e
+            raise InputError(f"model {model.name!r}, input {key!r} cannot be converted to an array: {e}") from e
         if array.shape != spec.shape:
             raise InputError(
-                f"model {model.name!r}, input {key!r} has shape {array.shape}; it takes {spec.shape}, without the batch"
+                f"model {model.name!r}, input {key!r} has shape {array.shape}; it must be {spec.shape}, without the "
+                "batch dimension"
             )
         if array.dtype != spec.dtype:
-            raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it takes {spec.dtype.name}")
+            raise InputError(f"model {model.name!r}, input {key!r} is {array.dtype.name}; it must be {spec.dtype.name}")
         arrays[key] = array
     if model.ranges:
         check_ranges(model, arrays)
@@ -94,14 +101,14 @@ def check_inputs(model: Model, inputs: Inputs) -> dict[str, NDArray[Any]]:
 
 
 def check_ranges(model: Model, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Values of inputs that have a range; an InputError names the first that is not in it."""
+    """Checks the values of inputs that have a range; an InputError names the first value outside it."""
     for key, spec in model.ranges.items():
         if (wrong := spec.outside(arrays[key])) is not None:
             raise InputError(f"model {model.name!r}, input {key!r} {wrong}")
 
 
 def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
-    """A number for one item of a model's: the same inputs have the same."""
+    """A number that identifies one item of a model: equal inputs have equal numbers."""
     digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8)
     for array in inputs.values():
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -109,7 +116,7 @@ def digest_of(name: str, inputs: Mapping[str, NDArray[Any]]) -> int:
 
 
 class Requester(ABC):
-    """Requests in, results out."""
+    """The request side of an engine: takes requests, returns results."""
 
     _front: FrontEnd
     _slots: weakref.WeakSet[Slot]
@@ -117,7 +124,7 @@ class Requester(ABC):
 
     @abstractmethod
     def _find(self, name: str) -> Loaded:
-        """The loaded model, or why there is none."""
+        """The loaded model; an UnknownModelError if there is none."""
 
     @abstractmethod
     def _row(self, row: int) -> Loaded | None:
@@ -125,18 +132,18 @@ class Requester(ABC):
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises where the engine takes no requests."""
+        """Raises an error if the engine takes no requests."""
 
     @abstractmethod
     def _failed(self, status: int) -> Exception:
-        """The GPU failed: what those are told who wait for it."""
+        """The error for callers whose requests end because the GPU failed."""
 
     def _no_weights(self, row: int, name: str) -> Exception:
-        """The weights of the model in this row could not come."""
+        """The error for callers whose model's weights could not be brought to the GPU."""
         return WeightsError(f"the weights of model {name!r} could not be brought to the GPU; the engine's log says why")
 
     def _suspected(self, loaded: Loaded | None, entry: Entry) -> Exception:
-        """The GPU failed while this request was on it: its inputs are still in its slot."""
+        """The error for a request that was on the GPU when it failed. Its inputs are still in its slot."""
         failed = self._failed(entry[E_ERROR])
         lane = None if loaded is None else loaded.lane_of.get(entry[E_LANE])
         if loaded is None or lane is None:
@@ -149,13 +156,13 @@ class Requester(ABC):
         return error
 
     def _faulted(self, name: str, lane: int, slot: int) -> RequestFailedError:
-        """The model failed on the values in this slot."""
+        """The error for a request on whose values the model failed."""
         return RequestFailedError(f"model {name!r} failed on the values of this request; the engine's log says why")
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Nothing can be given back to it any more."""
+        """Whether the engine is closed, so that nothing can be released to it any more."""
 
     async def infer(
         self,
@@ -165,10 +172,10 @@ class Requester(ABC):
         priority: int | None = None,
         client: Hashable = None,
     ) -> Outputs:
-        """Runs one request: arrays without the batch dimension, by name. Cancelling the awaiting task withdraws it.
+        """Runs one request: arrays by name, without the batch dimension. Cancelling the task withdraws it.
 
         `deadline_ms` counts from now; a request that is late ends with `DeadlineError`. `priority`: larger goes first,
-        for policies that read it. `client`: who asks, for policies that are fair between clients.
+        under policies that read it. `client`: the name of the client, for policies that are fair between clients.
         """
         loaded = self._find(name)
         return await self._run(loaded, check_inputs(loaded.model, inputs), deadline_ms, priority, client)
@@ -181,7 +188,7 @@ class Requester(ABC):
         priority: int | None,
         client: Hashable,
     ) -> Outputs:
-        """One item whose inputs are in the model's order."""
+        """Runs one item whose inputs are in the model's order."""
         loop = asyncio.get_running_loop()
         front = self._front
         front.attach(loop)
@@ -212,7 +219,7 @@ class Requester(ABC):
     def _block(self, pending: Pending, answer: SyncAnswer, waiter: Waiter) -> Outputs:
         try:
             self._front.wait(waiter)
-        except BaseException:  # an interrupt from the keyboard, say
+        except BaseException:  # for example KeyboardInterrupt
             self._front.cancel(pending)
             raise
         return answer.result()
@@ -224,9 +231,9 @@ class Requester(ABC):
         priority: int | None = None,
         client: Hashable = None,
     ) -> Slot:
-        """Room for one request's inputs, to be written in place: no copy where the model has a lane open.
+        """Reserves memory for one request's inputs, to be written in place: without a copy if a lane is open.
 
-        Write at once and submit: the batch the slot belongs to waits for it.
+        Write and submit without delay: the batch that the slot belongs to waits for it.
         """
         return Slot(self, self._find(name), deadline_ms, priority, client)
 
@@ -241,7 +248,7 @@ class Requester(ABC):
     ) -> Pending:
         arrival_ns, deadline_ns = request_times(deadline_ms)
         front = self._front
-        # What may be refused comes first: a row or a slot that is taken must be posted.
+        # Refusals must come first: once a row or a slot is taken, it must be posted.
         number = 0 if client is None else front.client_number(client)
         rank = loaded.model.priority if priority is None else request_rank(priority)
         pending = Pending(loaded, finish)
@@ -257,7 +264,7 @@ class Requester(ABC):
             front.post_staged(pending, source, keep, number, rank, arrival_ns, deadline_ns)
             return pending
         if lane is not None:
-            # Without a lane of ours the row holds another model by now, and the core refuses the request.
+            # If the lane is not this model's, its row holds another model by now, and the core refuses the request.
             slots = lane.inputs
             for key, array in inputs.items():
                 slots[key][claimed[1]] = array
@@ -265,11 +272,11 @@ class Requester(ABC):
         return pending
 
     def occupancy(self) -> GpuUse:
-        """How full the GPU is with what the engine has launched: each resource, and where the jobs are."""
+        """The GPU's occupancy by the engine's launches: each resource, and where the jobs are."""
         return occupancy(self.state)
 
     def _result(self, entry: Entry) -> Outputs | Exception:
-        """What a completion means to its caller."""
+        """The outputs or the error that a completion stands for."""
         status = entry[E_STATUS]
         loaded = self._row(entry[E_MODEL])
         if status == codes.OK:
@@ -287,7 +294,7 @@ class Requester(ABC):
         if status == codes.FAULTED:
             return self._faulted(name, entry[E_LANE], entry[E_SLOT])
         if status == codes.QUEUE_FULL:
-            return QueueFullError(f"model {name!r} has as many requests waiting as it takes; try again later")
+            return QueueFullError(f"model {name!r} has reached its limit of waiting requests; try again later")
         if status == codes.NO_MODEL:
             return UnknownModelError(f"model {name!r} was unloaded before the request could run")
         if status == codes.NO_WEIGHTS:
@@ -296,14 +303,14 @@ class Requester(ABC):
 
 
 class Slot:
-    """One request being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
+    """One request that is being written: fill `inputs`, then `await slot.submit()` or `slot.submit_sync()`."""
 
     def __init__(
         self, engine: Requester, loaded: Loaded, deadline_ms: float | None, priority: int | None, client: Hashable,
         in_turn: bool = False,
     ) -> None:  # fmt: skip
-        """`in_turn`: behind all requests of the model that were handed in before. Into a lane that is open, one could
-        get before another that the core has not seen yet.
+        """`in_turn`: place the request behind all earlier requests of the model. In an open lane, it could overtake a
+        request that the core has not read yet.
         """
         self._arrival_ns, self._deadline_ns = request_times(deadline_ms)
         self._loaded = loaded
@@ -311,7 +318,7 @@ class Slot:
         model = self._loaded.model
         self._client = 0 if client is None else self._front.client_number(client)
         self._priority = model.priority if priority is None else request_rank(priority)
-        # Not a method of the slot: a slot that is forgotten must not be kept alive by what it waits for.
+        # Not a method of the slot: the pending request must not keep a forgotten slot alive.
         self._early = _Early()
         self._pending = Pending(self._loaded, self._early)
         self._front.take_row(self._pending)
@@ -337,7 +344,7 @@ class Slot:
                 at += spec.nbytes
 
     async def submit(self) -> Outputs:
-        """The inputs are written: run the request."""
+        """Runs the request, once its inputs are written."""
         loop = asyncio.get_running_loop()
         if self._open:
             self._front.attach(loop)
@@ -350,17 +357,17 @@ class Slot:
             raise
 
     def submit_sync(self) -> Outputs:
-        """As `submit`, blocking this thread."""
+        """As `submit`; blocks this thread."""
         return self.begin()()
 
     def begin_for(self, finish: Callable[[Entry], None]) -> None:
-        """The inputs are written: run the request. `finish` is called with its completion, in whichever thread."""
+        """Runs the request, once its inputs are written. `finish` is called with its completion, in any thread."""
         self._go(finish)
 
     def begin(self, waiter: Waiter | None = None) -> Callable[[], Outputs]:
-        """The inputs are written: run the request. What comes back waits for it, in this thread.
+        """Runs the request, once its inputs are written. The returned function waits for the answer, in this thread.
 
-        Where this thread has several on their way, each needs a waiter of its own.
+        If this thread has several requests in flight, each needs a waiter of its own.
         """
         waiter = thread_waiter() if waiter is None else waiter
         answer = SyncAnswer(self._engine, waiter)
@@ -368,7 +375,7 @@ class Slot:
         return lambda: self._engine._block(self._pending, answer, waiter)
 
     def cancel(self) -> None:
-        """Gives the slot back without running it."""
+        """Gives the slot back without running the request."""
         if self._open:
             self._open = False
             if self._place is not None:
@@ -380,11 +387,11 @@ class Slot:
 
     def _go(self, finish: Callable[[Entry], None]) -> None:
         if not self._open:
-            raise InputError("this slot has been submitted or cancelled already; reserve another")
+            raise InputError("this slot was already submitted or cancelled; reserve another one")
         try:
             check_ranges(self._loaded.model, self.inputs)
         except InputError:
-            for key, spec in self._loaded.model.ranges.items():  # its batch runs, with what is in the slot
+            for key, spec in self._loaded.model.ranges.items():  # the batch still runs, with the slot's contents
                 self.inputs[key][...] = spec.neutral
             self.cancel()
             raise
@@ -393,7 +400,7 @@ class Slot:
             early, self._pending.finish = self._early.entry, finish
             gone = self._front.closed
         if gone and early is None:
-            raise EngineAwayError("the engine's process ended while the request was written; try again")
+            raise EngineAwayError("the engine's process ended before the request was submitted; try again")
         if self._place is not None:
             self._front.ready(*self._place)
         elif early is None:
@@ -417,7 +424,7 @@ class Slot:
 
 
 class _Early:
-    """A slot that ended before it was submitted: it expired, or the engine failed. Its owner hears of it on submit."""
+    """The result of a slot that ended before it was submitted: it expired, or the engine failed. `submit` raises it."""
 
     __slots__ = ("entry",)
 
@@ -429,7 +436,7 @@ class _Early:
 
 
 class AsyncAnswer:
-    """Completes an asyncio future, from whichever thread reads the completion."""
+    """Completes an asyncio future, from any thread that reads the completion."""
 
     __slots__ = ("engine", "future", "loop")
 
@@ -437,7 +444,7 @@ class AsyncAnswer:
         self.engine, self.future, self.loop = engine, future, loop
 
     def __call__(self, entry: Entry) -> None:
-        self.answer(self.engine._result(entry))  # now: the lane is released after this call
+        self.answer(self.engine._result(entry))  # read the result now: the lane is released after this call
 
     def answer(self, result: Outputs | Exception) -> None:
         if _this_loop() is self.loop:

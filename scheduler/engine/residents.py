@@ -1,6 +1,6 @@
-"""More models than memory: an engine's weights in ranges of addresses, a store on the host, and who moves between them.
+"""More models than GPU memory: weights in address ranges, a store on the host, and the mover between them.
 
-The core decides who comes and who leaves (core/residency.py); here is what it decides about.
+The core decides which weights come and which leave (core/residency.py); this module carries that out.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
 _LOOK_S = 0.0005
-_SHARED = ""  # berths are nobody's own
-LANES = 2  # of a model that does not say: others wait in the same memory
-BERTH_SHARE = 0.25  # of the budget, up to which berths are made that could be shared
-ORDER_S = 600.0  # a model in use is waited for this long when it is to be evicted by hand
+_SHARED = ""  # the owner's name for berths, which belong to no single model
+LANES = 2  # default number of lanes: in shared memory, more lanes would only wait
+BERTH_SHARE = 0.25  # fraction of the budget up to which further berths are made although existing ones could be shared
+ORDER_S = 600.0  # longest wait for a model in use that is to be evicted by hand
 
 
 @dataclass(slots=True)
 class Placed:
-    """A model's weights, as its function gets them, in their range."""
+    """A model's weights in their range, as its function receives them."""
 
     weights: Arrays
-    range: WeightRange | None  # None: they stay where they are
+    range: WeightRange | None  # None: the weights stay where they are
 
 
 class Residents:
-    """`in_loop` runs a function between two steps of the core and waits for it; `check` raises where that is over."""
+    """`in_loop` runs a function between two steps of the core and waits; `check` raises if the engine has ended."""
 
     def __init__(
         self, backend: Backend, state: State, budget_bytes: int, host_bytes: int,
@@ -57,9 +57,9 @@ class Residents:
         self._in_loop, self._check = in_loop, check
         self.store = HostStore(host_bytes, backend.host_block)
         self._rows: dict[int, LoadedModel] = {}
-        self._taken: dict[str, int] = {}  # bytes that models hold for good: lanes, and weights while they are loaded
-        self._loading = ""  # the model that is being loaded
-        self._placing = 0  # bytes of the weights of the model that is being loaded
+        self._taken: dict[str, int] = {}  # bytes that models hold permanently: lanes, and weights while they are loaded
+        self._loading = ""  # name of the model that is being loaded
+        self._placing = 0  # bytes of its weights
         self._lock = threading.Lock()
         self.berths = Berths(
             backend.berth,
@@ -71,7 +71,7 @@ class Residents:
     def start(self, ring: Callable[[], None]) -> None:
         self.mover = Mover(self.state, self._bring, self._evict, ring)
 
-    # -- the mover's
+    # -- called by the mover
 
     def _bring(self, row: int) -> None:
         loaded = self._rows[row]
@@ -82,7 +82,7 @@ class Residents:
         loaded.range.bring(source)
 
     def _note_places(self) -> None:
-        """For predictions: what is in a file takes longer to come."""
+        """Marks, for predictions, which weights are in files and therefore take longer to arrive."""
         for row, loaded in list(self._rows.items()):
             slow = self.store.where(loaded.model.name) == "disk"
             ns = 1.0 / float(self.state.tuning["file_gbps"][0]) if slow else 0.0
@@ -96,7 +96,7 @@ class Residents:
     # -- memory
 
     def claim(self, name: str, nbytes: int, priority: int, what: str, alone: bool = False) -> None:
-        """Take memory out of the budget for good; models leave for it. Refused with figures where they cannot."""
+        """Takes memory out of the budget permanently, evicting models if needed; MemoryPlanError if that fails."""
         fixed = self._fixed_bytes(priority, alone)
         if fixed + nbytes > self.budget_bytes:
             raise MemoryPlanError(
@@ -124,7 +124,7 @@ class Residents:
         self._taken[name] = self._taken.get(name, 0) + nbytes
 
     def give(self, name: str, nbytes: int | None = None) -> None:
-        """Gives bytes back to the budget; without a number, all that the model has."""
+        """Returns bytes to the budget; without a number, all bytes of the model."""
         back = self._taken.get(name, 0) if nbytes is None else nbytes
 
         def put() -> None:
@@ -139,10 +139,10 @@ class Residents:
     # -- loading
 
     def place(self, model: Model) -> Placed:
-        """The weights in the host's store and, in a range of their own, on the GPU."""
+        """Puts the weights into the host's store and, in an address range of their own, on the GPU."""
         parts = model.weight_parts()
-        if not parts:  # what it uses is not known, or changes: it stays
-            if model.weights_bytes:  # a job's are its owner's
+        if not parts:  # its weights are unknown, or they change: they stay on the GPU
+            if model.weights_bytes:  # the weights of a background job belong to its owner
                 self.claim(model.name, model.weights_bytes, model.priority, f"weights of model {model.name!r}")
             return Placed(self.backend.upload(model), None)
         layout = Layout([part.nbytes for part in parts])
@@ -169,7 +169,7 @@ class Residents:
             raise
 
     def lanes_for(self, model: Model, nbytes: int, foreign_bytes: int, wanted: int) -> list[Berth]:
-        """Where the model's lanes run: by turns with other models'."""
+        """The berths in which the model's lanes run, taking turns with lanes of other models."""
         self._loading = model.name
         count = model.lanes or min(wanted, LANES)
         most = max(wanted, count)
@@ -178,13 +178,13 @@ class Residents:
             within = self.berths.held_bytes + more <= BERTH_SHARE * self.budget_bytes
             return within and self._fixed_bytes(codes.NEVER) + more <= self.budget_bytes
 
-        if model.stateful:  # one of them runs at a time anyway
+        if model.stateful:  # only one of its lanes runs at a time anyway
             return count * self.berths.choose(model.name, nbytes, foreign_bytes, 1, most, spare)
         return self.berths.choose(model.name, nbytes, foreign_bytes, count, most, spare)
 
     @contextlib.contextmanager
     def kept(self, berths: Sequence[Berth]) -> Iterator[None]:
-        """Nobody else runs in these berths: what is run to load a model writes to them."""
+        """Keeps other models out of these berths, because loading a model writes to them."""
         numbers = sorted({each.index for each in berths})
 
         def change(what: Callable[[State, int], None]) -> None:
@@ -201,8 +201,8 @@ class Residents:
             self._in_loop(lambda: change(open_berth))
 
     def _fixed_bytes(self, priority: int, alone: bool = False) -> int:
-        """What cannot be freed for a model of this priority; and room for the largest of those that come and go, unless
-        that may leave for it (`alone`).
+        """Bytes that cannot be freed for a model of this priority, plus room for the largest model that comes and goes,
+        unless that one may also leave (`alone`).
         """
         w, m = self.state.weights, self.state.model
         loaded = m["state"] != codes.ABSENT
@@ -215,7 +215,7 @@ class Residents:
         return self._taken.get(_SHARED, 0)
 
     def forget(self, name: str, found: WeightRange | None) -> None:
-        """Everything of a model that is not, or no longer, in the core."""
+        """Frees everything of a model that is not, or no longer, in the core."""
         self._placing = 0
         self.berths.leave(name)
         if found is not None:
@@ -226,7 +226,7 @@ class Residents:
             self.give(name)
 
     def settle(self, loaded: LoadedModel) -> None:
-        """Once its programs are there: tries out what each segment needs, and whether the weights stay the same."""
+        """Finds out which weights each segment needs, and whether the model changes its weights."""
         found, model = loaded.range, loaded.model
         if found is None:
             return
@@ -234,8 +234,8 @@ class Residents:
         if not found.holds(source):
             if model.resident is False:
                 raise ModelError(
-                    f"model {model.name!r} changes its own weights or buffers when it runs, so they cannot leave the "
-                    "GPU and come back: give it resident=True"
+                    f"model {model.name!r} changes its own weights or buffers when it runs, so they cannot be evicted: "
+                    "load it with resident=True"
                 )
             loaded.stays = True
             return
@@ -245,7 +245,7 @@ class Residents:
             loaded.profiles[k] = profile.with_needs(trials.tried(loaded.least_needs[k], profile.needs))
 
     def add(self, loaded: LoadedModel) -> None:
-        """The model's rows are written and not open yet: its weights are the core's from now on."""
+        """Hands the weights over to the core. The model's rows are written and not open yet."""
         found, row = loaded.range, loaded.row
         w, r = self.state.weights[row], self.state.residency[0]
         if found is None:
@@ -266,7 +266,7 @@ class Residents:
         self._rows[row] = loaded
         self._in_loop(hand_over)
         self._note_places()
-        self._taken.pop(loaded.model.name)  # of its own it has nothing else
+        self._taken.pop(loaded.model.name)  # the model itself holds nothing else
         self._placing = 0
 
     def _rows_of_berths(self, loaded: LoadedModel) -> None:
@@ -274,7 +274,7 @@ class Residents:
             self.state.lane["berth"][row] = codes.NONE if lane.berth is None else lane.berth.index
 
     def take_out(self, loaded: LoadedModel) -> None:
-        """The model is closed: its weights are nobody's in the core. They may be on their way."""
+        """Takes the weights of a closed model out of the core. They may be moving at that moment."""
         row, found = loaded.row, loaded.range
         w, r = self.state.weights[row], self.state.residency[0]
         done = False
@@ -295,10 +295,10 @@ class Residents:
             time.sleep(0 if done else _LOOK_S)
         self._rows.pop(row, None)
 
-    # -- to be seen
+    # -- for display
 
     def account(self) -> dict[str, Any]:
-        """What the core and the store say of every model."""
+        """The core's and the store's figures for every model."""
         r, w, starts = self.state.residency[0], self.state.weights, self.state.segment["chunks"][:, 0, 0]
         models = {}
         for row, loaded in list(self._rows.items()):
@@ -331,7 +331,7 @@ class Residents:
     # -- by hand
 
     def ask(self, row: int, wanted: bool) -> None:
-        """To come although no request waits, or to leave although nobody needs the place; until it has."""
+        """Orders weights to come or to leave although no request requires it, and waits for it."""
         w, aim = self.state.weights[row], codes.HERE if wanted else codes.OUT
 
         def flag() -> None:
@@ -341,8 +341,9 @@ class Residents:
             self.state.residency["look"][0] = 1
 
         if not wanted and w["keep"] == codes.STAYS:
-            raise ModelError("the model's weights stay on the GPU (resident=True): unload it instead")
-        counter = "brought" if wanted else "evicted"  # it may move on before anybody looks
+            raise ModelError("the weights of a model with resident=True cannot be evicted: unload the model instead")
+        # counted, because the weights may move again before this thread looks
+        counter = "brought" if wanted else "evicted"
         before = int(w[counter])
         self._in_loop(flag)
         end = time.monotonic() + ORDER_S
@@ -351,11 +352,14 @@ class Residents:
             if row in self.mover.errors and w["stage"] == codes.OUT:
                 raise self.mover.errors[row]
             if time.monotonic() > end:
-                raise MemoryPlanError("the weights did not move: models in use, or of higher priority, hold all memory")
+                raise MemoryPlanError(
+                    f"the weights did not move within {ORDER_S:.0f} s: models in use or of higher priority hold all "
+                    "memory"
+                )
             time.sleep(_LOOK_S)
 
     def state_of(self, row: int) -> str:
-        """`resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
+        """The place of the weights: `resident`, `loading 43 %`, `leaving`, `host` or `disk`."""
         return weights_state(self.state, row)
 
     def close(self) -> None:

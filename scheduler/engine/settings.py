@@ -1,4 +1,4 @@
-"""What an engine is made with: whether its settings make sense, and the backend of its device."""
+"""Checks the settings of an engine, and creates the backend of its device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ def check_settings(
     quantum_us: float, max_active: int | None, memory_bytes: int | None, host_bytes: int | None, sm_windows: int
 ) -> None:
     if not 1 <= quantum_us < math.inf:
-        raise ModelError(f"quantum_us={quantum_us}: a quantum is at least one microsecond")
+        raise ModelError(f"quantum_us={quantum_us}: a quantum must be finite and at least 1 µs")
     if max_active is not None and max_active < 1:
-        raise ModelError(f"max_active={max_active}: at least one batch must be able to run")
+        raise ModelError(
+            f"max_active={max_active}: the number of batches that share the GPU must be at least 1, or None"
+        )
     if memory_bytes is not None and memory_bytes < 1:
-        raise ModelError(f"memory_bytes={memory_bytes}: give the bytes that models may use, or None for most of it")
+        raise ModelError(
+            f"memory_bytes={memory_bytes}: the number of bytes must be at least 1, or None for most of the GPU's memory"
+        )
     if host_bytes is not None and (memory_bytes is None or host_bytes < 0):
-        raise ModelError(f"host_bytes={host_bytes}: give 0 or more, and memory_bytes for the GPU with it")
+        raise ModelError(
+            f"host_bytes={host_bytes}: the number of bytes must be at least 0, and memory_bytes must be given with it"
+        )
     if sm_windows != 0 and not codes.LEAST_WINDOWS <= sm_windows <= codes.WINDOWS:
-        raise ModelError(f"sm_windows={sm_windows}: 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}")
+        raise ModelError(
+            f"sm_windows={sm_windows}: the number must be 0, for none, or {codes.LEAST_WINDOWS} to {codes.WINDOWS}"
+        )
 
 
 def half_of_the_host() -> int:

@@ -1,4 +1,4 @@
-"""What an engine counts: requests by outcome, latencies, batches."""
+"""Statistics of an engine: requests by outcome, latencies, batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paellapy.scheduler.core.state import State
 
 
 def model_stats(state: State, row: int) -> dict[str, Any]:
-    """One model's counts, by the core: whichever front end its requests came from. Latencies are of the latest ones."""
+    """One model's counts over all front ends. Latencies are of the latest requests."""
     outcomes = state.outcome[row]
     done = int(outcomes[codes.OK])
     found: dict[str, Any] = {
@@ -31,19 +31,20 @@ def model_stats(state: State, row: int) -> dict[str, Any]:
 
 
 def core_stats(state: State) -> dict[str, Any]:
-    """The core's own counts."""
+    """Counts of the core itself."""
     core = state.core[0]
     return {
         "live": int(core["live"]),
         "queued": int(core["queued"]),
         "active": int(core["active"]),
-        "gpu_ms": float(core["gpu_ns"]) * 1e-6,  # in which something was on the GPU
+        "gpu_ms": float(core["gpu_ns"]) * 1e-6,  # time in which the GPU was busy
         "launches": int(core["launches"]),
-        "launch_ms": float(core["launch_ns"]) * 1e-6,  # the loop's time in the driver,
-        "longest_launch_ms": float(core["longest_launch_ns"]) * 1e-6,  # and the most of it for one launch
-        "longest_copy_ms": float(core["longest_copy_ns"]) * 1e-6,  # until the copier had inputs in their slot
+        "launch_ms": float(core["launch_ns"]) * 1e-6,  # time that the loop spent in the driver
+        "longest_launch_ms": float(core["longest_launch_ns"]) * 1e-6,  # the longest of these launches
+        # the longest time until the copier had inputs in their slot
+        "longest_copy_ms": float(core["longest_copy_ns"]) * 1e-6,
         "whole_launches": int(core["whole_launches"]),
-        "confined_launches": int(core["confined_launches"]),  # to a window of SMs
+        "confined_launches": int(core["confined_launches"]),  # launches confined to a window of SMs
         "segments": int(core["segments_done"]),
         "decisions": int(core["decisions"]),
         "preemptions": int(core["preemptions"]),
@@ -52,7 +53,7 @@ def core_stats(state: State) -> dict[str, Any]:
 
 
 def live_stats(state: State, row: int) -> dict[str, Any]:
-    """`gpu_ms`: its part of the time that the GPU was busy; `alone_ms`: how long its work would take alone."""
+    """`gpu_ms`: the model's part of the GPU's busy time; `alone_ms`: the time its work would take alone."""
     model = state.model[row]
     return {
         "gpu_ms": float(model["gpu_ns"]) * 1e-6, "alone_ms": float(model["used_ns"]) * 1e-6, "live": int(model["live"])
@@ -60,7 +61,7 @@ def live_stats(state: State, row: int) -> dict[str, Any]:
 
 
 def loaded_stats(state: State, loaded: LoadedModel) -> dict[str, Any]:
-    """A model of this process's engine: its counts, and the lanes and memory it holds."""
+    """Counts of a model in this process's engine, and the lanes and memory it holds."""
     return {
         **model_stats(state, loaded.row),
         **live_stats(state, loaded.row),

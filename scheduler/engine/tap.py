@@ -1,4 +1,4 @@
-"""Watching the requests of all front ends from the core's own process: the core notes them while somebody watches."""
+"""Observes the requests of all front ends from the core's own process; the core records them only while observed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from paellapy.scheduler.core.state import State
 
-LOOK_S = 0.01  # completions are seen at most so late
-_SLACK = 256  # entries that may be overwritten while they are read
+LOOK_S = 0.01  # completions are seen at most this late
+_SLACK = 256  # entries of the ring that may be overwritten while it is read
 
 
 class Tap:
-    """Completions as they come, to whoever watches. A thread looks for them, and only while somebody does."""
+    """Passes completions to watchers. Its thread runs only while there is a watcher."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -27,7 +27,7 @@ class Tap:
         self.missed = 0
 
     def watch(self, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """The result ends it."""
+        """Adds a watcher; call the returned function to remove it."""
         with self._lock:
             if not self._watchers:
                 self._seen = int(self._state.core["tap_tail"][0])
@@ -50,7 +50,7 @@ class Tap:
             self.look()
 
     def look(self) -> None:
-        """Hands out what has come."""
+        """Passes new completions to the watchers."""
         with self._lock:
             ring = self._state.tap
             tail = int(self._state.core["tap_tail"][0])

@@ -1,4 +1,4 @@
-"""`engine.trace()`: requests, segments and blocks of what runs meanwhile, on one clock."""
+"""`engine.trace()`: requests, segments and blocks that run during a trace, on one clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB_RECORD = np.dtype(
         ("client", "<i4"),
         ("priority", "<i4"),
         ("arrival_ns", "<i8"),
-        ("start_ns", "<i8"),  # of its first launch; -1: it was not launched
+        ("start_ns", "<i8"),  # start of its first launch; -1: it was not launched
         ("end_ns", "<i8"),
         ("deadline_ns", "<i8"),  # the request's own, or its arrival + its model's target; -1: neither
     ]
@@ -53,35 +53,37 @@ SEGMENT_RECORD = np.dtype(
     ]
 )
 
-# Whose a launch is: one row for each of `launches` that a model made.
+# The model of a launch: one row for each of `launches` that a model made.
 OWNER = np.dtype([("launch", "<u4"), ("model", "<u2"), ("lane", "<i2")])
 
 
 class EngineTrace(Trace, kind="engine"):
-    """A `Trace` with `jobs` (requests) and `segments` beside its blocks; `models` names the numbers in both."""
+    """A `Trace` with `jobs` (requests) and `segments` beside its blocks; `models` names the model numbers in both."""
 
     jobs: Records = np.zeros(0, JOB_RECORD)
     segments: Records = np.zeros(0, SEGMENT_RECORD)
     owners: Records = np.zeros(0, OWNER)
     models: tuple[str, ...] = ()
-    policy: str = ""  # when the trace ended
-    simulated: bool = False  # by `simulate`: its times are a model's, of the GPU and of the host
+    policy: str = ""  # the policy when the trace ended
+    simulated: bool = False  # made by `simulate`: times are computed from models of the GPU and of the host
 
     def know(
         self, jobs: Records, segments: Records, owners: Records, models: Sequence[str], policy: str, simulated: bool
     ) -> None:
-        """Fills in what only an engine knows; `TraceError` where it contradicts itself."""
+        """Adds the tables that only an engine has; `TraceError` if they contradict each other."""
         self.jobs = _frozen(jobs[np.argsort(jobs["arrival_ns"], kind="stable")])
         self.segments = _frozen(segments[np.argsort(segments["start_ns"], kind="stable")])
         self.owners = _frozen(owners[np.argsort(owners["launch"], kind="stable")])
         self.models, self.policy, self.simulated = tuple(models), policy, simulated
         if any((table["model"] >= len(self.models)).any() for table in (jobs, segments, owners)):
-            raise TraceError(f"a model's number is beyond the {len(self.models)} names given")
+            raise TraceError(
+                f"the tables have a model number beyond the {len(self.models)} names given: pass a name for every model"
+            )
         if not np.isin(owners["launch"], self.launches["launch"]).all():
             raise TraceError("a model owns a launch that is not listed: pass every launch of the trace")
 
     def model_of_launch(self) -> NDArray[np.int64]:
-        """For each of `launches`, the number of its model; -1: nobody's."""
+        """For each of `launches`, the number of its model; -1: no model's."""
         found = np.full(len(self.launches), -1)
         found[np.searchsorted(self.launches["launch"], self.owners["launch"])] = self.owners["model"]
         return found
@@ -99,7 +101,7 @@ class EngineTrace(Trace, kind="engine"):
         start_ns: int | None = None,
         end_ns: int | None = None,
     ) -> EngineTrace:
-        """As of every trace; of the requests and segments, those that were there between the two times."""
+        """As `Trace.select`; also keeps only the requests and segments that overlap the two times."""
         part = super().select(kernel, launch, start_ns, end_ns)
         found = EngineTrace(part.blocks, part.launches, part.kernels, part.device, part.dropped, part.unfinished)
         low, high = -_FAR if start_ns is None else start_ns, _FAR if end_ns is None else end_ns
@@ -125,7 +127,9 @@ class EngineTrace(Trace, kind="engine"):
     def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
         jobs, segments, owners = (more[name] for name in ("jobs", "segments", "owners"))
         if (jobs.dtype, segments.dtype, owners.dtype) != (JOB_RECORD, SEGMENT_RECORD, OWNER):
-            raise TraceError("the file's requests have another layout than this paellapy's: record it again")
+            raise TraceError(
+                "the file's requests have a layout that this version of paellapy cannot read: record the trace again"
+            )
         models = [str(name) for name in facts["models"]]
         self.know(jobs, segments, owners, models, str(facts["policy"]), bool(facts["simulated"]))
 
@@ -134,7 +138,7 @@ _FAR = 1 << 62
 
 
 class HostRun(NamedTuple):
-    """One batch as the host saw it: when each segment was launched, or its forerunner done, and when it ended."""
+    """One batch as the host saw it: the start of each segment (its launch, or its predecessor's end), and its end."""
 
     lane: int
     size: int
@@ -143,9 +147,9 @@ class HostRun(NamedTuple):
 
 
 def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
-    """Start and end of each segment of the lane's latest run, and whether it was launched whole.
+    """Start and end of each segment of the lane's latest run, and whether the program was launched as one piece.
 
-    A segment launched behind another starts when that one ends. Read it before the lane may be used again.
+    A segment launched behind another starts when that one ends. Call this before the lane may be reused.
     """
     row = state.lane[lane]
     times = state.segment_ns[lane, : int(row["segments"])].copy()
@@ -154,7 +158,7 @@ def segment_times(state: st.State, lane: int) -> tuple[NDArray[np.int64], bool]:
 
 
 class Traceable(Protocol):
-    """What a trace asks of an engine."""
+    """The parts of an engine that a trace uses."""
 
     device: Device
     state: st.State
@@ -203,13 +207,13 @@ class trace_engine:
 
 @dataclass(frozen=True, slots=True)
 class TracedEngine:
-    """Whose trace it is: an engine's, or a simulation's."""
+    """The source of a trace: an engine or a simulation."""
 
     models: Mapping[int, Any]  # by the core's rows, with `name`, `batch` and `target_ms`
     lanes: Mapping[int, int]  # the model's row of each lane
-    to_trace_ns: Callable[[int], int]  # a time of the core's on the clock of the blocks
+    to_trace_ns: Callable[[int], int]  # converts a time of the core to the clock of the blocks
     policy: str
-    whole: bool  # the policy launches programs in one piece always
+    whole: bool  # the policy always launches programs in one piece
     simulated: bool = False
 
 
@@ -220,7 +224,7 @@ def fill_engine_trace(
     engine: TracedEngine,
     runs: Sequence[HostRun] = (),
 ) -> None:
-    """From what a backend recorded and the core's completions."""
+    """Fills a trace from a backend's recording and the core's completions."""
     models, lanes, to_trace_ns = engine.models, engine.lanes, engine.to_trace_ns
     trace.fill(recorded.blocks, recorded.launches, recorded.kernels, trace.device, recorded.dropped,
                recorded.unfinished)  # fmt: skip
@@ -245,7 +249,7 @@ def fill_engine_trace(
 
 
 def _unseen(run: HostRun, pieces: list[TracedPiece]) -> list[tuple[int, tuple[int, int]]]:
-    """The run's segments none of whose kernels report blocks: cuDNN's, cuBLAS's."""
+    """Segments of the run whose kernels report no blocks, such as those of cuDNN and cuBLAS."""
     seen = {p.segment for p in pieces if (p.lane, p.size) == (run.lane, run.size) and p.launches}
     if run.whole:
         return [] if seen else [(codes.WHOLE, (int(run.times[0, 0]), int(run.times[0, 1])))]
@@ -273,8 +277,10 @@ def _jobs(
 
 
 def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
-    """Where every replay has the same ids, a program's one launch and its segments cannot be told apart by them: the
-    pieces the policy launches are taken. A program that ran whole for want of company is shown in its segments."""
+    """The pieces that were launched. Where every replay has the same launch ids, a whole program and its segments
+    cannot be told apart, so the pieces that the policy launches are taken. A program that ran in one piece because it
+    was alone is shown as its segments.
+    """
     cut = {(p.lane, p.size) for p in pieces if p.segment != codes.WHOLE}
     return [
         p for p in pieces
@@ -283,7 +289,7 @@ def _launched(pieces: list[TracedPiece], whole: bool) -> list[TracedPiece]:
 
 
 def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list[tuple[TracedPiece, int, int, int]]:
-    """When each piece ran. Replays share launch ids: they are told apart by the requests that ran in the lane."""
+    """When each piece ran. Replays share launch ids; the requests that ran in the lane tell them apart."""
     order = np.argsort(blocks["launch"], kind="stable")
     ids = blocks["launch"][order]
     runs = {int(lane): _run_spans(jobs[jobs["lane"] == lane]) for lane in np.unique(jobs["lane"])}
@@ -302,8 +308,7 @@ def _segments(blocks: Records, jobs: Records, pieces: list[TracedPiece]) -> list
 
 
 def _run_spans(jobs: Records) -> list[tuple[int, int]]:
-    """When a lane ran what, from the requests in it. The host's clock and the GPU's are some microseconds apart, so
-    each window reaches half way to the next."""
+    """When a lane ran which requests. Host and GPU clocks differ by some µs, so spans reach half way to the next."""
     launched = jobs[jobs["start_ns"] >= 0]
     spans = sorted({(int(job["start_ns"]), int(job["end_ns"])) for job in launched})
     middles = [(end + start) // 2 for (_, end), (start, _) in pairwise(spans)]

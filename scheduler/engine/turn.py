@@ -1,12 +1,12 @@
-"""Turns: code that was not captured takes the GPU when the core grants it, and gives it back when the core wants it.
+"""Turns: code that was not captured gets the GPU when the core grants it, and gives it back when the core wants it.
 
     with engine.turn("script", priority=-1) as turn:
         for batch in work:
             compute(batch)
-            turn.give_way()  # where somebody is to go first
+            turn.give_way()  # lets other work go first if it is waiting
 
-To the core a turn is a job of one segment, which begins when it is granted and ends when it is given back: policies
-rank, admit and charge it as any other. A turn that is wanted back for `give_back_ms` ends, whatever its code does.
+To the core a turn is a job of one segment that begins when it is granted and ends when it is given back: policies rank,
+admit and charge it like any other. A turn that has been wanted back for `give_back_ms` ends in any case.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from paellapy.scheduler.models.profile import ProgramProfile
 from paellapy.scheduler.models.program import Program
 from paellapy.scheduler.models.tensors import Arrays, TensorSpec
 
-_WATCH_S = 0.0005  # how often turns are looked at while there are any
-_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a granted turn is looked for: at first, and later on
-_USUAL_NS = 1e6  # what a turn is taken to last, until more is known
+_WATCH_S = 0.0005  # how often turns are checked while there are any
+_SOON_S, _LATE_S = 20e-6, 500e-6  # how often a waiting turn is polled: at first, and later on
+_USUAL_NS = 1e6  # assumed duration of a turn until one has been measured
 
 
 class Host(Protocol):
-    """The engine, as turns know it."""
+    """The parts of the engine that turns use."""
 
     state: State
     memory: MemoryPlan
@@ -49,11 +49,11 @@ class Host(Protocol):
 
 
 def _never(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
-    raise AssertionError("a turn's code is its owner's to run")
+    raise AssertionError("the core never runs the code of a turn; its owner does")
 
 
 def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedModel:
-    """A model whose only segment says that a turn is granted; nothing on the GPU ends it."""
+    """Loads a model whose only segment signals that a turn is granted; no work on the GPU ends it."""
     nothing = {"nothing": TensorSpec((1,), np.uint8)}
     model = Model(name, _never, inputs=nothing, outputs=nothing, batch=(1,), lanes=1, priority=priority, share=share)
     plan = plan_lane(model, 0, 1)
@@ -66,13 +66,13 @@ def load_turns(host: Host, name: str, priority: int, share: float) -> LoadedMode
     loaded = LoadedModel(model, {}, reservation, [lane], [profile], [[launches]])
     host.open_turns(loaded)
     row = loaded.lane_rows[0]
-    host.state.whole["handle"][row, 0] = handle  # one piece or one segment: the same
+    host.state.whole["handle"][row, 0] = handle  # the program has one segment, so the whole program is the same launch
     host.state.whole["word"][row, 0] = host.state.launch["word"][row, 0, 0]
     return loaded
 
 
 class Turns:
-    """All turns of one engine, and the thread that takes them back in time."""
+    """All turns of one engine, and the thread that takes overdue turns back."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -91,8 +91,8 @@ class Turns:
             model = self._names[name].model
             if (model.priority, model.share) != (priority, share):
                 raise ModelError(
-                    f"turns of {name!r} have priority {model.priority} and share {model.share}: use another name for "
-                    "others"
+                    f"turns named {name!r} have priority {model.priority} and share {model.share}: give turns "
+                    "with other values another name"
                 )
             return self._names[name], self._busy[name]
 
@@ -112,7 +112,7 @@ class Turns:
             self._held.remove(turn)
 
     def end(self) -> None:
-        """The engine closes: every turn is over."""
+        """Ends every turn, because the engine closes."""
         self._ended = True
         self._wake.set()
         for turn in list(self._held):
@@ -145,23 +145,23 @@ class Turns:
 
 
 class Turn:
-    """One lease on the GPU after the other, for one owner: a context manager, of asyncio too."""
+    """Repeated leases on the GPU for one owner: a context manager, also for asyncio."""
 
     def __init__(self, engine: Requester, turns: Turns, name: str, priority: int, share: float, give_back_ms: float):
         if not give_back_ms > 0:
-            raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; give a time above zero")
+            raise ModelError(f"turn {name!r}: give_back_ms={give_back_ms}; the time must be above 0")
         self.name, self._engine, self._turns, self._give_back_s = name, engine, turns, give_back_ms * 1e-3
         self._loaded, self._busy = turns.find(name, priority, share)
         self._lane = self._loaded.lanes[0]
         self._ended = _Ended()
         self._taking = threading.Lock()
         self._since_s = 0.0  # when it was first wanted back
-        self.over = False  # it was taken back: others are on the GPU now
+        self.over = False  # it was taken back: other work is on the GPU now
 
     # -- for its owner
 
     def wanted(self) -> bool:
-        """Whether somebody of higher priority is there, or somebody of the same waits."""
+        """Whether work of higher priority exists, or work of the same priority waits."""
         state, own = self._engine.state, self._loaded.model.priority
         core = state.core[0]
         mine = self._loaded.lane_rows[0]
@@ -171,7 +171,7 @@ class Turn:
         return bool((rank[active] > own).any() or (rank[ready[ready != mine]] >= own).any())
 
     def give_way(self) -> bool:
-        """Where it is wanted, gives the turn back and waits for the next one. Whether it did."""
+        """If the turn is wanted, gives it back and waits for the next one. Returns whether it did."""
         if not (self.over or self.wanted()):
             return False
         self._release()
@@ -251,11 +251,11 @@ class Turn:
         if self._lane.draining[0]:
             return True
         self._engine._check_open()
-        self._engine._front.drain()  # its lane may wait until somebody reads how the last turn ended
+        self._engine._front.drain()  # the turn's lane may wait until the end of the last turn is read
         return False
 
     def _give_up(self) -> None:
-        """It is not waited for any more: it ends as soon as it is granted."""
+        """Stops waiting for the turn: it ends as soon as it is granted."""
 
         def end() -> None:
             while not self._lane.draining[0] and not self._ended.is_set() and not self._engine.over:
@@ -275,7 +275,7 @@ class Turn:
             time.sleep(_SOON_S)
 
     def take_back(self) -> None:
-        """The core goes on, from whichever thread."""
+        """Ends the turn, so that the core continues; callable from any thread."""
         with self._taking:
             if not self.over:
                 self.over = True
@@ -283,7 +283,7 @@ class Turn:
                 self._engine._front.nudge()
 
     def look(self) -> None:
-        """From the thread that watches turns: whether it was wanted back for too long."""
+        """Takes the turn back if it has been wanted for too long; called by the thread that watches turns."""
         if self.over:
             return
         now = time.monotonic()
@@ -296,7 +296,7 @@ class Turn:
 
 
 class _Ended(threading.Event):
-    """The core's answer to a turn: it is over, however it ended."""
+    """The core's answer to a turn, set when the turn has ended in any way."""
 
     def __call__(self, entry: Any) -> None:
         self.set()
@@ -306,7 +306,7 @@ class _Ended(threading.Event):
 
 
 def _wait_for_work() -> None:
-    """What the turn's code launched is part of the turn."""
+    """Waits for the work that the turn's code launched, because it is part of the turn."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()

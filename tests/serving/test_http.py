@@ -408,7 +408,7 @@ def test_a_full_queue_is_a_503():
         found = asyncio.run(main(server.url))
         refused = [content for status, content in found if status == 503]
         assert refused
-        assert "requests are waiting" in refused[0]["error"]
+        assert "16 requests" in refused[0]["error"]
         assert {status for status, _ in found} == {200, 503}
         assert server.service.counters.of("long").refused["queue_full"] == len(refused)
 

@@ -335,7 +335,7 @@ def test_a_deadline_far_away_changes_nothing(loaded):
 
 @pytest.mark.parametrize("deadline", [0, -5, float("nan")])
 def test_a_deadline_in_the_past_is_refused_at_once(loaded, deadline):
-    with pytest.raises(DeadlineError, match="past"):
+    with pytest.raises(DeadlineError, match="deadline_ms="):
         loaded.infer_sync("short", {"x": np.ones(64, np.float32)}, deadline_ms=deadline)
 
 
@@ -349,7 +349,7 @@ def test_a_deadline_in_the_past_is_refused_at_once(loaded, deadline):
         ({"x": np.ones((1, 64), np.float32)}, "without the batch"),
         ({"x": np.ones(64)}, "float64.*float32"),
         ({"x": "text"}, "shape"),
-        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' cannot be made an array"),
+        ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' cannot be converted"),
         ({"x": np.ones(64, np.float32), 7: 1}, "unknown 7"),
         (None, r"takes a dict of arrays \(x\), not a NoneType"),
         ([np.ones(64, np.float32)], r"takes a dict of arrays \(x\), not a list"),
@@ -365,12 +365,12 @@ def test_wrong_inputs_are_named(loaded, inputs, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"deadline_ms": "x"}, "deadline_ms='x': give a number of milliseconds"),
-        ({"deadline_ms": np.ones(2)}, "give a number of milliseconds"),
-        ({"priority": "x"}, "priority='x': give a whole number"),
-        ({"priority": 1 << 70}, "give a whole number"),
-        ({"priority": float("inf")}, "priority=inf: give a whole number"),
-        ({"client": []}, r"client=\[\]: name a client"),
+        ({"deadline_ms": "x"}, "deadline_ms='x'.*milliseconds"),
+        ({"deadline_ms": np.ones(2)}, "deadline_ms=array.*milliseconds"),
+        ({"priority": "x"}, "priority='x'.*integer"),
+        ({"priority": 1 << 70}, "priority=.*integer"),
+        ({"priority": float("inf")}, "priority=inf.*integer"),
+        ({"client": []}, r"client=\[\]"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_and_holds_nothing(loaded, options, said):

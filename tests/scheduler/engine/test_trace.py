@@ -94,13 +94,13 @@ def test_traces_of_other_versions_say_what_to_do(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8:12] = struct.pack("<I", 3)
     path.write_bytes(content)
-    with pytest.raises(TraceError, match="format 3, this paellapy reads up to 2: upgrade paellapy"):
+    with pytest.raises(TraceError, match=r"format 3, .* up to 2: upgrade paellapy"):
         Trace.load(path)
     engine_trace().save(path)
     with pytest.raises(TraceError, match="kind 'quantum': import paellapy first, or upgrade"):
         Trace.load(changed(path, lambda meta: meta.update(kind="quantum")))
     engine_trace().save(path)
-    with pytest.raises(TraceError, match="another layout"):
+    with pytest.raises(TraceError, match="layout"):
         Trace.load(changed(path, lambda meta: meta["tables"][0][2].__setitem__(0, ["number", "<u8"])))
 
 
