@@ -1,1 +1,1 @@
-"""The compiled dispatcher: its tables, and all that decides what goes onto the GPU next."""
+"""The compiled dispatcher: its tables, and all code that decides which work goes onto the GPU next."""

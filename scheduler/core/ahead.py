@@ -1,8 +1,8 @@
-"""When a job's next segment is sent, where it may have one on the GPU at a time: just before that one ends.
+"""When to launch a job's next segment, if the job may have one segment on the GPU: just before that one ends.
 
-By then another job may be better; and if none is, the next arrives before the GPU runs dry. Kernels that report say
-when they have nothing left to start. Of others it is predicted from how long the segment takes alone, and from how much
-longer than alone the one before it took.
+By then another job may rank better; if none does, the next segment arrives before the GPU runs out of work.
+Instrumented kernels report when they have started their last block. For other kernels, the end is predicted from the
+segment's time alone, and from the slowdown of the segment before it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from paellapy.scheduler.core.state import State
 
 @part
 def began_ns(s: State, lane: int, segment: int) -> int:
-    """On the GPU: once it was launched, and the one before it was done."""
+    """When the segment began on the GPU: after its launch and the end of the segment before it."""
     launched = s.segment_ns[lane, segment, 0]
     return int(launched if segment == 0 else max(launched, s.segment_ns[lane, segment - 1, 1]))
 
 
 @part
 def ends_soon_at(s: State, lane: int) -> float:
-    """When the oldest segment in flight is about to end. A whole number: simulated time comes to it exactly."""
+    """When the oldest segment in flight is about to end. An integer, so that simulated time reaches it exactly."""
     a = s.lane[lane]
     tuning = s.tuning[0]
     k = a.done
@@ -34,7 +34,7 @@ def ends_soon_at(s: State, lane: int) -> float:
 
 @part
 def may_go_on(s: State, lane: int) -> bool:
-    """Whether a lane in flight has a next segment that could be sent before this one is done."""
+    """Whether a lane in flight has a next segment that could be launched before the current one is done."""
     a = s.lane[lane]
     one_ahead = s.core[0].look_ahead == 1 and a.issued - a.done == 1
     return bool(one_ahead and not a.draining and not a.whole and a.issued < a.segments)
@@ -42,7 +42,7 @@ def may_go_on(s: State, lane: int) -> bool:
 
 @part
 def note_room(s: State, lane: int) -> None:
-    """Where it is a matter of time only: what simulates time, or sleeps, is to come back then."""
+    """Records when the next segment may be launched, so that a simulation or a sleeping loop returns at that time."""
     core = s.core[0]
     a = s.lane[lane]
     if may_go_on(s, lane) and not s.launch[lane, a.size, a.done].draining:

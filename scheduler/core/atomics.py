@@ -1,7 +1,7 @@
-"""Atomic words in arrays, and calls through an address: what compiled code needs and Numba does not offer.
+"""Atomic words in arrays, and calls through an address: operations that compiled code needs and Numba lacks.
 
-Plain array reads are hoisted out of polling loops, so what another thread, process or GPU writes goes through here. A
-function that is called by its address leaves the caller cacheable on disk; one that is named through ctypes does not.
+The compiler hoists plain array reads out of polling loops, so words that another thread, process or GPU writes are read
+through this module. A function called by its address keeps the caller cacheable on disk; a ctypes function does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_at(typing: Any, address: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_at(typing: Any, address: Any, value: Any) -> _Generated:
-    """Write a u64, with release order."""
+    """Writes a u64, with release order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
@@ -46,7 +46,7 @@ def store_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def or_at(typing: Any, address: Any, value: Any) -> _Generated:
-    """Set bits of a u64; what it was before."""
+    """Sets bits of a u64; returns the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("or", _pointer(builder, args[0]), args[1], "acq_rel")
@@ -56,7 +56,7 @@ def or_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def and_at(typing: Any, address: Any, value: Any) -> _Generated:
-    """Clear the bits of a u64 that are not in `value`; what it was before."""
+    """Clears the bits of a u64 that are not in `value`; returns the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("and", _pointer(builder, args[0]), args[1], "acq_rel")
@@ -66,7 +66,7 @@ def and_at(typing: Any, address: Any, value: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Generated:
-    """Compare and swap: whether the u64 was `expected` and is `value` now."""
+    """Compare and swap: writes `value` if the u64 is `expected`; returns whether it did."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pair = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], "acq_rel", "acquire")
@@ -77,9 +77,9 @@ def exchange_at(typing: Any, address: Any, expected: Any, value: Any) -> _Genera
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(typing: Any) -> _Generated:
-    """All that was written before is visible to others before anything is read after.
+    """Makes all earlier writes visible to others before any later read.
 
-    Acquire and release do not promise that, and a compare-and-swap that fails writes nothing that could be ordered.
+    Acquire and release do not guarantee that, and a failed compare-and-swap has no write that could be ordered.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -90,7 +90,7 @@ def fence(typing: Any) -> _Generated:
 
 
 def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:
-    """Code for a call of args[0] with the rest; u64 arguments become pointers where the C function takes them."""
+    """Code for a call of args[0] with the other arguments; u64 arguments become pointers where C takes them."""
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], ir.FunctionType(returns, parameters).as_pointer())
@@ -106,9 +106,9 @@ def _call(returns: Any, parameters: list[Any], signature: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_asking(typing: Any, function: Any, first: Any, second: Any, third: Any) -> _Generated:
-    """double f(const void *, const void *, const void *). A function of fewer leaves the last ones in their registers.
+    """double f(const void *, const void *, const void *). A function with fewer parameters ignores the last registers.
 
-    So it is on x86-64 and on AArch64, whose calling conventions pass the first six and eight pointers in registers.
+    This holds on x86-64 and AArch64, whose calling conventions pass the first six and eight pointers in registers.
     """
     return _call(ir.DoubleType(), [_BYTES] * 3, types.float64(*[types.uint64] * 4))
 
@@ -121,7 +121,7 @@ def call_telling(typing: Any, function: Any, first: Any, second: Any, third: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_launch(typing: Any, function: Any, graph: Any, stream: Any) -> _Generated:
-    """CUresult cuGraphLaunch(CUgraphExec, CUstream), or anything with that shape."""
+    """CUresult cuGraphLaunch(CUgraphExec, CUstream), or any function of that signature."""
     return _call(_I32, [_I64, _I64], types.int32(types.uint64, types.uint64, types.uint64))
 
 
@@ -133,21 +133,21 @@ def call_step(typing: Any, function: Any, state: Any, now: Any) -> _Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_run(typing: Any, function: Any, model: Any, until: Any, stop: Any) -> _Generated:
-    """int64 run(SM model, until, stop at the first completion)"""
+    """int64 run(SM model, until, stop): runs until that time, or until the first completion if `stop` is set"""
     signature = types.int64(types.uint64, model, types.float64, types.int64)
     return _call(_I64, [_I64.as_pointer(), ir.DoubleType(), _I64], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_advance(typing: Any, function: Any, fluid: Any, state: Any, end: Any) -> _Generated:
-    """int64 advance(fluid, state, end): both by their addresses"""
+    """int64 advance(fluid, state, end): both tables by their addresses"""
     signature = types.int64(types.uint64, types.uint64, types.uint64, types.float64)
     return _call(_I64, [_I64.as_pointer(), _I64.as_pointer(), ir.DoubleType()], signature)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_back(typing: Any, function: Any) -> _Generated:
-    """int32 f(void): Python's own, which takes the GIL"""
+    """int32 f(void): a Python callback, which takes the GIL"""
     return _call(_I32, [], types.int32(types.uint64))
 
 

@@ -1,4 +1,4 @@
-"""Everything that must hold between two steps of the core, checked. For tests and for an engine at rest."""
+"""Checks all invariants that must hold between two steps of the core. For tests, and for an engine at rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from paellapy.scheduler.core.tables import Table
 
 
 class IntegrityError(PaellaError):
-    """The core's tables contradict each other: a bug in the core."""
+    """The core's tables contradict each other, which is a bug in the core."""
 
 
 def _require(condition: Any, message: str, *facts: object) -> None:
@@ -45,9 +45,9 @@ def _require(condition: Any, message: str, *facts: object) -> None:
 
 
 def check_integrity(s: State) -> None:
-    """Raise IntegrityError where the state contradicts itself. Call it between steps."""
+    """Raises IntegrityError if the state contradicts itself. Call it between steps."""
     for count in ("touched", "asking", "leaving"):
-        _require(s.core[count][0] == 0, "something was noted and not settled", count)
+        _require(s.core[count][0] == 0, "a noted change was not settled", count)
     _check_queues(s)
     _check_lanes(s)
     _check_sets(s)
@@ -57,14 +57,14 @@ def check_integrity(s: State) -> None:
 
 
 def _check_weights(s: State) -> None:
-    """Every byte of weights on the GPU is counted once, and within the budget."""
+    """Checks that every byte of weights on the GPU is counted once, and within the budget."""
     r, w = s.residency[0], s.weights
     if not r["managed"]:
         return
     held = int(w["bytes"][(w["stage"] == COMING) | (w["stage"] == HERE)].sum())
     held += int(r["load_bytes"]) if r["load_granted"] else 0
     _require(held == r["held_bytes"], "weights are miscounted", held, r["held_bytes"])
-    _require(held <= r["budget_bytes"], "more weights are on the GPU than may be", held, r["budget_bytes"])
+    _require(held <= r["budget_bytes"], "the weights on the GPU exceed the budget", held, r["budget_bytes"])
     for name, stage in (("coming", COMING), ("leaving", LEAVING)):
         _require((w["stage"] == stage).sum() == r[name], "moves are miscounted", name)
     _require(not w["marked"].any(), "a model stays marked")
@@ -76,10 +76,10 @@ def _check_weights(s: State) -> None:
 
 
 def check_at_rest(s: State, within_s: float = 30.0) -> None:
-    """`check_integrity` of a core whose loop runs on another thread, once it has come to rest.
+    """As `check_integrity`, for a core whose loop runs on another thread, once it is at rest.
 
-    A request is answered before its lane is free again, so a state read in between is half of a step and not a
-    broken one. Without work the loop rests, and what is wrong then stays wrong.
+    A request is answered before its lane is free again, so a state read in between is in the middle of a step, not
+    broken. Without work the loop rests, and an error that persists then is a real one.
     """
     end = time.monotonic() + within_s
     while True:
@@ -92,7 +92,7 @@ def check_at_rest(s: State, within_s: float = 30.0) -> None:
 
 
 def _walk(r: Table, root: int) -> list[int]:
-    """The rows of a leftist heap; its shape is checked on the way."""
+    """The rows of a leftist heap, whose shape is checked too."""
     rows: list[int] = []
     stack = [(root, NONE)] if root >= 0 else []
     while stack:
@@ -128,13 +128,14 @@ def _follow(r: Table, row: int, last: int) -> list[int]:
 
 
 def _check_queues(s: State) -> None:
-    """Every accepted request is in exactly one queue or slot, and counted once."""
+    """Checks that every accepted request is in exactly one queue or slot, and counted once."""
     r = s.request
     seen: Counter[int] = Counter()
     for m in np.flatnonzero(s.model["n_lanes"]):
         rows = _walk(r, int(s.model["root"][m])) + _follow(r, int(s.model["first"][m]), int(s.model["last"][m]))
         _require(len(rows) == s.model["queued"][m], "a model miscounts its queue", m)
-        _require((r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all(), "a queue holds strangers", m)
+        right = (r["state"][rows] == QUEUED).all() and (r["model"][rows] == m).all()
+        _require(right, "a queue holds a request of another model or state", m)
         seen.update(rows)
         room = int(s.model["free_n"][m]) + (s.model["filling"][m] >= 0)
         if rows and s.core["mode"][0] != FAIL_MODE and s.model["filling"][m] >= 0:
@@ -146,7 +147,7 @@ def _check_queues(s: State) -> None:
             _require(room == 0, "requests are queued beside a free lane", m)
     slotted = s.slot[s.slot >= 0]
     seen.update(int(row) for row in slotted)
-    _require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request that is not in one")
+    _require((r["state"][slotted] == SLOTTED).all(), "a slot holds a request whose state is not SLOTTED")
     used = np.flatnonzero(r["state"] != UNUSED)
     _require(all(n == 1 for n in seen.values()) and set(seen) == set(used.tolist()), "a request is lost or doubled")
     live = s.core["live"][0]
@@ -164,7 +165,7 @@ def _check_queues(s: State) -> None:
     for i in range(1, len(due)):
         _require(r["deadline_ns"][due[(i - 1) // 2]] <= r["deadline_ns"][due[i]], "deadlines are out of order", i)
     waiting = used[(r["deadline_ns"][used] < NEVER) & (r["due_at"][used] < 0)]
-    for row in waiting:  # only what is entirely on the GPU may be past its deadline
+    for row in waiting:  # only a request that is entirely on the GPU may be past its deadline
         lane = s.lane[r["lane"][row]]
         _require(lane["state"] == RUNNING and lane["issued"] == lane["segments"], "a deadline is forgotten", row)
     shares = s.flow["share"][s.flow["live"] > 0].sum()
@@ -181,7 +182,7 @@ def _check_streams(s: State) -> None:
     confined = np.flatnonzero(s.lane["window"] >= 0)
     _require((s.lane["flight_at"][confined] >= 0).all(), "a lane is in a window and not in flight")
     found = s.overlap[s.lane["window"][confined]].sum(axis=0)
-    _require((found == s.window_load).all(), "how full the windows are is miscounted")
+    _require((found == s.window_load).all(), "the load of the windows is miscounted")
 
 
 def _check_free_lanes(s: State, ids: Any) -> None:
@@ -192,6 +193,12 @@ def _check_free_lanes(s: State, ids: Any) -> None:
     _require((lanes["done"] <= lanes["issued"]).all(), "segments of a free lane are out of order")
     for place in ("ready_at", "active_at", "flight_at"):
         _require((lanes[place] == NONE).all(), "a free lane is listed", place)
+    for m in np.flatnonzero(s.model["n_lanes"]):
+        of_model = s.model_lane[m, : s.model["n_lanes"][m]]
+        free = s.free_lane[m, : s.model["free_n"][m]]
+        if s.model["state"][m] != ABSENT:
+            expected = sorted(of_model[s.lane["state"][of_model] == FREE].tolist())
+            _require(sorted(free.tolist()) == expected, "a free lane is lost or doubled", m)
 
 
 def _check_lanes(s: State) -> None:
@@ -201,7 +208,7 @@ def _check_lanes(s: State) -> None:
     slots = s.slot[ids]
     words, filling, managed = s.lane_word[:, 0].tolist(), s.model["filling"].tolist(), s.residency["managed"][0]
     ready_of, known_of = (np.bitwise_count(each).sum(axis=1).tolist() for each in (s.lane_ready, s.lane_known))
-    # Plain numbers: a field of a record costs a hundred times as much to read, and tests look after every step.
+    # Plain numbers: reading a field of a record costs a hundred times as much, and tests check after every step.
     for lane, row, slot in zip(ids.tolist(), s.lane[ids].tolist(), slots, strict=True):
         a = dict(zip(s.lane.dtype.names or (), row, strict=True))
         m = a["model"]
@@ -216,11 +223,12 @@ def _check_lanes(s: State) -> None:
         _require(a["done"] <= a["issued"] <= max(a["segments"], a["issued"]), "segments are out of order", lane)
         if len(rows):
             facts = s.request[rows]
-            _require((facts["lane"] == lane).all() and (facts["model"] == m).all(), "a slot lies", lane)
+            right = (facts["lane"] == lane).all() and (facts["model"] == m).all()
+            _require(right, "a slot holds a request of another lane or model", lane)
             _require(a["arrival_ns"] == facts["arrival_ns"].min(), "a lane forgot its oldest request", lane)
             _require(a["deadline_ns"] == facts["deadline_ns"].min(), "a lane forgot a deadline", lane)
             _require(a["priority"] == facts["priority"].max(), "a lane forgot a priority", lane)
-        absent = managed and (s.weights["stage"][m] != HERE or s.weights["stop"][m])  # all of them, or some
+        absent = managed and (s.weights["stage"][m] != HERE or s.weights["stop"][m])  # all weights, or some
         berth = a["berth"]
         taken = berth >= 0 and s.berth[berth] != lane + 1 and (s.berth[berth] or s.berth_kept[berth])
         if a["state"] == RUNNING and a["berth"] >= 0:
@@ -233,9 +241,9 @@ def _check_lanes(s: State) -> None:
             ahead = a["issued"] - a["done"]
             most = s.core["look_ahead"][0]
             _require(ahead <= max(most, 1) + (most == 1), "a lane runs too far ahead", lane)
-            standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short one
+            standing = a["active_at"] >= 0 and a["back"] and s.core["flight"][0] > 0  # for a short job
             forgotten = not (ahead > 0 or a["ready_at"] >= 0 or standing or (absent and a["active_at"] >= 0))
-            _require(not forgotten, "a lane is forgotten", lane)
+            _require(not forgotten, "a lane with work is neither waiting nor active", lane)
         if a["state"] in (HELD, READY_WAIT):
             places = (a["ready_at"], a["active_at"], a["flight_at"])
             _require(places == (NONE, NONE, NONE), "a lane that does not run is listed", lane)
@@ -243,12 +251,6 @@ def _check_lanes(s: State) -> None:
             listed = a["ready_at"] >= 0
             right = listed == (a["live"] > 0) or ((absent or taken) and not listed)
             _require(right, "a filling lane is not in the heap, or should not be", lane)
-    for m in np.flatnonzero(s.model["n_lanes"]):
-        lanes = s.model_lane[m, : s.model["n_lanes"][m]]
-        free = s.free_lane[m, : s.model["free_n"][m]]
-        if s.model["state"][m] != ABSENT:
-            expected = sorted(lanes[s.lane["state"][lanes] == FREE].tolist())
-            _require(sorted(free.tolist()) == expected, "a free lane is lost or doubled", m)
 
 
 def _check_sets(s: State) -> None:
@@ -267,15 +269,15 @@ def _check_sets(s: State) -> None:
     _require(s.core["active"][0] <= s.core["max_active"][0], "too many lanes are active")
     demand = s.lane["demand"][s.active[: s.core["active"][0]]].sum()
     counted = s.core["demand"][0]
-    _require(abs(demand - counted) <= 1e-6 * (1 + demand), "what active lanes demand is counted wrong", demand)
+    _require(abs(demand - counted) <= 1e-6 * (1 + demand), "the demand of active lanes is miscounted", demand)
     flight = np.flatnonzero((s.lane["state"] == RUNNING) & (s.lane["issued"] > s.lane["done"]))
-    _require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "what is in flight is not watched")
+    _require(sorted(s.flight[: s.core["flight"][0]].tolist()) == flight.tolist(), "a lane in flight is not listed")
     both = (s.lane["ready_at"] >= 0) & (s.lane["active_at"] >= 0)
     _require(not both.any(), "a lane is active and waits")
 
 
 def _check_occupancy(s: State) -> None:
-    """What is resident and pending is the sum over what is in flight."""
+    """Checks that resident and pending resources are the sums over the segments in flight."""
     sums = {kind: np.zeros(5) for kind in ("resident", "pending")}
     for lane in s.flight[: s.core["flight"][0]]:
         a = s.lane[lane]

@@ -1,4 +1,4 @@
-"""The core's clock: clock_gettime, by its address. 0 where a loop brings its own time, as in a simulation."""
+"""The core's clock: clock_gettime, called by its address, which is 0 where a loop has its own time (simulation)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOCK_MONOTONIC = 1
 
 @part
 def monotonic_ns(clock: int, scratch: NDArray[np.int64]) -> int:
-    """By the address of clock_gettime."""
+    """CLOCK_MONOTONIC in ns, by the address of clock_gettime."""
     call_clock(clock, np.int32(CLOCK_MONOTONIC), scratch.ctypes.data)
     return int(scratch[0] * 1_000_000_000 + scratch[1])
 

@@ -1,7 +1,7 @@
-"""A thread that copies long inputs into slots, so that the core's thread goes on deciding meanwhile.
+"""A thread that copies long inputs into slots, so that the core's thread can keep deciding meanwhile.
 
-A request that finds no open lane leaves its inputs where they are; the core gives it a slot later. An image takes 40 µs
-to copy then, a batch of them milliseconds: in the core's thread no segment would be launched in that time.
+A request that finds no open lane leaves its inputs in place, and the core gives it a slot later. Copying an image then
+takes 40 µs, and a batch of images takes milliseconds; in the core's thread, no segment could be launched in that time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import Words
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
-_LOOKS = 20_000  # at an empty ring before it sleeps: some 50 µs
-_MANY_CPUS = 8  # of so many one may spin for as long as there are requests: to be woken takes its time
+_LOOKS = 20_000  # reads of an empty ring before the copier sleeps: about 50 µs
+_MANY_CPUS = 8  # with this many CPUs, one may spin while there are requests, since waking up takes time
 
 
 @compiled
 def copy_until(
     s: State, stop: Words, scratch: NDArray[np.int64], bell: int, read: int, core: int, awake: bool
 ) -> None:  # fmt: skip
-    """Copies what is handed over until `stop[0]` is set. It sleeps by reading the eventfd `bell`; `core` is the core's.
+    """Copies inputs from the ring until `stop[0]` is set. It sleeps by reading `bell`; `core` is the core's bell.
 
-    `awake`: not while there are requests. `scratch` is 4 int64.
+    `awake`: never sleep while there are requests. `scratch` is 4 int64.
     """
     looks = 0
     while load_at(stop.ctypes.data) == _ZERO:
@@ -59,21 +59,19 @@ def copy_until(
         if awake and looks == _LOOKS and load_at(s.core["live"].ctypes.data) != _ZERO:
             looks = 0
             continue
-        if looks == _LOOKS:  # say that it will sleep, and look once more
+        if looks == _LOOKS:  # announce the sleep, and look once more
             ask(address(s.copy_ring, COPY_BELL), ANYTHING)
             continue
-        call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read has its shape
+        call_write(np.uint64(read), np.int32(bell), scratch.ctypes.data, np.uint64(8))  # read() has the same signature
         store_at(address(s.copy_ring, COPY_BELL), _ZERO)
         looks = 0
 
 
 class Copier:
-    """The thread. It belongs to the process of the core, and ends after the core's loop."""
+    """The copier's thread. It belongs to the core's process, and ends after the core's loop."""
 
     def __init__(self, state: State, bell: Bell, awake: bool | None = None) -> None:
-        """`bell` wakes the core's loop. `awake`: it falls asleep only where there is no request; by default with many
-        CPUs.
-        """
+        """`bell` wakes the core's loop. `awake`: sleep only without requests; the default with many CPUs."""
         self._state, self._bell = state, bell
         self._awake = usable_cpus() >= _MANY_CPUS if awake is None else awake
         self._stop = np.zeros(8, np.uint64)

@@ -1,4 +1,4 @@
-"""How many CPUs there are for this process: whether a thread may spin is decided by that."""
+"""The number of CPUs available to this process, which decides whether a thread may spin."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus(quota: Path = _QUOTA) -> float:
-    """So many at once, also by what its container is allowed."""
+    """The number of CPUs that this process may use at once, including the quota of its container."""
     found = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text().split()
         return min(found, int(allowed) / int(period))
-    except (OSError, ValueError):  # there is none, or it says "max"
+    except (OSError, ValueError):  # there is no quota, or it is "max"
         return found

@@ -1,15 +1,14 @@
-"""How many jobs share the GPU in the core, and who stands back where that would slow a short one.
+"""How many jobs share the GPU, and which jobs stand back where sharing would slow a short job.
 
-Jobs share the GPU until together they would keep `demand_limit` GPUs busy: a burst is over soonest for most where few
-of them do. A queue that stays is another matter. Then what the GPU does in all counts for more than how fast each job
-gets on, and that still grows with the jobs that share it, as long as each leaves most of the GPU idle: on the H200 6,
-12 and 24 small ones at once did 0.72, 0.94 and 1.01 of what 48 do. So the limit grows while a queue stays, for jobs
-that are as large as they can get: a batch that is not full gains more by waiting.
+Jobs share the GPU until their total demand reaches `demand_limit` GPUs: a burst ends soonest for most jobs if few share
+the GPU. A persistent queue is different: then total throughput matters more than the speed of each job, and throughput
+still grows with the number of jobs, as long as each leaves most of the GPU idle. On the H200, 6, 12 and 24 small jobs
+at once reached 0.72, 0.94 and 1.01 of the throughput of 48. So the limit grows while a queue persists, for jobs of the
+largest batch size: a batch that is not full gains more by waiting.
 
-In such a crowd a short job would be as slow as without a scheduler. Those that take several times as long, and come
-after it by the policy's rank, stand back for it between their segments, the last by rank first, down to the limit
-without a queue; unless there is one to stand back for most of the time: then short ones are the load, and to hold back
-the others all the time would only cost throughput.
+In such a crowd a short job would be as slow as without a scheduler. So jobs that take several times as long, and rank
+behind it, stand back between their segments, the worst rank first, down to the limit without a queue. The exception is
+a load with a short job most of the time: holding back the others all the time would only cost throughput.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paellapy.scheduler.core.windows import can_be_confined
 
 @part
 def watch_queue(s: State, now: int) -> None:
-    """How many jobs have been waiting, and how often some had to stand back, over about `queue_memory_ns`."""
+    """Averages the number of waiting jobs, and how often lanes stood back, over about `queue_memory_ns`."""
     part = min(1.0, (now - s.core[0].last_ns) / s.tuning[0].queue_memory_ns)
     s.core[0].waiting_jobs += part * (s.core[0].ready + s.core[0].queued_jobs - s.core[0].waiting_jobs)
     s.core[0].short_often += part * ((1.0 if s.core[0].standing_back > 0 else 0.0) - s.core[0].short_often)
@@ -30,7 +29,7 @@ def watch_queue(s: State, now: int) -> None:
 
 @part
 def has_room(s: State, lane: int) -> bool:
-    """Whether a lane may be active beside those that are, by what they demand."""
+    """Whether a lane may be active beside the active lanes, by their total demand."""
     m = s.lane[lane].model
     tuning = s.tuning[0]
     demand = s.size[m, s.lane[lane].size].demand
@@ -52,8 +51,9 @@ def is_crowded(s: State) -> bool:
 
 @part
 def is_quiet(s: State, lane: int) -> bool:
-    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs where more would go to windows
-    of them. Every segment costs, and nobody waits that would gain by it being held back.
+    """Whether a lane is alone on the GPU; or short, and one of the few that have all SMs before further jobs go to
+    windows. Such a lane is launched in one piece: every segment costs time, and no waiting job would gain by holding it
+    back.
     """
     core = s.core[0]
     if core.ready > 0 or core.queued > 0:
@@ -67,7 +67,7 @@ def is_quiet(s: State, lane: int) -> bool:
 
 @part
 def in_one_piece(s: State, lane: int) -> bool:
-    """Whether a queue stays, and the job is short: turns come by jobs anyway, and every segment costs the GPU a node
+    """Whether a queue persists and the job is short. Then jobs take turns anyway, and each segment costs the GPU a node
     and the host a launch. Not in a crowd that may have to stand back.
     """
     if s.core[0].waiting_jobs < s.tuning[0].steady_queue_jobs or s.lane[lane].segments > s.tuning[0].short_job_segments:
@@ -77,8 +77,8 @@ def in_one_piece(s: State, lane: int) -> bool:
 
 @part
 def look_ahead(s: State) -> int:
-    """Segments of one job on the GPU at a time. In a crowd there is always something to run, and what is launched
-    already cannot stand back; where nobody does, the host would only come late with the next.
+    """Segments of one job on the GPU at a time: one in a crowd, where there is always other work and launched segments
+    cannot stand back. Where no job stands back, one would only make the host launch the next segment late.
     """
     return 1 if is_crowded(s) and s.core[0].short_often < s.tuning[0].often_share else int(s.core[0].look_ahead)
 
@@ -91,7 +91,7 @@ def length_ns(s: State, lane: int) -> float:
 
 @part
 def find_shortest(s: State) -> int:
-    """The shortest active lane, in a crowd; else NONE."""
+    """The shortest active lane of a crowd; NONE if there is no crowd."""
     found = NONE
     if is_crowded(s):
         for k in range(s.core[0].active):
@@ -110,8 +110,8 @@ def gives_way(s: State, lane: int, shortest: int) -> bool:
 
 @part
 def choose_who_stands_back(s: State) -> None:
-    """Marks the active lanes that launch nothing for now: of those that give way to the shortest all but the best, as
-    far as they fit into what the limit without a queue leaves them.
+    """Marks the active lanes that launch nothing for now: of the lanes that give way to the shortest, all but the best
+    ones that fit under the limit without a queue.
     """
     core = s.core[0]
     if core.standing_back == 0 and not is_crowded(s):

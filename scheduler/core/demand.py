@@ -1,21 +1,21 @@
-"""What part of the GPU a program keeps busy, from how long several at once take.
+"""The part of the GPU that a program keeps busy, computed from the time of several runs at once.
 
-Programs that want the GPU independently of each other, parts u of their time, keep it busy 1 - (1 - u)^n of the time, n
-of them: each then takes u / (1 - (1 - u)^n) of the GPU's time. That is what is measured, its *demand*, and it is the
-less the more there are. To be compared, demands are those of TOGETHER at once.
+If n programs independently want the GPU for a fraction u of their time, they keep it busy for 1 - (1 - u)^n of the
+time. Each then takes u / (1 - (1 - u)^n) of the GPU's time. This measured quantity is the program's *demand*; it falls
+with n. To be comparable, demands are given for TOGETHER runs at once.
 """
 
 from __future__ import annotations
 
-TOGETHER = 8  # runs at once to measure a demand, where there are as many lanes
-MOST_BUSY = 0.995  # at 1 nothing else would ever run
+TOGETHER = 8  # runs at once for measuring a demand, if there are as many lanes
+MOST_BUSY = 0.995  # at 1 no other program would ever run
 
 
 def busy_alone(demand: float, together: int) -> float:
-    """The part of its time that a program wants the GPU, if `together` of them at once take `demand` of its time each.
+    """The fraction of its time for which a program wants the GPU, if `together` runs at once have this demand each.
 
-    A demand near 1 / together says only that hardly anybody waited. Then half of it is taken: so many that nobody could
-    have seen them wait are not free of cost.
+    A demand near 1 / together only means that hardly any run waited. Then half of it is returned, since runs whose
+    waiting is too short to measure still have a cost.
 
     >>> [round(busy_alone(*each), 3) for each in ((0.25, 8), (0.12, 8), (0.9, 1), (1.0, 8))]
     [0.213, 0.06, 0.9, 0.995]
@@ -33,9 +33,9 @@ def busy_alone(demand: float, together: int) -> float:
 
 
 def usual_demand(demand: float, together: int) -> float:
-    """What a demand that so many were seen to have would be for TOGETHER at once.
+    """Converts a demand measured with `together` runs at once to TOGETHER runs.
 
-    Never more than fewer were seen to have: nor of programs so short that even those hardly waited.
+    The result never exceeds the demand measured with fewer runs, even for programs so short that hardly any run waited.
 
     >>> [round(usual_demand(*each), 3) for each in ((0.25, 8), (0.29, 5), (1.0, 2), (0.08, 5))]
     [0.25, 0.231, 0.995, 0.08]

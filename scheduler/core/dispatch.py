@@ -1,8 +1,8 @@
-"""Dispatch in the core: whose turn it is, launching segments, and seeing them complete.
+"""Dispatch in the core: chooses lanes, launches segments, and detects their completion.
 
 Lanes that may launch are *active*, at most `core.max_active` of them; the others wait in a heap by rank. A better lane
-takes the place of the worst active one that still has segments to launch; what that one has launched runs on. Ranks may
-depend on the time and on other jobs: the heap's top is ranked afresh when it is looked at, and some others in turn.
+replaces the worst active one that still has segments to launch; segments that are already launched keep running. Ranks
+may depend on the time and on other jobs: the heap's top is ranked afresh whenever it is read, and other lanes in turn.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from paellapy.scheduler.core.windows import choose_handle, leave_window
 
 _ZERO = np.uint64(0)
 
-# --- occupancy: what launched segments hold -------------------------------------------------------------------------
+# --- occupancy: resources of launched segments ----------------------------------------------------------------------
 
 
 @part
 def account(s: State, lane: int, segment: int, resident: float, pending: float) -> None:
-    """Add a segment's footprint this many times to what is resident and to what is pending."""
+    """Adds a segment's footprint, times these factors, to the resident and the pending resources."""
     a = s.lane[lane]
     m, size = a.model, a.size
     gpu = s.gpu[0]
     if a.whole:
-        # At any moment one of its kernels runs: the first segment's footprint stands for all.
+        # At any moment one of its kernels runs, so the first segment's footprint stands for all.
         segment = 0
     f = s.segment[m, size, segment]
     issue = f.kernels / max(f.time_ns, 1.0) * 1e9
@@ -73,10 +73,10 @@ def account(s: State, lane: int, segment: int, resident: float, pending: float) 
 
 @part
 def measure(s: State) -> None:
-    """The fullest resource, and who is where."""
+    """Computes the fullest resource, and where the jobs are."""
     core = s.core[0]
     gpu = s.gpu[0]
-    if core.flight == 0:  # an empty GPU holds nothing: what rounding has left over goes
+    if core.flight == 0:  # an empty GPU holds nothing: drop rounding errors
         gpu.resident_issue = gpu.pending_issue = 0.0
     gpu.occupancy = max(
         max(gpu.resident_blocks / gpu.capacity_blocks, gpu.resident_warps / gpu.capacity_warps),
@@ -93,9 +93,10 @@ def measure(s: State) -> None:
 
 @part
 def take_stream(s: State, lane: int) -> None:
-    """One that no other job in flight has, if there is one: on a stream jobs wait for each other. It is of the window
-    that the job goes to, or of all SMs. What is in flight of one job stays on one stream; with nothing in flight it may
-    change. Where the hardware decides (`core.whole_always`) every lane has its own, as in programs without a scheduler.
+    """Gives the lane a stream that no other job in flight uses, if possible, because jobs on one stream wait for each
+    other. The stream belongs to the job's window, or to all SMs. A job keeps its stream while any of its launches is in
+    flight. Where the hardware decides (`core.whole_always`), every lane has its own stream, as in programs without a
+    scheduler.
     """
     a = s.lane[lane]
     at = QUEUES + lane % OWN_STREAMS
@@ -113,7 +114,7 @@ def take_stream(s: State, lane: int) -> None:
 
 @part
 def queue_of(stream: int) -> int:
-    """Where the jobs on a stream are counted."""
+    """The index under which the jobs on a stream are counted."""
     return (stream - OF_WINDOWS) % QUEUES if stream >= OF_WINDOWS else stream
 
 
@@ -127,7 +128,7 @@ def leave_stream(s: State, lane: int) -> None:
 
 @part
 def wanted_sms(s: State, lane: int, now: int) -> float:
-    """The part of the SMs that the policy wants the lane's next launch to have; 0: it does not say."""
+    """The part of the SMs that the policy wants for the lane's next launch; 0: the policy does not say."""
     if s.call[0].place == _ZERO:
         return 0.0
     fill_lane_job(s, lane, now)
@@ -137,7 +138,7 @@ def wanted_sms(s: State, lane: int, now: int) -> float:
 
 @part
 def launch(s: State, lane: int, now: int) -> bool:
-    """Launch the lane's next segment, or all of it; False when the backend refuses."""
+    """Launches the lane's next segment, or the whole program; False when the backend refuses."""
     core = s.core[0]
     a = s.lane[lane]
     k = a.issued
@@ -149,7 +150,7 @@ def launch(s: State, lane: int, now: int) -> bool:
         account(s, lane, k, 1.0, 0.0)
     else:
         account(s, lane, k, 0.0, 1.0)
-    began = max(now, a.latest_ns)  # some may have come after the clock was read
+    began = max(now, a.latest_ns)  # some requests may have arrived after the clock was read
     if k == 0:
         a.started_ns = began
     a.issued = k + 1
@@ -181,11 +182,11 @@ def launch(s: State, lane: int, now: int) -> bool:
 
 @part
 def feed(s: State, lane: int, now: int) -> bool:
-    """Launch as far ahead as an active lane may."""
+    """Launches as many segments of an active lane as it may have ahead."""
     core = s.core[0]
     a = s.lane[lane]
     if a.issued == 0:
-        # In one piece it could not be held back for those who are to go before it, and may come any moment.
+        # A program in one piece could not be held back for jobs of higher priority, which may come at any moment.
         first = a.priority >= core.top_priority
         alone = core.whole_idle == 1 and is_quiet(s, lane)
         unequalled = core.top_whole == 1 and core.least_priority < core.top_priority
@@ -204,7 +205,7 @@ def feed(s: State, lane: int, now: int) -> bool:
 
 @part
 def refresh(s: State, n: int, now: int) -> None:
-    """Rank the heap's top afresh, and n others in turn: so a rank that depends on the time is never old for long."""
+    """Ranks the heap's top and n other lanes afresh, so that a rank that depends on the time does not get old."""
     core = s.core[0]
     if core.timeless:
         return
@@ -220,7 +221,7 @@ def refresh(s: State, n: int, now: int) -> None:
 
 @part
 def activate(s: State, lane: int) -> bool:
-    """It is the lane's turn; False when it must wait for its inputs."""
+    """Starts the lane's turn; False if it must wait for its inputs."""
     core = s.core[0]
     a = s.lane[lane]
     unready(s, lane)
@@ -245,7 +246,7 @@ def activate(s: State, lane: int) -> bool:
 
 @part
 def worst(s: State, now: int) -> int:
-    """The active lane of greatest rank, by what was last seen of each, among those with something left to launch."""
+    """The active lane of the highest last known rank, among lanes with segments left to launch."""
     core = s.core[0]
     found = NONE
     for k in range(core.active):
@@ -260,7 +261,7 @@ def worst(s: State, now: int) -> int:
 
 @part
 def look_at_top(s: State) -> None:
-    """The highest priority among active jobs; and, for policies that read it, what these have on the GPU."""
+    """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
     top = -NEVER
     for k in range(s.core[0].active):
         top = max(top, s.lane[s.active[k]].priority)
@@ -275,7 +276,7 @@ def look_at_top(s: State) -> None:
             ns = 0.0
             for j in range(a.done, a.issued):
                 ns += s.segment[a.model, a.size, j].time_ns
-            if a.whole:  # what should be left of it
+            if a.whole:  # the expected remainder
                 ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[lane, 0, 0]))
             if a.priority >= top:
                 f = s.segment[a.model, a.size, a.done]
@@ -289,8 +290,8 @@ def look_at_top(s: State) -> None:
 
 @part
 def admitted(s: State, lane: int, now: int) -> bool:
-    """Whether the policy, and the limit of whoever asks, let the lane launch now. Unless the policy may leave the GPU
-    idle, an idle GPU takes it whatever the policy says: such policies order work, and lose none.
+    """Whether the policy, and the client's limit, let the lane launch now. An idle GPU takes it in any case, unless the
+    policy may leave the GPU idle: other policies only order work, and waste no time.
     """
     if over_limit(s, lane, now):
         return False
@@ -314,12 +315,12 @@ def admitted(s: State, lane: int, now: int) -> bool:
 
 @part
 def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int:
-    """Who may go of the waiting lanes, asked in order of rank from the heap's top on; NONE: nobody. `most`: ranks below
-    it count, where the active set is full.
+    """The best waiting lane that is admitted, asked in order of rank; NONE if there is none. If the active set is full,
+    only ranks below `most` count.
     """
     if admitted(s, lane, now):
         return lane
-    # Places behind a refused one in the heap of waiting lanes come next: so as many are looked at as are asked.
+    # The children of a refused lane in the heap come next, so each lane that is read is also asked.
     n = push_behind(s, 0, 0)
     while n > 0:
         at = s.next_at[0]
@@ -335,7 +336,8 @@ def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int
 
 @part
 def push_behind(s: State, at: int, n: int) -> int:
-    """Add the places behind one in the heap of waiting lanes to the scratch heap of n places; how many it has then."""
+    """Adds the children of a place in the heap of waiting lanes to the scratch heap of n places; returns its new size.
+    """
     for k in range(2 * at + 1, min(2 * at + 3, s.core[0].ready)):
         heap_push(s.next_rank, s.next_at, 0, n, s.lane[s.ready[k]].rank, k)
         n += 1
@@ -344,13 +346,13 @@ def push_behind(s: State, at: int, n: int) -> int:
 
 @part
 def next_turn(s: State, n: int, swaps: int, now: int) -> int:
-    """The lane whose turn comes next, with a place made for it in the active set; NONE: all is as it should be."""
+    """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed."""
     core = s.core[0]
     settle(s, now)
     if core.ready == 0:
         return NONE
     full = core.active >= core.max_active
-    # Launched whole, none of them can be held back any more.
+    # Programs launched in one piece cannot be held back any more.
     if full and (core.whole_always or core.preemptions >= swaps):
         return NONE
     refresh(s, n, now)
@@ -390,14 +392,14 @@ def goes_on(s: State, lane: int, now: int) -> bool:
 
 @part
 def choose(s: State, now: int) -> bool:
-    """Fill the active set with the best that wait, and launch what active lanes may; False when the backend fails."""
+    """Fills the active set with the best waiting lanes and launches their segments; False if the backend fails."""
     core = s.core[0]
     n = core.refresh
     swaps = core.preemptions + core.max_active
     k = NONE
     core.ask_at_ns = np.inf
     while k < core.active:
-        if k < 0:  # first new ones, each fed at once, so that the next is judged on what it takes
+        if k < 0:  # first new lanes, each fed at once, so that the next one is judged by the remaining room
             lane = next_turn(s, n, swaps, now)
             if lane < 0:
                 k = 0
@@ -408,7 +410,7 @@ def choose(s: State, now: int) -> bool:
                 continue
         else:
             lane = s.active[k]
-            if not goes_on(s, lane, now):  # another may have stood back for it
+            if not goes_on(s, lane, now):  # another lane may have stood back for it
                 k = 0
                 choose_who_stands_back(s)
                 continue
@@ -427,7 +429,7 @@ def choose(s: State, now: int) -> bool:
 
 @part
 def tell_done(s: State, lane: int, segment: int, now: int) -> None:
-    """A policy with `done` hears of each segment: the job as it stands now, and what the segment took."""
+    """Calls a policy's `done` with the job's current state and the segment's duration."""
     a = s.lane[lane]
     fact = s.done_segment[0]
     fill_segment(s, fact, a.model, a.size, segment)
@@ -442,7 +444,7 @@ def tell_done(s: State, lane: int, segment: int, now: int) -> None:
 
 @part
 def tick(s: State, now: int) -> None:
-    """A policy with `tick` is called every tick_ns while there is work."""
+    """Calls a policy's `tick` every tick_ns while there is work."""
     if s.call[0].tick == _ZERO:
         return
     if s.core[0].live == 0:
@@ -487,7 +489,7 @@ def segment_done(s: State, lane: int, now: int) -> None:
 
 @part
 def poll(s: State, now: int) -> None:
-    """Read the completion words of what is in flight: each lane's oldest launch."""
+    """Reads the completion words of the lanes in flight: each lane's oldest launch."""
     core = s.core[0]
     core.room_at_ns = core.ask_at_ns if core.ready > 0 else np.inf
     k = 0
@@ -501,6 +503,6 @@ def poll(s: State, now: int) -> None:
             else:
                 note_room(s, lane)
             k += 1
-        else:  # look at k again: the lane may have more, or another lane may have moved there
+        else:  # look at k again: the lane may have more completions, or another lane may have moved there
             store_at(word, _ZERO)
             segment_done(s, lane, now)

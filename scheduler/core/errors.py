@@ -1,4 +1,4 @@
-"""Errors of the scheduler: one class per cause, each message says what is wrong and what to do about it."""
+"""Errors of the scheduler: one class per cause. Each message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class UnknownModelError(PaellaError, KeyError):
 
 
 class InputError(PaellaError, ValueError):
-    """A request's inputs, deadline, priority or client are not of the names, shapes or types that are taken."""
+    """A request's inputs, deadline, priority or client have wrong names, shapes or types."""
 
 
 class DeadlineError(PaellaError, TimeoutError):
-    """The deadline is past: at submission, or before the request could be run."""
+    """The deadline has passed: at submission, or before the request could run."""
 
 
 class QueueFullError(PaellaError):
-    """The engine already holds as many requests as it takes."""
+    """The engine or the model already holds its maximum number of requests."""
 
 
 class EngineClosedError(PaellaError):
@@ -37,11 +37,11 @@ class EngineClosedError(PaellaError):
 
 
 class EngineFailedError(PaellaError):
-    """The GPU failed under the engine; its cause is the `__cause__`. A new process is needed on a real GPU."""
+    """The GPU failed under the engine; `__cause__` has the cause. On a real GPU, a new process is needed."""
 
 
 class SuspectError(EngineFailedError):
-    """The GPU failed while this request was on it, with `others` beside it; `digest` is of its inputs."""
+    """The GPU failed while this request was on it, with `others` beside it; `digest` identifies its inputs."""
 
     def __init__(self, message: str, digest: int = 0, others: int = 0) -> None:
         super().__init__(message)
@@ -49,16 +49,16 @@ class SuspectError(EngineFailedError):
 
 
 class RequestFailedError(PaellaError):
-    """The model failed on the values of this request, and of no other; why is the `__cause__`, where it is known."""
+    """The model failed on the values of this request only; `__cause__` has the cause, if it is known."""
 
 
 class EngineAwayError(PaellaError):
-    """The engine's own process has ended, and the next one is not there yet."""
+    """The engine's own process has ended, and the next one is not ready yet."""
 
 
 class MemoryPlanError(PaellaError, MemoryError):
-    """A model does not fit the memory the engine was given; the message has the figures."""
+    """A model does not fit the engine's memory; the message gives the figures."""
 
 
 class WeightsError(PaellaError):
-    """A model's weights could not be brought to the GPU: there is no memory, or their file is gone."""
+    """A model's weights could not be brought to the GPU: memory is short, or their file is gone."""

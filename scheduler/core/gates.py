@@ -1,6 +1,7 @@
-"""Gates in the core: other processes' launches wait while there are jobs of higher priority than theirs.
+"""Gates in the core: launches of other processes wait while there are jobs of higher priority than theirs.
 
-A gate is closed until a time, which moves on while the jobs are there. So it opens by itself if the core ends.
+A gate is closed until a certain time, which the core extends while such jobs exist. So the gate opens by itself if the
+core ends.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from paellapy.scheduler.core.atomics import store_at
 from paellapy.scheduler.core.codes import NEVER
 from paellapy.scheduler.core.state import State
 
-LEASE_NS = 20_000_000  # a closed gate opens this long after the last word of the core
+LEASE_NS = 20_000_000  # a closed gate opens this long after the core's last update
 _ZERO = np.uint64(0)
 
 
 @part
 def watch_gates(s: State, now: int) -> None:
-    """Close and open the gates of other processes."""
+    """Closes and opens the gates of other processes."""
     if s.core[0].gates == 0:
         return
     top = -NEVER

@@ -1,8 +1,8 @@
 """Priority queues over the state's tables: an indexed binary heap, and a leftist heap whose nodes are request rows.
 
-The binary heap keeps where each member is, so that members can change their key or leave. A model's queue is a list,
-for requests that come in order, and a leftist heap for the others: all models share one table of rows, however the
-load is spread over them, and it costs O(1) in order and O(log n) at worst.
+The binary heap stores the index of each member, so that members can change their key or leave. A model's queue is a
+list for requests that arrive in order, and a leftist heap for the others. All models share one table of rows, however
+the load is distributed; an operation costs O(1) in order and O(log n) at worst.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paellapy.scheduler.core.tables import Table
 
 @part
 def heap_up(ids: Any, at: Any, key: Any, tie: Any, i: int) -> int:
-    """Move the member at `i` towards the top as far as it belongs; where it is then."""
+    """Moves the member at `i` up to its place; returns its new index."""
     me = ids[i]
     while i > 0:
         up = (i - 1) >> 1
@@ -57,14 +57,14 @@ def heap_down(ids: Any, n: int, at: Any, key: Any, tie: Any, i: int) -> None:
 
 @part
 def heap_add(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
-    """Add to a heap of n; the caller keeps the count."""
+    """Adds a member to a heap of n; the caller keeps the count."""
     ids[n] = member
     heap_up(ids, at, key, tie, n)
 
 
 @part
 def heap_remove(ids: Any, n: int, at: Any, key: Any, tie: Any, member: int) -> None:
-    """Take a member out of a heap of n; the caller keeps the count."""
+    """Removes a member from a heap of n; the caller keeps the count."""
     i = at[member]
     at[member] = NONE
     last = ids[n - 1]
@@ -85,7 +85,7 @@ def before(r: Table, a: int, b: int) -> bool:
 
 @part
 def balance(r: Table, node: int) -> bool:
-    """Put the higher child left; whether the node's height changed."""
+    """Puts the higher child left; returns whether the node's height changed."""
     left, right = r[node].left, r[node].right
     high = r[left].height if left >= 0 else 0
     low = r[right].height if right >= 0 else 0
@@ -99,7 +99,7 @@ def balance(r: Table, node: int) -> bool:
 
 @part
 def queue_merge(r: Table, a: int, b: int) -> int:
-    """One heap of two; its root."""
+    """Merges two heaps; returns the new root."""
     if a < 0 or b < 0:
         return b if a < 0 else a
     if before(r, b, a):
@@ -122,7 +122,7 @@ def queue_merge(r: Table, a: int, b: int) -> int:
 
 @part
 def heap_out(r: Table, root: int, row: int) -> int:
-    """Take any row out of a leftist heap; the new root."""
+    """Removes any row from a leftist heap; returns the new root."""
     up, left, right = r[row].up, r[row].left, r[row].right
     if left >= 0:
         r[left].up = NONE
@@ -176,7 +176,7 @@ def queue_first(s: State, m: int) -> int:
 
 @part
 def queue_remove(s: State, m: int, row: int) -> None:
-    """Take any row out."""
+    """Removes any row."""
     model = s.model[m]
     r = s.request
     if r[row].height > 0:

@@ -1,4 +1,4 @@
-"""Models in the core's tables: rows filled from a profile, opened, and given back."""
+"""Models in the core's tables: rows that are filled from a profile, opened, and freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paellapy.scheduler.core.state import State
 
 
 def estimate(state: State, program: Sequence[SegmentProfile]) -> float:
-    """Part of the GPU that one run keeps busy: its fullest resource, segment by segment."""
+    """The part of the GPU that one run keeps busy: its fullest resource, segment by segment."""
     gpu = state.gpu[0]
     capacity = [gpu[f"capacity_{each}"] or np.inf for each in ("warps", "registers", "shared_bytes", "issue")]
     total = used = 0.0
@@ -27,22 +27,34 @@ def estimate(state: State, program: Sequence[SegmentProfile]) -> float:
     return min(max(used / total, 0.01), 1.0)
 
 
-def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
-    """Fill a free model row and free lanes from a profile; their numbers. `open_model` lets requests in.
-
-    Completion words are the state's own. A backend that writes others sets `launch` and `whole` of the lanes, inputs
-    and `n_inputs` before it opens the model.
-    """
+def _check_limits(state: State, profile: ModelProfile) -> None:
     _, sizes, segments = state.segment.shape
     if len(profile.sizes) > sizes or max(profile.batch) > state.slot.shape[1]:
-        raise ProfileError(f"{profile.name}: batch sizes {profile.batch} exceed the state's limits")
+        limit = f"{sizes} sizes of up to {state.slot.shape[1]} requests"
+        raise ProfileError(
+            f"{profile.name}: batch sizes {profile.batch} exceed the limit of {limit}: give larger Limits"
+        )
     longest = max(len(each) for each in profile.sizes.values())
     if longest > segments or profile.lanes > state.model_lane.shape[1]:
-        raise ProfileError(f"{profile.name}: {longest} segments or {profile.lanes} lanes exceed the state's limits")
+        limit = f"{segments} segments and {state.model_lane.shape[1]} lanes"
+        raise ProfileError(
+            f"{profile.name}: {longest} segments or {profile.lanes} lanes exceed {limit}: give larger Limits"
+        )
+
+
+def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
+    """Fills a free model row and free lanes from a profile; returns their numbers. `open_model` then lets requests in.
+
+    Completion words are the state's own. A backend that writes to other words sets `launch` and `whole` of the lanes,
+    their inputs, and `n_inputs`, before it opens the model.
+    """
+    _check_limits(state, profile)
     rows = np.flatnonzero((state.model["state"] == ABSENT) & (state.model["n_lanes"] == 0))
     lanes = np.flatnonzero(state.lane["model"] == NONE)[: profile.lanes]
     if not len(rows) or len(lanes) < profile.lanes:
-        raise ProfileError(f"{profile.name} needs a model row and {profile.lanes} lanes: the state has no more of them")
+        raise ProfileError(
+            f"{profile.name} needs 1 row and {profile.lanes} lanes; {len(rows)} and {len(lanes)} are free: raise Limits"
+        )
     m = int(rows[0])
     row = state.model[m]
     row["priority"], row["share"], row["target_ns"] = profile.priority, profile.share, profile.target_ns
@@ -72,7 +84,8 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
     _install_weights(state, m, profile, chunk)
     state.model_lane[m, : len(lanes)] = lanes
     state.lane["model"][lanes] = m
-    words = state.word.ctypes.data + 8 * (np.arange(segments + 1) + (segments + 1) * lanes[:, None])
+    n_words = state.segment.shape[2] + 1
+    words = state.word.ctypes.data + 8 * (np.arange(n_words) + n_words * lanes[:, None])
     state.launch["word"][lanes] = words[:, None, :-1]
     state.whole["word"][lanes] = words[:, -1:]
     state.lane_window[lanes] = NONE
@@ -84,7 +97,7 @@ def install(state: State, profile: ModelProfile) -> tuple[int, list[int]]:
 
 
 def _occupancy(state: State, segment: SegmentProfile) -> float:
-    """Part of the GPU's blocks, warps, registers or shared memory that a segment holds at once: the fullest."""
+    """The part of the GPU's blocks, warps, registers or shared memory that a segment holds at once: the largest."""
     gpu = state.gpu[0]
     names = ("blocks", "warps", "registers", "shared_bytes")
     return float(max(getattr(segment, name) / (gpu[f"capacity_{name}"] or np.inf) for name in names))
@@ -94,7 +107,7 @@ def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int
     state.weights[model] = np.zeros((), state.weights.dtype)
     weights = state.weights[model]
     weights["stage"], weights["chunk_bytes"] = HERE, chunk
-    if state.residency["managed"][0]:  # until who installs it says more, it has nothing that could leave
+    if state.residency["managed"][0]:  # until the installer says more, the model has no weights that could leave
         weights["keep"] = STAYS
         state.segment["chunks"][model] = 0
         return
@@ -103,16 +116,16 @@ def _install_weights(state: State, model: int, profile: ModelProfile, chunk: int
 
 
 def remove(state: State, model: int) -> None:
-    """Give the rows of a model back. Only after its MODEL_CLOSED, or before it was opened.
+    """Frees the rows of a model: only after its MODEL_CLOSED, or before it was opened.
 
-    Where weights come and go: between two steps of the core.
+    Where weights come and go, call it between two steps of the core.
     """
     if state.model["state"][model] != ABSENT:
         raise ProfileError(f"model row {model} is in use: post CLOSE_MODEL and wait for MODEL_CLOSED")
     weights = state.weights[model]
     if state.residency["managed"][0]:
         if weights["stage"] in (COMING, LEAVING):
-            raise ProfileError(f"the weights of model row {model} are on their way: wait until they have moved")
+            raise ProfileError(f"the weights of model row {model} are moving: wait until the move is done")
         state.residency["held_bytes"][0] -= weights["bytes"] if weights["stage"] == HERE else 0
         state.residency["look"][0] = 1
     state.weights[model] = np.zeros((), state.weights.dtype)
@@ -121,7 +134,8 @@ def remove(state: State, model: int) -> None:
 
 
 def tell(state: State, kind: int, model: int = 0, *, request: int = 0, serial: int = 0, tag: int = 0) -> None:
-    """Post what is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, FAIL (its error code as `tag`)."""
+    """Posts a message that is not a submission: CANCEL, OPEN_MODEL, CLOSE_MODEL, DRAIN, or FAIL (error code as `tag`).
+    """
     message = Message(kind=kind, request=request, serial=serial, tag=tag, model=model)
     if not post(state, 0, message.address):
         raise ProfileError("the submission ring is full: step the core, then try again")

@@ -1,7 +1,7 @@
 """Lanes in the core: opening one to front ends, filling its slots, closing it, answering its requests, freeing it.
 
-What happens to a lane or a model is noted (`touch`, `ask`) and drawn out in one place (`settle`): each rule is written
-once, and compiled once into the step, which would otherwise be many times its size.
+Changes to a lane or a model are noted (`touch`, `ask`) and handled in one place (`settle`). So each rule is written
+once, and compiled once into the step, which would otherwise be many times as large.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ALL = np.uint64((1 << 64) - 1)
 
 @part
 def touch(s: State, lane: int) -> None:
-    """Something about the lane changed: settle it before the next decision."""
+    """Marks a changed lane, to be settled before the next decision."""
     core = s.core[0]
     a = s.lane[lane]
     if a.touched == 0:
@@ -61,7 +61,8 @@ def touch(s: State, lane: int) -> None:
 
 @part
 def ask(s: State, m: int) -> None:
-    """The model may have requests for a lane, or a lane for requests; or be done, if it is closing."""
+    """Marks a model that may have requests for a lane, a free lane for requests, or, while closing, nothing left to do.
+    """
     core = s.core[0]
     model = s.model[m]
     if model.asking == 0:
@@ -71,12 +72,12 @@ def ask(s: State, m: int) -> None:
     core.changed = 1
 
 
-# --- the heap of lanes that wait for their turn, and the set of those whose turn it is ------------------------------
+# --- the heap of lanes that wait for their turn, and the set of active lanes ------------------------------------------
 
 
 @part
 def make_ready(s: State, lane: int, rank: float) -> None:
-    """Let the lane compete with this rank."""
+    """Lets the lane compete with this rank."""
     core = s.core[0]
     a = s.lane[lane]
     a.rank = rank
@@ -116,7 +117,7 @@ def deactivate(s: State, lane: int) -> None:
 
 @part
 def fill_lane(s: State, m: int) -> None:
-    """Move the model's queue into its filling lane; open one if there is none and one is free."""
+    """Moves the model's queue into its filling lane; opens a free lane if there is no filling one."""
     model = s.model[m]
     lane = model.filling
     if lane < 0:
@@ -142,14 +143,14 @@ def fill_lane(s: State, m: int) -> None:
         while model.queued > 0 and move_in(s, lane, queue_first(s, m)):
             pass
         touch(s, lane)
-    if model.state != CLOSING:  # after the queue has had its part: who waited goes first
+    if model.state != CLOSING:  # after the queue is served: waiting requests go first
         slots = s.size[m, model.n_sizes - 1].batch
         store_at(address(s.filling, m), (np.uint64(slots) << np.uint64(32)) | np.uint64(lane + 1))
 
 
 @part
 def all_in(s: State, lane: int) -> bool:
-    """Every reserved slot is known to the core and written."""
+    """Whether every reserved slot is known to the core and written."""
     word = load_at(address(s.lane_word, lane))
     reserved = np.int64((word >> _SHIFT) & _MASK)
     if s.lane[lane].taken != reserved:
@@ -166,7 +167,7 @@ def all_in(s: State, lane: int) -> bool:
 
 @part
 def all_read(s: State, lane: int) -> bool:
-    """Nobody reads the lane's outputs any more."""
+    """Whether all outputs of the lane have been read."""
     bits = _ZERO
     for k in range(s.lane_hold.shape[1]):
         bits |= load_at(s.lane_hold[lane, k:].ctypes.data)
@@ -175,7 +176,8 @@ def all_read(s: State, lane: int) -> bool:
 
 @part
 def close_lane(s: State, lane: int) -> bool:
-    """No more requests for this lane; whether it is complete. If not it waits, READY_WAIT, among the held."""
+    """Closes the lane to requests; returns whether it is complete. If not, it waits as READY_WAIT among the held lanes.
+    """
     core = s.core[0]
     a = s.lane[lane]
     m = a.model
@@ -200,7 +202,7 @@ def set_running(s: State, lane: int) -> None:
 
 @part
 def free_lane(s: State, lane: int) -> None:
-    """Nobody's lane."""
+    """Returns the lane to its model's free lanes."""
     a = s.lane[lane]
     m = a.model
     a.state = FREE
@@ -212,7 +214,7 @@ def free_lane(s: State, lane: int) -> None:
 
 @part
 def take_berth(s: State, lane: int, holder: int) -> None:
-    """The lane's berth is this lane's now, or nobody's (NONE): others of the berth compete, or do not."""
+    """Gives the berth to the lane, or to none (NONE), and updates which lanes of the berth compete."""
     b = s.lane[lane].berth
     if b < 0:
         return
@@ -224,19 +226,19 @@ def take_berth(s: State, lane: int, holder: int) -> None:
 
 @part
 def is_faulty(s: State, lane: int, slot: int) -> bool:
-    """The model failed on the values in this slot."""
+    """Whether the model failed on the values in this slot."""
     return bool(s.lane[lane].faulty and s.lane_fault[lane, slot >> 6] & bit_of(slot) != _ZERO)
 
 
 @part
 def end_lane(s: State, lane: int, now: int) -> None:
-    """All that was launched of the lane is done: answer its requests. HELD until their outputs are read, or over."""
+    """Answers the requests of a lane whose launches are done. The lane is HELD until all outputs are read."""
     core = s.core[0]
     a = s.lane[lane]
     deactivate(s, lane)
     take_berth(s, lane, NONE)
     if core.hold and a.live > 0:
-        # Set before the first completion shows: front ends clear their bits from then on.
+        # Set before the first completion is visible: from then on, front ends clear their bits.
         for k in range(a.taken):
             if s.slot[lane, k] >= 0 and not is_faulty(s, lane, k):
                 s.lane_hold[lane, k >> 6] |= bit_of(k)
@@ -254,7 +256,7 @@ def end_lane(s: State, lane: int, now: int) -> None:
 
 @part
 def take_out(s: State, row: int, status: int, now: int) -> None:
-    """Cancel or expire a request, wherever it is."""
+    """Cancels or expires a request in any state."""
     r = s.request[row]
     m = r.model
     lane = r.lane
@@ -273,9 +275,9 @@ def take_out(s: State, row: int, status: int, now: int) -> None:
 
 @part
 def settle_lane(s: State, lane: int, now: int) -> None:
-    """Move a lane on to where it belongs: into the heap with its rank of today, to its end, or back to be filled."""
+    """Moves a lane to its proper place: into the heap with its current rank, to its end, or back to be filled."""
     a = s.lane[lane]
-    over = False  # nobody needs the lane
+    over = False  # whether the lane is no longer needed
     competes = False
     if a.state == FILLING:
         competes = a.live > 0 and may_start(s, lane, now) and berth_is_free(s, lane)
@@ -284,7 +286,7 @@ def settle_lane(s: State, lane: int, now: int) -> None:
             ask(s, a.model)
     elif a.state == RUNNING:
         if a.live == 0:
-            a.segments = a.issued  # nobody waits for the rest
+            a.segments = a.issued  # the remaining segments are not needed
         if a.done == a.segments:
             end_lane(s, lane, now)
             over = a.state != HELD
@@ -303,7 +305,7 @@ def settle_lane(s: State, lane: int, now: int) -> None:
 
 @part
 def look_at_held(s: State) -> None:
-    """Lanes that wait for a front end: to read outputs, or to write inputs."""
+    """Checks the lanes that wait for a front end to read outputs or to write inputs."""
     core = s.core[0]
     k = 0
     while k < core.held:
@@ -328,7 +330,7 @@ def look_at_held(s: State) -> None:
 
 @part
 def reading_matters(s: State) -> bool:
-    """Whether anything waits for a lane whose outputs are being read. Else the core may hear of it later."""
+    """Whether any request waits for a lane whose outputs are being read. If not, the core may learn of it later."""
     core = s.core[0]
     if core.mode != RUN_MODE:
         return bool(core.held > 0)
@@ -341,9 +343,9 @@ def reading_matters(s: State) -> bool:
 
 @part
 def stay_warm(s: State, m: int) -> None:
-    """Open the lane that ran last instead of one that nobody is in: its memory is in the GPU's cache. On the H200 two
-    lanes in turn took densenet121, one request at a time, 3 to 4 % longer than one. Not where the hardware decides:
-    there a program without a scheduler is what is measured, and it has no such care.
+    """Opens the lane that ran last instead of an empty one, because its memory is in the GPU's cache. On the H200,
+    densenet121 with one request at a time took 3 to 4 % longer on two alternating lanes than on one. Not where the
+    hardware decides: that mode reproduces programs without a scheduler.
     """
     core = s.core[0]
     model = s.model[m]

@@ -1,4 +1,4 @@
-"""Sleeping and waking: an eventfd with a flag beside it, so that ringing at a loop that is awake is no system call."""
+"""Sleeping and waking: an eventfd with a flag beside it, so that ringing a loop that is awake needs no system call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.atomics import exchange_at, fence, load_at, store_at
 from paellapy.scheduler.core.tables import Words
 
-# What the word beside a bell says: the loop is awake; it sleeps, and everything is to wake it; or everything but
-# outputs that have been read, because nobody waits for their lanes.
+# Values of the word beside a bell: the loop is awake; it sleeps, and everything wakes it; it sleeps, and everything
+# wakes it except outputs that were read, because no request waits for their lanes.
 AWAKE, ANYTHING, REQUESTS = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -31,7 +31,7 @@ def wakes(word: int, for_request: bool) -> bool:
 
 @part
 def ask(word: int, value: int) -> None:
-    """Say that one is about to sleep. The caller looks for work once more after this."""
+    """Announces that the caller is about to sleep. The caller looks for work once more after this."""
     store_at(word, value)
     fence()
 
@@ -42,13 +42,13 @@ def arm(word: int, for_anything: bool) -> None:
 
 
 class Bell:
-    """Wakes one sleeping loop. The loop arms it, looks for work once more, and only then sleeps.
+    """Wakes one sleeping loop. The loop arms the bell, looks for work once more, and only then sleeps.
 
-    Looking after arming is what makes it safe: whoever posts work either did so before, and it is seen, or rings.
+    No work is lost: work that was posted before the bell was armed is seen by the second look, and later work rings it.
     """
 
     def __init__(self, word: Words, blocking: bool = False, fd: int = -1) -> None:
-        """`blocking`: for a loop that sleeps by reading the descriptor. `fd` is that of a loop in another process."""
+        """`blocking`: for a loop that sleeps by reading the descriptor. `fd`: that of a loop in another process."""
         self.fd = fd if fd >= 0 else os.eventfd(0, os.EFD_CLOEXEC | (0 if blocking else os.EFD_NONBLOCK))
         self.word = word
 

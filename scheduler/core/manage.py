@@ -1,4 +1,4 @@
-"""Weights that come and go, switched on: what the core is told from outside, and what it says of itself."""
+"""Weights that come and go: switching this on, giving the core orders from outside, and reading its account."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from paellapy.scheduler.core.codes import AUTO, FILLING, GOES, OUT, STAYS
 from paellapy.scheduler.core.state import State
 
-KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by what users say
-STAGES = ("host", "loading", "resident", "leaving")  # weights.stage, in words
+KEEP: dict[Any, int] = {"auto": AUTO, True: STAYS, False: GOES}  # by the users' values
+STAGES = ("host", "loading", "resident", "leaving")  # weights.stage as text
 
 
 def manage(state: State, budget_bytes: int) -> None:
-    """From the next step on, no more than these bytes of weights are on the GPU."""
+    """Limits the weights on the GPU to this number of bytes, from the next step on."""
     r = state.residency[0]
     r["managed"], r["budget_bytes"] = 1, budget_bytes
     r["ns_per_byte"] = 1.0 / float(state.tuning["link_gbps"][0])
@@ -31,9 +31,9 @@ def weights_state(state: State, row: int) -> str:
 
 
 def want_weights(state: State, row: int) -> bool:
-    """Has a model's weights brought when there is room, although no request waits for them; whether they were out.
+    """Orders a model's weights to be brought although no request waits for them; returns whether they were out.
 
-    From any thread; the core's loop may have to be woken.
+    May be called from any thread; the core's loop may have to be woken.
     """
     if not state.residency["managed"][0] or state.weights["stage"][row] != OUT:
         return False
@@ -44,25 +44,25 @@ def want_weights(state: State, row: int) -> bool:
 
 
 def hit_rate(state: State) -> float:
-    """Part of the requests that found their model's weights on the GPU; 1 before the first."""
+    """The fraction of requests that found their model's weights on the GPU; 1 before the first request."""
     hits, misses = (int(state.weights[name].sum()) for name in ("hits", "misses"))
     return hits / (hits + misses) if hits + misses else 1.0
 
 
 def keep_berth(state: State, berth: int) -> None:
-    """Between two steps: no lane gets the berth from now on; one may still have it (`State.berth`)."""
+    """Reserves the berth: no lane gets it from now on (`State.berth` may still name one). Call between two steps."""
     state.berth_kept[berth] = 1
     _touch_lanes(state, berth)
 
 
 def open_berth(state: State, berth: int) -> None:
-    """Between two steps: lanes compete for it again."""
+    """Opens the berth to lanes again. Call between two steps."""
     state.berth_kept[berth] = 0
     _touch_lanes(state, berth)
 
 
 def _touch_lanes(state: State, berth: int) -> None:
-    """Those that wait for the berth are settled before the next decision."""
+    """Marks the lanes of the berth, to be settled before the next decision."""
     lane, core = state.lane, state.core
     waits = (lane["berth"] == berth) & (lane["state"] == FILLING) & (lane["live"] > 0) & (lane["touched"] == 0)
     for row in np.flatnonzero(waits):

@@ -1,4 +1,4 @@
-"""Parameters of models, by name: numbers that a model carries for policies. A policy says which of them it reads."""
+"""Parameters of models, by name: numbers that a model carries for policies. A policy declares those it reads."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from paellapy.scheduler.core.state import State
 
 
 def checked_params(given: Mapping[str, float]) -> dict[str, float]:
-    """The same as floats; ValueError says what is wrong.
+    """The parameters as floats; ValueError if they are not valid.
 
     >>> checked_params({"limit": 1})
     {'limit': 1.0}
     """
     if not isinstance(given, Mapping) or len(given) > PARAMS:
-        raise ValueError(f"params={given!r}: give at most {PARAMS} numbers by name, as in params={{'limit': 0.5}}")
+        raise ValueError(
+            f"params={given!r}: it must be a dict of at most {PARAMS} numbers, as in params={{'limit': 0.5}}"
+        )
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"params has the name {name!r}: policies read it as job.params.NAME, so give a plain name")
+            raise ValueError(
+                f"params has the name {name!r}: it must be an identifier, because policies read it as job.params.NAME"
+            )
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
-            raise ValueError(f"params[{name!r}] is {value!r}: give a finite number")
+            raise ValueError(f"params[{name!r}] is {value!r}: it must be a finite number")
     return {name: float(value) for name, value in given.items()}
 
 
 def _key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0: no name
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1  # 0 stands for no name
 
 
 def give_params(state: State, model: int, params: Mapping[str, float]) -> None:
-    """A model that is being installed has these."""
+    """Sets the parameters of a model that is being installed."""
     state.given[model] = 0
     for k, (name, value) in enumerate(params.items()):
         state.given[model, k] = (_key(name), value)
@@ -42,7 +46,7 @@ def give_params(state: State, model: int, params: Mapping[str, float]) -> None:
 
 
 def want_params(state: State, params: Mapping[str, float]) -> None:
-    """The policy reads these, and takes the values here where a model has none."""
+    """Sets the parameters that the policy reads, with the defaults for models without them."""
     state.wanted[...] = 0
     for k, (name, value) in enumerate(params.items()):
         state.wanted[k] = (_key(name), value)

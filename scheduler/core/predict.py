@@ -1,4 +1,4 @@
-"""When a new request would be done, from what the core holds: the ground of admission control."""
+"""Predicts when a new request would be done, from the core's tables: the basis of admission control."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rank_filled(s: State, row: int) -> float:
 
 @part
 def rank_new(s: State, m: int, size: int, batch: int, now: int) -> float:
-    """The rank of a job that comes now, the terms of which are filled in."""
+    """The rank of a job that arrives now, whose terms are already filled in."""
     fill_job(s, 1, m, 0, now)
     s.job[1].total_ns = s.job[1].remaining_ns = s.size[m, size].total_ns
     s.job[1].batch, s.job[1].started = batch, 0.0
@@ -43,10 +43,10 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
     if lane < 0:
         queued_before = model.queued / slots
     else:
-        # Front ends may have taken slots that the core is yet to hear of.
+        # Front ends may have taken slots that the core does not know yet.
         reserved = np.int64((load_at(address(s.lane_word, lane)) >> _RESERVED_SHIFT) & _RESERVED_MASK)
         joins = max(s.lane[lane].taken, reserved) + 1
-        if joins > slots:  # it is full: it goes before, with what is queued behind it
+        if joins > slots:  # the lane is full: it goes first, with the requests queued behind it
             joins, queued_before = 1, 1.0 + model.queued / slots
     k = 0
     while s.size[m, k].batch < joins:
@@ -67,9 +67,9 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             if a.state == FILLING:
                 n = s.model[a.model].n_sizes - 1
                 ahead += s.model[a.model].queued / s.size[a.model, n].batch * s.size[a.model, n].total_ns
-        elif a.active_at >= 0:  # worse, but it runs beside
+        elif a.active_at >= 0:  # it ranks worse, but runs beside the new job
             ahead += min(left, alone)
-        elif a.issued > a.done:  # what was launched of it comes first
+        elif a.issued > a.done:  # its launched segments come first
             rest = s.segment[a.model, a.size, a.issued].tail_ns if a.issued < a.segments and not a.whole else 0.0
             ahead += left - rest
         if a.active_at >= 0:
@@ -77,20 +77,20 @@ def predict(s: State, m: int, priority: int, deadline: int, now: int) -> float:
             idle *= 1.0 - a.demand
             beside += 1
     least = alone
-    if beside > 0:  # it takes as many times as long as all want the GPU together in the time that it is busy
+    if beside > 0:  # its time grows with the total demand of the jobs beside it
         least *= max(1.0, demand / max(1.0 - idle, 1e-3))
-    # Weights that are yet to come do so while others run.
+    # Weights arrive while other jobs run.
     there = ready_ns(s, m, k, 0, now) - now
     return float(now + max(least, (ahead + alone) / max(core.gain, 1.0), there + least))
 
 
 def reader(state: State) -> State:
-    """The same tables but for the scratch: a thread that predicts fills in jobs of its own."""
+    """The same tables with a scratch of their own, for a thread that predicts."""
     return state._replace(job=np.zeros_like(state.job))
 
 
 class Predictor:
-    """Predicts again and again for one thread: tables of its own take 80 times as long to set up as a prediction."""
+    """Repeated predictions for one thread. Setting up the tables takes 80 times as long as one prediction."""
 
     def __init__(self, state: State) -> None:
         self._state, self._reader = state, reader(state)
@@ -104,8 +104,8 @@ class Predictor:
 
 
 def predict_finish(state: State, model: int, now: int, priority: int | None = None, deadline_ns: int = NEVER) -> int:
-    """When a request of the model would be done if it came now: the work its policy puts before it, and its own.
+    """When a request of the model would be done if it arrived now: after the work that goes before it.
 
-    May be called from any thread; it reads tables that the core writes, so it is an estimate in that respect too.
+    May be called from any thread. It reads tables while the core writes them, so the result is an estimate.
     """
     return Predictor(state).finish(state, model, now, priority, deadline_ns)

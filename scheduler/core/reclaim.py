@@ -1,4 +1,4 @@
-"""Taking back everything a front end had when it died: requests, slots, holds, rings. Others never notice."""
+"""Takes back everything that a dead front end had: requests, slots, holds, rings. Other front ends are not affected."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ONE = np.uint64(1)
 
 @compiled
 def reclaim(s: State, front: int, now: int) -> int:
-    """Between two steps, once the process is gone: how many requests it had. Its rows and rings are as new afterwards.
+    """Call between two steps, once the process is gone. Renews its rows and rings; returns its number of requests.
 
-    What it had published and the core had not read is forgotten. Of a slot it reserved and never wrote, the inputs are
-    declared written: the batch goes on, and nobody reads that slot's outputs.
+    Messages that it had published and the core had not read are dropped. A slot that it reserved and never wrote counts
+    as written: the batch runs, and the outputs of that slot are never read.
     """
     n = 0
     for row in range(s.request.shape[0]):

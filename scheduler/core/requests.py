@@ -1,4 +1,4 @@
-"""Requests in the core: their one completion, and what a policy sees of a job."""
+"""Requests in the core: their completion, and the facts about a job that a policy sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paellapy.scheduler.core.weights import missing_bytes, ready_ns
 
 @part
 def count(s: State, entry: Any) -> None:
-    """For statistics, whichever front end the request came from."""
+    """Counts a completion for the statistics, whichever front end the request came from."""
     m = entry.model
     if m < 0 or m >= s.outcome.shape[0]:
         return
@@ -35,7 +35,7 @@ def count(s: State, entry: Any) -> None:
 
 @part
 def undue(s: State, row: int) -> None:
-    """The request's deadline no longer matters."""
+    """Drops the request's deadline, because it no longer matters."""
     core = s.core[0]
     if s.request[row].due_at >= 0:
         heap_remove(s.due, core.due, s.request["due_at"], s.request["deadline_ns"], s.request["sequence"], row)
@@ -44,7 +44,7 @@ def undue(s: State, row: int) -> None:
 
 @part
 def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
-    """One entry for the front end; the row is its own again. NONE: about the model."""
+    """Posts one completion to the front end, which then owns the row again. A row of NONE concerns the model."""
     core = s.core[0]
     front = s.request[row].front if row >= 0 else 0
     tail = s.ring[front, DONE_TAIL, 0]
@@ -78,7 +78,7 @@ def post_done(s: State, row: int, model: int, status: int, now: int) -> None:
 
 @part
 def complete(s: State, row: int, status: int, now: int) -> None:
-    """End an accepted request. Its queue or slot is the caller's to clear."""
+    """Ends an accepted request. The caller clears its queue or slot."""
     r = s.request[row]
     undue(s, row)
     m = r.model
@@ -88,12 +88,12 @@ def complete(s: State, row: int, status: int, now: int) -> None:
     post_done(s, row, m, status, now)
 
 
-# --- what a policy sees --------------------------------------------------------------------------------------------
+# --- facts for a policy --------------------------------------------------------------------------------------------
 
 
 @part
 def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
-    """Into the scratch row k, what a policy sees of the model and the client."""
+    """Fills scratch row k with the facts about the model and the client."""
     core = s.core[0]
     job = s.job[k]
     model = s.model[m]
@@ -102,7 +102,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
     job.share = model.share * s.client[client].share
     if core.facts & READS_DEFICIT:
         flow = s.flow[flow_of(s, client), m]
-        # A flow without requests would begin at the common clock.
+        # A flow without requests would start at the common clock.
         job.deficit_ns = (core.virtual_ns - flow.virtual_ns) * job.share if flow.live > 0 else 0.0
     job.client = client
     job.client_deficit_ns = (core.client_virtual_ns - s.client[client].virtual_ns) * s.client[client].share
@@ -120,7 +120,7 @@ def fill_job(s: State, k: int, m: int, client: int, now: int) -> None:
 
 @part
 def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: int, client_start: float) -> None:
-    """Into the scratch row k, what lanes and requests have in common."""
+    """Fills scratch row k with the facts that lanes and requests have in common."""
     job = s.job[k]
     job.arrival_ns = arrival
     job.deadline_ns = deadline if deadline < NEVER else arrival + s.model[m].target_ns
@@ -130,7 +130,7 @@ def fill_terms(s: State, k: int, m: int, arrival: int, deadline: int, priority: 
 
 @part
 def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
-    """What a policy sees of a segment."""
+    """Fills in the facts about a segment."""
     f = s.segment[m, size, segment]
     facts.ns, facts.blocks, facts.compute, facts.memory = f.time_ns, f.blocks, f.compute, f.memory
     facts.copy_bytes, facts.occupancy = f.copy_bytes, f.occupancy
@@ -138,7 +138,7 @@ def fill_segment(s: State, facts: Any, m: int, size: int, segment: int) -> None:
 
 @part
 def fill_lane_job(s: State, lane: int, now: int) -> None:
-    """Scratch row 0: the lane as it stands."""
+    """Fills scratch row 0 with the lane's current facts."""
     a = s.lane[lane]
     m = a.model
     fill_job(s, 0, m, a.client, now)
@@ -158,7 +158,7 @@ def fill_lane_job(s: State, lane: int, now: int) -> None:
 
 @part
 def checked_rank(s: State, function: int, k: int, second: int, third: int) -> float:
-    """What the policy says of scratch row k; what is no number goes last, and is counted."""
+    """The policy's rank for scratch row k; a rank that is not a number goes last, and is counted."""
     rank = call_asking(function, s.job[k : k + 1].ctypes.data, second, third)
     if np.isnan(rank):
         s.core[0].bad_ranks += 1

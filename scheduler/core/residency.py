@@ -1,10 +1,11 @@
-"""Whose weights are on the GPU: a budget, who comes next over the link, and who leaves for it.
+"""Which weights are on the GPU: a budget, the model that comes next over the link, and the models that leave for it.
 
-The core decides, one mover carries out, in order (`State.move`): evicting is done before what needs the room is
-brought, so no more than the budget is ever on the GPU. What runs, or is about to, is never evicted; nor is a model for
-one of lower priority. Among the others those leave whose weights are worth least a byte: by recent demand and by what
-it would take to bring them back, unless the policy has a `victim` of its own. A model that waits for several times its
-reload gets its room from busy ones: these finish what they have begun, and start nothing more.
+The core decides, and one mover carries out its orders in sequence (`State.move`). An eviction is done before the
+weights that need its memory are brought, so the GPU never holds more than the budget. Weights in use, or about to be
+used, are never evicted; nor are weights for a model of lower priority. Among the others, the weights with the lowest
+value per byte leave: by recent demand and the time to bring them back, unless the policy has its own `victim`. A model
+that has waited for several times its reload time also gets memory from busy models: these finish their running jobs,
+and start no more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.weights import copy_ns, in_use, recent_demand, start_ns
 
 _ZERO, _ONE, _WORD = np.uint64(0), np.uint64(1), np.uint64(8)
-MOST_COMING = 2  # models at a time: the next is mapped while the chunks of one are copied
+MOST_COMING = 2  # models at a time: the next one is mapped while the chunks of one are copied
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ MOST_COMING = 2  # models at a time: the next is mapped while the chunks of one 
 
 @part
 def order(s: State, kind: int, m: int) -> None:
-    """For the mover: after all that was ordered before."""
+    """Posts an order for the mover, behind all earlier orders."""
     tail = load_at(address(s.move_ring, MOVE_TAIL))
     cell = s.move[np.int64(tail) & (s.move.shape[0] - 1)]
     cell.kind, cell.model = kind, m
@@ -90,18 +91,18 @@ def evict(s: State, m: int) -> None:
 
 @part
 def touch_lanes(s: State, m: int) -> None:
-    """Those that compete may not any more; those that do not may now."""
+    """Marks the model's lanes, since some may now compete or no longer compete."""
     for k in range(s.model[m].n_lanes):
         if s.lane[s.model_lane[m, k]].state == FILLING:
             touch(s, s.model_lane[m, k])
 
 
-# --- who leaves ------------------------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------------------------
 
 
 @part
 def worth(s: State, m: int, now: int) -> float:
-    """What keeps a model on the GPU: the one of least worth leaves first."""
+    """The value of keeping a model on the GPU; the model with the lowest value leaves first."""
     w, seen = s.weights[m], s.owner[0]
     seen.now_ns, seen.bytes, seen.priority, seen.share = now, w.bytes, s.model[m].priority, s.model[m].share
     seen.demand = recent_demand(s, m, now)
@@ -117,14 +118,14 @@ def worth(s: State, m: int, now: int) -> float:
 
 @part
 def may_leave(s: State, m: int, priority: int) -> bool:
-    """Whether a model may leave for one of this priority at all."""
+    """Whether a model may ever leave for one of this priority."""
     w = s.weights[m]
     return bool(w.stage == HERE and w.keep != STAYS and w.marked == 0 and s.model[m].priority <= priority)
 
 
 @part
 def can_leave_now(s: State, m: int, priority: int) -> bool:
-    """And whether nothing of it runs, or waits: unless it has been stopped, or what waits is of lower priority."""
+    """Whether it may leave now: no job of it runs or waits, unless it is stopped or they have lower priority."""
     if not may_leave(s, m, priority) or in_use(s, m):
         return False
     return bool(s.model[m].live == 0 or s.weights[m].stop > 0 or s.model[m].priority < priority)
@@ -132,15 +133,15 @@ def can_leave_now(s: State, m: int, priority: int) -> bool:
 
 @part
 def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
-    """Who is to leave first for one of this priority: of those that can now, or of the others; NONE: nobody may. Of
-    equals, who was used least recently.
+    """The model that should leave first for one of this priority, of those that can leave now or of the others; NONE if
+    none may. Among equals, the least recently used one.
     """
     found = NONE
     least = np.inf
     for m in range(s.model.shape[0]):
         if at_once != can_leave_now(s, m, priority):
             continue
-        # One that came for those who still wait serves them first.
+        # A model that was brought for requests which still wait serves them first.
         waits = s.weights[m].served == 0 and s.model[m].live > 0
         if not at_once and (not may_leave(s, m, priority) or s.weights[m].stop > 0 or waits):
             continue
@@ -152,7 +153,7 @@ def cheapest(s: State, priority: int, at_once: bool, now: int) -> int:
 
 @part
 def mark(s: State, need: int, priority: int, now: int) -> int:
-    """Marks models that could leave now, the cheapest first, and of those only as many as are needed; bytes short."""
+    """Marks as many models that could leave now as are needed, the cheapest first; returns the bytes still missing."""
     marked = 0
     while marked < need:
         m = cheapest(s, priority, True, now)
@@ -160,7 +161,7 @@ def mark(s: State, need: int, priority: int, now: int) -> int:
             return int(need - marked)
         s.weights[m].marked = 1
         marked += s.weights[m].bytes
-    for m in range(s.model.shape[0]):  # a large one may have made smaller ones superfluous
+    for m in range(s.model.shape[0]):  # a large model may have made smaller ones unnecessary
         if s.weights[m].marked and marked - s.weights[m].bytes >= need:
             s.weights[m].marked = 0
             marked -= s.weights[m].bytes
@@ -169,7 +170,7 @@ def mark(s: State, need: int, priority: int, now: int) -> int:
 
 @part
 def stop_some(s: State, short: int, priority: int, now: int) -> None:
-    """Has busy models start nothing more, until as much will be free once they are done."""
+    """Stops busy models from starting jobs, until enough memory will be free once they are done."""
     for m in range(s.model.shape[0]):
         if s.weights[m].stage == HERE and s.weights[m].stop > 0 and not can_leave_now(s, m, priority):
             short -= s.weights[m].bytes
@@ -184,7 +185,8 @@ def stop_some(s: State, short: int, priority: int, now: int) -> None:
 
 @part
 def make_room(s: State, nbytes: int, priority: int, since: float, patience: float, now: int) -> bool:
-    """Whether this number of bytes is free, or will be once the orders made here are done; else nothing is ordered."""
+    """Whether this number of bytes is free, or will be once the orders made here are done; if not, nothing is ordered.
+    """
     need = s.residency[0].held_bytes + nbytes - s.residency[0].budget_bytes
     if need <= 0:
         return True
@@ -202,13 +204,13 @@ def make_room(s: State, nbytes: int, priority: int, since: float, patience: floa
     return short == 0
 
 
-# --- who comes -------------------------------------------------------------------------------------------------------
+# --- bringing ------------------------------------------------------------------------------------------------------
 
 
 @part
 def most_wanted(s: State, now: int) -> int:
-    """The model whose requests the policy puts first, of those whose weights are not on the GPU; NONE: there is none.
-    One that is only to be ready for requests comes after all others, until it has waited for long.
+    """The model whose requests the policy ranks first, among models whose weights are not on the GPU; NONE if there is
+    none. A model without requests that was prefetched comes last, until it has waited for long.
     """
     found = NONE
     least = np.inf
@@ -232,7 +234,7 @@ def most_wanted(s: State, now: int) -> int:
 
 @part
 def waits_since(s: State, m: int) -> float:
-    """Since when its oldest request waits, or since when it is to come; never, where neither is so."""
+    """Since when the model's oldest request waits, or since when it was prefetched; NEVER if neither."""
     lane = s.model[m].filling
     if lane >= 0 and s.lane[lane].live > 0:
         return float(s.lane[lane].arrival_ns)
@@ -241,13 +243,13 @@ def waits_since(s: State, m: int) -> float:
 
 @part
 def patience_ns(s: State, m: int) -> float:
-    """How long a model waits before it gets its room from busy ones."""
+    """How long a model waits before it gets memory from busy models."""
     return float(s.tuning[0].patience * copy_ns(s, m, s.weights[m].bytes))
 
 
 @part
 def let_load_in(s: State, now: int) -> None:
-    """Room for the weights of a model that is being loaded: granted once those who leave for it have left."""
+    """Grants room for the weights of a model that is being loaded, once the models that leave for it have left."""
     r = s.residency[0]
     if r.load_bytes == 0 or r.load_granted:
         return
@@ -261,7 +263,7 @@ def let_load_in(s: State, now: int) -> None:
 
 @part
 def send_away(s: State) -> bool:
-    """Evict who is to leave although nobody needs the place; whether some still cannot."""
+    """Evicts models that were ordered to leave; returns whether some still cannot."""
     left = False
     for m in range(s.model.shape[0]):
         w = s.weights[m]
@@ -279,7 +281,7 @@ def send_away(s: State) -> bool:
 
 @part
 def choose_moves(s: State, now: int) -> None:
-    """Order what should move, as far as it can; `look` stays set while more is to be done."""
+    """Orders all moves that are possible now; `look` stays set while more remain."""
     r = s.residency[0]
     r.look = 1 if send_away(s) else 0
     let_load_in(s, now)
@@ -303,19 +305,19 @@ def choose_moves(s: State, now: int) -> None:
 
 @part
 def start_again(s: State) -> None:
-    """Nobody waits for the place of a model that was stopped."""
+    """Lets stopped models start jobs again, because no model waits for their memory."""
     for m in range(s.model.shape[0]):
         if s.weights[m].stop > 0 and s.weights[m].unwanted == 0:
             s.weights[m].stop = 0
             touch_lanes(s, m)
 
 
-# --- what the mover and the link have done ---------------------------------------------------------------------------
+# --- progress of the mover and the link -----------------------------------------------------------------------------
 
 
 @part
 def give_up(s: State, m: int, now: int) -> None:
-    """The weights cannot come: who waits for them is told."""
+    """Ends the requests that wait for weights which cannot be brought."""
     s.residency[0].held_bytes -= s.weights[m].bytes
     s.residency[0].coming -= 1
     s.residency[0].failed += 1
@@ -327,7 +329,7 @@ def give_up(s: State, m: int, now: int) -> None:
 
 @part
 def look_at_chunks(s: State, m: int, now: int) -> None:
-    """Chunks that have come: some segments may start."""
+    """Notes chunks that have arrived, so that segments may start."""
     r, w = s.residency[0], s.weights[m]
     before = w.arrived
     while w.arrived < w.chunks and load_at(w.word + _WORD * np.uint64(w.arrived)) != _ZERO:
@@ -361,7 +363,7 @@ def look_at_chunks(s: State, m: int, now: int) -> None:
 
 @part
 def look_at_moves(s: State, now: int) -> None:
-    """What has moved since the last step: lanes may start, and others may come."""
+    """Handles the moves since the last step: lanes may start, and other weights may come."""
     r = s.residency[0]
     if r.managed == 0 or s.core[0].mode == FAIL_MODE:
         return
@@ -383,7 +385,7 @@ def look_at_moves(s: State, now: int) -> None:
 
 @part
 def order_moves(s: State, now: int) -> bool:
-    """Once it is known who waits for weights: what should move next. Whether lanes are to be settled again for it."""
+    """Orders the next moves, once it is known who waits for weights; returns whether lanes must be settled again."""
     if s.residency[0].managed == 0 or s.residency[0].look == 0 or s.core[0].mode == FAIL_MODE:
         return False
     choose_moves(s, now)
@@ -392,6 +394,6 @@ def order_moves(s: State, now: int) -> bool:
 
 @part
 def moves_under_way(s: State) -> bool:
-    """Whether the core has to look again soon, although no request may be live."""
+    """Whether the core has to look again soon, even if no request is live."""
     r = s.residency[0]
     return bool(r.managed > 0 and (r.coming + r.leaving > 0 or r.load_bytes > r.load_granted * r.load_bytes))

@@ -1,8 +1,9 @@
-"""The two rings between a front end and the core, and the lanes' shared words: all that front ends call.
+"""The two rings between a front end and the core, and the lanes' shared words: all functions that front ends call.
 
-Submissions: bounded, many producers (threads of one process), one consumer; a cell's sequence number says whose turn it
-is (Vyukov). Completions: one producer, one consumer, never full, because it has a cell for every request row. Every
-front end has rings of its own, so that one which dies in the middle of an entry blocks nobody.
+Submission rings are bounded, with many producers (threads of one process) and one consumer; a cell's sequence number
+shows whose turn it is (Vyukov). Completion rings have one producer and one consumer, and never fill up, because they
+have a cell for every request row. Every front end has its own rings, so one that dies while it writes an entry blocks
+no other.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words, struct_fields
 
 STAGED = -1
-SLOTS = 1 << 16  # slots a lane could have: `claim` answers lane · SLOTS + slot
+SLOTS = 1 << 16  # largest number of slots of a lane: `claim` returns lane · SLOTS + slot
 
-# Numba makes a float of a u64 plus an int: every number that meets a word is a u64.
+# Numba turns a u64 plus an int into a float, so every number combined with a word is a u64.
 ONE = np.uint64(1)
 _ALL = np.uint64((1 << 64) - 1)
 _CLOSED = np.uint64(CLOSED)
@@ -56,7 +57,7 @@ _COMPLETION_BYTES = np.uint64(COMPLETION.itemsize)
 
 
 class Message(ctypes.Structure):
-    """A SUBMISSION to be filled in and posted by its address. One to a thread: posting copies it."""
+    """A SUBMISSION to be filled in and posted by its address. Each thread has one: posting copies it."""
 
     _fields_ = struct_fields(SUBMISSION)
     address: int
@@ -75,14 +76,14 @@ class Message(ctypes.Structure):
     generation: int
 
     def __init__(self, **values: int) -> None:
-        """What is not given: no slot, no deadline, otherwise zero."""
+        """Defaults: no slot, no deadline, otherwise zero."""
         super().__init__(**{"lane": NONE, "slot": NONE, "deadline_ns": NEVER, **values})
         self.address = ctypes.addressof(self)
 
 
 @part
 def address(words: Words, row: int) -> int:
-    """Of the first word of a row."""
+    """The address of the first word of a row."""
     found: int = words[row].ctypes.data
     return found
 
@@ -101,10 +102,10 @@ def bit_of(slot: int) -> Any:
 
 @part
 def note_front(where: Any, word: Any) -> None:
-    """Write down who reserved the last slot of the word, before another does and its name is gone from the word.
+    """Records which front end reserved the last slot of the word, before the next reservation overwrites its number.
 
-    Whoever comes next does that, so a front end that dies right after reserving is known all the same. Who was held up
-    until the lane has been opened anew knows an older generation, and writes nothing over a newer one.
+    The next front end to reserve does this, so one that dies right after reserving is recorded all the same. A front
+    end that was delayed until the lane was opened anew has an older generation, and does not overwrite a newer record.
     """
     generation = (word >> _GENERATION_SHIFT) & _GENERATION_MASK
     while True:
@@ -117,7 +118,7 @@ def note_front(where: Any, word: Any) -> None:
 
 @part
 def front_of(lane_word: Words, slot_front: Words, lane: int, slot: int) -> int:
-    """Who reserved the slot of a lane that is open, runs or is held."""
+    """The front end that reserved the slot, for a lane that is open, running or held."""
     word = load_at(address(lane_word, lane))
     if np.int64((word >> _RESERVED_SHIFT) & _MASK) - 1 == slot:
         return int(np.int64(word & _FRONT_MASK))
@@ -126,7 +127,7 @@ def front_of(lane_word: Words, slot_front: Words, lane: int, slot: int) -> int:
 
 @part
 def reserve(lane_word: Words, slot_front: Words, lane: int, slots: int, front: int) -> int:
-    """The next slot of a lane that is open, or NONE."""
+    """The next slot of an open lane, or NONE."""
     return int(reserve_at(np.uint64(address(lane_word, lane)), np.uint64(address(slot_front, lane)), slots, front))
 
 
@@ -134,7 +135,7 @@ def reserve(lane_word: Words, slot_front: Words, lane: int, slots: int, front: i
 def reserve_at(where: Any, notes: Any, slots: Any, front: Any) -> int:
     """`reserve`, by the addresses of the lane's word and of its row of `slot_front`.
 
-    One exchange takes the slot and says whose it is.
+    One exchange both takes the slot and records its front end.
     """
     while True:
         word = load_at(where)
@@ -160,7 +161,7 @@ def claim_slot(s: State, front: int, model: int) -> int:
 
 @part
 def publish(s: State, front: int, message: int) -> bool:
-    """Copy a message, a SUBMISSION at an address, into the front end's ring; False: it is full."""
+    """Copies a message, a SUBMISSION at an address, into the front end's ring; False if the ring is full."""
     tail = s.ring[front, SUBMIT_TAIL:].ctypes.data
     mask = np.uint64(s.submit.shape[1] - 1)
     while True:
@@ -190,7 +191,7 @@ def clear_hold(s: State, lane: int, slot: int) -> None:
 
 @part
 def take_into(s: State, front: int, into: int, most: int) -> int:
-    """Move completions out of a front end's ring to an address, at most so many; how many. One consumer at a time."""
+    """Moves at most `most` completions of a front end's ring to an address; returns their number. One consumer."""
     head = load_at(s.ring[front, DONE_HEAD:].ctypes.data)
     n = min(int(np.int64(load_at(s.ring[front, DONE_TAIL:].ctypes.data) - head)), most)
     mask = np.int64(s.done.shape[1] - 1)
@@ -201,34 +202,34 @@ def take_into(s: State, front: int, into: int, most: int) -> int:
     return n
 
 
-# What a front end in the core's process calls; `engine.front_calls` has the same for those that are in a hurry.
+# Functions for a front end in the core's process; `engine.front_calls` has faster versions of them.
 
 
 @compiled
 def claim(s: State, front: int, model: int) -> int:
-    """A slot to write inputs into: lane · SLOTS + slot, or STAGED. Post it, whatever comes."""
+    """A slot to write inputs into: lane · SLOTS + slot, or STAGED. A claimed slot must be posted."""
     return int(claim_slot(s, front, model))
 
 
 @compiled
 def post(s: State, front: int, message: int) -> bool:
-    """Hand a `Message`, by its address, to the core, from any thread; False: the ring is full, and nothing happened.
+    """Posts a `Message`, by its address, to the core, from any thread; False if the ring is full.
 
-    Without a slot, the core copies the inputs from `source`, which must stay until the completion. With one, write the
-    inputs there, at once, then `mark_ready`; the lane waits.
+    Without a slot, the core copies the inputs from `source`, which must stay until the completion. With a slot, write
+    the inputs there at once, then call `mark_ready`; the lane waits for it.
     """
     return bool(publish(s, front, message))
 
 
 @compiled
 def mark_ready(s: State, lane: int, slot: int) -> None:
-    """The inputs of a claimed slot are written."""
+    """Marks the inputs of a claimed slot as written."""
     set_ready(s, lane, slot)
 
 
 @compiled
 def release(s: State, lane: int, slot: int) -> None:
-    """The outputs of a completed request are read."""
+    """Marks the outputs of a completed request as read."""
     clear_hold(s, lane, slot)
 
 
@@ -240,5 +241,5 @@ def ask_to_be_woken(s: State, front: int) -> None:
 
 @compiled
 def take_done(s: State, front: int, into: Table) -> int:
-    """Move completions out of the ring, at most len(into); how many. One consumer at a time."""
+    """Moves at most len(into) completions out of the ring; returns their number. One consumer at a time."""
     return int(take_into(s, front, into.ctypes.data, into.shape[0]))

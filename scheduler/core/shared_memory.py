@@ -1,4 +1,4 @@
-"""Memory that several processes see: anonymous, handed from one to the other as a file descriptor."""
+"""Memory shared by several processes: anonymous, and passed between them as a file descriptor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PAGE = mmap.PAGESIZE
 
 
 class SharedBlock:
-    """A block of zeroes with a descriptor; in another process, the same block from that descriptor.
+    """A block of zeroes with a descriptor, or the same block in another process, mapped from that descriptor.
 
-    It goes with the last array over it. Pages take memory once they are touched.
+    It is freed with the last array over it. Pages use memory only once they are written.
 
     >>> block = SharedBlock(100)
     >>> SharedBlock.of(os.dup(block.fd)).array is not block.array
@@ -34,7 +34,7 @@ class SharedBlock:
 
     @staticmethod
     def of(fd: int) -> SharedBlock:
-        """Over a block of another process; the descriptor is its own from now on."""
+        """Maps a block of another process; this object owns the descriptor from now on."""
         return SharedBlock(0, fd)
 
     @property
@@ -42,18 +42,18 @@ class SharedBlock:
         return int(self.array.ctypes.data)
 
     def close_descriptor(self) -> None:
-        """Nobody else will map it."""
+        """Closes the descriptor, when no other process will map the block."""
         self._close()
 
 
 def name_process(name: str) -> None:
-    """As `ps` and `top` show it: up to 15 characters."""
+    """Sets the name that `ps` and `top` show: up to 15 characters."""
     libc: Any = ctypes.CDLL(None)
     libc.prctl(15, ctypes.create_string_buffer(name.encode()[:15]))  # PR_SET_NAME
 
 
 def die_with_parent(signal: int) -> None:
-    """The kernel sends this process the signal when its parent ends, however that ends."""
+    """Makes the kernel send this process the signal when its parent ends in any way."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(1, ctypes.c_ulong(signal)) != 0:  # PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,8 +1,8 @@
-"""Fair sharing in the core: start-time fair queueing over GPU time, over clients and over what each asks of a model.
+"""Fair sharing in the core: start-time fair queueing of GPU time, over clients and over flows.
 
-A *flow* is one tenant's requests for one model, or those of all clients that are no tenants. Its weight is the model's
-share times the tenant's. So shares of models count among models, and shares of tenants among tenants; and a model does
-not get more because more clients ask for it.
+A *flow* is one tenant's requests for one model, or the requests of all clients that are not tenants. Its weight is the
+model's share times the tenant's share. So shares of models count among models, and shares of tenants among tenants; a
+model does not get more because more clients request it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from paellapy.instrument.device.jit import part
 from paellapy.scheduler.core.codes import GOES
 from paellapy.scheduler.core.state import State
 
-LIMIT_KEPT_NS = 2e6  # several segments of others, for which a client with a limit may have had to wait
+LIMIT_KEPT_NS = 2e6  # several segments of other clients, for which a client with a limit may have had to wait
 
 
 @part
 def flow_of(s: State, c: int) -> int:
-    """The row of a client's flows. Most clients are no tenants: theirs lie side by side."""
+    """The row of a client's flows. All clients that are not tenants share one row."""
     return c if s.client[c].tenant else 0
 
 
 @part
 def enter(s: State, m: int, c: int) -> None:
-    """A request is accepted. Who was idle starts at the common clock: idleness earns nothing, and debts remain."""
+    """Accepts a request. An idle flow starts at the common clock: it gains nothing by idling, and keeps its debts."""
     core = s.core[0]
     client = s.client[c]
     flow = s.flow[flow_of(s, c), m]
@@ -54,7 +54,7 @@ def leave(s: State, m: int, c: int) -> None:
     client.live -= 1
     if client.live == 0:
         core.client_shares -= client.share
-    if core.live == 0:  # what additions and subtractions in another order have left over
+    if core.live == 0:  # drop rounding errors
         core.shares = 0.0
         core.client_shares = 0.0
     if s.model[m].live == 0 and s.residency[0].managed > 0 and s.weights[m].keep == GOES:
@@ -63,8 +63,9 @@ def leave(s: State, m: int, c: int) -> None:
 
 @part
 def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) -> None:
-    """A segment is done: its model, and the clients of its slots alike, have had its time alone, and their part of the
-    GPU's time. A client with a limit may go on once its time alone is down to that part of the time since.
+    """Charges a completed segment: its model, and the clients of its slots in equal parts, are charged its time alone
+    and its part of the GPU's time. A client with a limit may continue once its time alone is within the limit's
+    fraction of the elapsed time.
     """
     core = s.core[0]
     a = s.lane[lane]
@@ -91,7 +92,7 @@ def charge(s: State, lane: int, time_ns: float, gpu_ns: float, began_ns: int) ->
 
 @part
 def over_limit(s: State, lane: int, now: int) -> bool:
-    """Whether the client of a lane's oldest request has had what its limit allows; the core comes back when not."""
+    """Whether the client of a lane's oldest request has used up its limit; if so, notes when it may continue."""
     core = s.core[0]
     if core.limited == 0:
         return False
@@ -103,13 +104,13 @@ def over_limit(s: State, lane: int, now: int) -> bool:
 
 
 # --- the GPU's time -------------------------------------------------------------------------------------------------
-# While several jobs are on the GPU, its time is theirs in proportion to their demand. One clock runs at 1 ÷ the demand
-# of all: what it has moved on, times a job's own demand, is the job's part.
+# While several jobs are on the GPU, its time is divided in proportion to their demand. One clock runs at 1 ÷ the total
+# demand: its advance times a job's demand is the job's part.
 
 
 @part
 def pass_time(s: State, now: int) -> None:
-    """Bring the clock up to now, before a job comes onto the GPU or has something done."""
+    """Advances the clock to now, before a job comes onto the GPU or completes a segment."""
     core = s.core[0]
     if core.flight > 0 and now > core.gpu_at_ns:
         ns = now - core.gpu_at_ns
@@ -120,7 +121,7 @@ def pass_time(s: State, now: int) -> None:
 
 @part
 def enter_gpu(s: State, lane: int, now: int) -> None:
-    """Before the lane is counted among those in flight."""
+    """Call this before the lane is counted among those in flight."""
     core = s.core[0]
     a = s.lane[lane]
     pass_time(s, now)
@@ -133,7 +134,7 @@ def enter_gpu(s: State, lane: int, now: int) -> None:
 
 @part
 def part_of_time(s: State, lane: int, now: int) -> float:
-    """The lane's part of the time since it was asked last, or since it came."""
+    """The lane's part of the GPU's time since the last call, or since it came onto the GPU."""
     core = s.core[0]
     a = s.lane[lane]
     pass_time(s, now)

@@ -1,4 +1,4 @@
-"""Slots of lanes in the core: who sits in which, what the lane's facts are then, and how inputs get there."""
+"""Slots of lanes in the core: which request has which slot, the lane's resulting facts, and how inputs get there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ZERO = np.uint64(0)
 
 @part
 def fit(s: State, lane: int) -> None:
-    """The smallest captured size that holds what the lane holds."""
+    """Selects the smallest captured size that holds the lane's requests."""
     a = s.lane[lane]
     m = a.model
     k = 0
@@ -31,19 +31,19 @@ def fit(s: State, lane: int) -> None:
 
 @part
 def count_queued(s: State, m: int, n: int) -> None:
-    """So many requests more in the model's queue."""
+    """Adds n requests to the count of the model's queue."""
     core = s.core[0]
     model = s.model[m]
     model.queued += n
     core.queued += n
     core.queued_jobs += n / s.size[m, model.n_sizes - 1].batch
     if core.queued == 0:
-        core.queued_jobs = 0.0  # without what rounding has left over
+        core.queued_jobs = 0.0  # drops rounding errors
 
 
 @part
 def put(s: State, lane: int, slot: int, row: int) -> None:
-    """The request sits in this slot; the lane's facts follow. NONE: a slot that was reserved in vain."""
+    """Puts the request into this slot and updates the lane's facts. NONE: the slot was reserved in vain."""
     a = s.lane[lane]
     a.taken += 1
     s.lane_known[lane, slot >> 6] |= bit_of(slot)
@@ -70,7 +70,7 @@ def put(s: State, lane: int, slot: int, row: int) -> None:
 
 @part
 def look_again(s: State, lane: int) -> None:
-    """A request left: the facts of those that remain."""
+    """Recomputes the lane's facts from the remaining requests, after one has left."""
     a = s.lane[lane]
     a.arrival_ns, a.deadline_ns, a.priority, a.client_start_ns = NEVER, NEVER, -NEVER, np.inf
     for k in range(s.slot.shape[1]):
@@ -95,7 +95,7 @@ def copy_inputs(s: State, source: Any, lane: int, slot: int, m: int) -> None:
 
 @part
 def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
-    """Another thread copies, and marks the slot ready as a front end would; here decisions go on."""
+    """Lets the copier copy the inputs and mark the slot ready, as a front end would; the core continues meanwhile."""
     tail = load_at(address(s.copy_ring, COPY_TAIL))
     cell = s.copy[np.int64(tail) & (s.copy.shape[0] - 1)]
     cell.source, cell.lane, cell.slot, cell.model = source, lane, slot, m
@@ -108,7 +108,7 @@ def hand_to_copier(s: State, source: int, lane: int, slot: int, m: int) -> None:
 
 @part
 def wait_for_copy(s: State, row: int) -> None:
-    """Before a request is given up whose inputs are being copied: afterwards they may be gone."""
+    """Waits for a copy in progress before a request is given up, because its inputs may disappear afterwards."""
     r = s.request[row]
     if r.lane >= 0 and r.source != _ZERO and s.core[0].copier_fd >= 0:
         while load_at(bit_at(s.lane_ready, r.lane, r.slot)) & bit_of(r.slot) == _ZERO:
@@ -117,7 +117,7 @@ def wait_for_copy(s: State, row: int) -> None:
 
 @part
 def move_in(s: State, lane: int, row: int) -> bool:
-    """Give a queued request the lane's next slot, and copy its inputs there; False when the lane is full."""
+    """Gives a queued request the lane's next slot, and copies its inputs there; False if the lane is full."""
     r = s.request[row]
     m = s.lane[lane].model
     slots = s.size[m, s.model[m].n_sizes - 1].batch

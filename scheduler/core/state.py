@@ -1,28 +1,28 @@
 """The dispatcher's whole state: flat NumPy tables that front ends, the compiled core and the loops share.
 
-Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find
-them (`over`). These parties touch them:
+Nothing here is a Python object, so the tables can live in shared memory, where front ends of other processes find them
+(`over`). The following parties use them:
 
 * **the installer** (the engine, or `models.install`) fills a model's rows while the model is ABSENT, then posts
-  OPEN_MODEL on the submission ring; from then on only the core writes them;
+  OPEN_MODEL on the submission ring; from then on only the core writes to them;
 * **front ends** own request rows (`front_rows`): they take a free row, post SUBMIT or CANCEL on their own submission
   ring, and get the row back with its one entry in their own completion ring. They may also reserve a slot of the
   model's filling lane and write inputs straight into it. Front end 0 is the engine's own process;
 * **the copier** (`copier.Copier`), where there is one, copies long inputs into slots for the core;
-* **the mover** (`engine.mover`), where weights come and go, carries out what the core orders on `move`;
+* **the mover** (`engine.mover`), where weights come and go, carries out the core's orders on `move`;
 * **the core** (`step.step`) owns everything else.
 
-Words that two parties touch at once, and so only through `atomics`: `lane_word`, `lane_ready`, `lane_hold`,
-`slot_front`, `filling`, `wake`, `copy_ring`, `move_ring`, `moved`, the rings' heads, tails and sequence numbers, and
-the words that launches and copies of weights write. A front end may die between any two of its instructions: whose a
-reserved slot is follows from one word, what it has written and read are bits that can be set for it, and
-`reclaim.reclaim` takes back all it had.
+Some words are written by one party while another reads them, and are therefore accessed only through `atomics`:
+`lane_word`, `lane_ready`, `lane_hold`, `slot_front`, `filling`, `wake`, `copy_ring`, `move_ring`, `moved`, the rings'
+heads, tails and sequence numbers, and the words that launches and copies of weights write. A front end may die between
+any two of its instructions. The owner of a reserved slot follows from one word; writing and reading are recorded in
+bits that can be set on a front end's behalf; and `reclaim.reclaim` takes back everything it had.
 
-A request's way, the direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`. The staged
-one, when no lane is open: `post` with lane −1 and the address of the inputs (items of all inputs one after the other);
-the core copies them into a slot once there is one, or has the copier do it. Then, both: the lane gets its turn, closes,
-is launched in segments, and one DONE entry per request appears in `done`. Where `core.hold` is set, the lane's output
-slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
+A request takes one of two ways. The direct one: `claim` a slot → `post` the request → write the inputs → `mark_ready`.
+The staged one, when no lane is open: `post` with lane −1 and the address of the inputs (items of all inputs one after
+the other); the core copies them into a slot once there is one, or has the copier do it. In both cases the lane then
+gets its turn, closes, is launched in segments, and one DONE entry per request appears in `done`. Where `core.hold` is
+set, the lane's output slots stay untouched until every bit of its `lane_hold` has been cleared with `release`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ INT, WORD = np.int64, np.uint64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How large the tables are. Memory is touched only where used."""
+    """The sizes of the tables. Memory is used only where it is written."""
 
     models: int = 64
     lanes: int = 512  # of all models together
@@ -99,7 +99,7 @@ class Limits:
 
     @property
     def launches(self) -> int:
-        """Of a program: its segments one by one, then all of it in one piece."""
+        """Launches of a program: its segments one by one, then the whole program in one piece."""
         return self.segments + 1
 
     @property
@@ -136,7 +136,7 @@ class Limits:
 
 @table_set
 class State(TableSet):
-    """See the module's text. A dimension given by a name is that attribute of `Limits`."""
+    """All tables of the core; see the module's docstring. A dimension given by a name is that attribute of `Limits`."""
 
     core: Table = table(CORE, 1)
     call: Table = table(CALLS, 1)
@@ -156,24 +156,24 @@ class State(TableSet):
     # a bit for every slot whose outputs are still to be read. Atomic
     lane_hold: Words = table(WORD, "lanes", MASK_WORDS)
     lane_known: Words = table(WORD, "lanes", MASK_WORDS)  # a bit for every slot the core has heard of
-    # a bit for every slot on whose values the model failed; by the backend, where the lane is `faulty`
+    # a bit for every slot on whose values the model failed; set by the backend, where the lane is `faulty`
     lane_fault: Words = table(WORD, "lanes", MASK_WORDS)
-    slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty or its request is completed
-    # who reserved it; of the last one, the lane's word says it. Atomic
+    slot: Ints = table(INT, "lanes", "batch")  # request row, or NONE: empty, or its request is completed
+    # the front end that reserved it; for the last slot, the lane's word says it. Atomic
     slot_front: Words = table(WORD, "lanes", "batch")
-    slot_client: Ints = table(INT, "lanes", "batch")  # who pays for it
-    # of slot 0, by the installer; slot k is k · input_bytes further
+    slot_client: Ints = table(INT, "lanes", "batch")  # the client that is charged for it
+    # address of slot 0, by the installer; slot k is k · input_bytes further
     input_address: Words = table(WORD, "lanes", "inputs")
     launch: Table = table(LAUNCH, "lanes", "sizes", "segments")  # by the installer
     whole: Table = table(LAUNCH, "lanes", "sizes")  # by the installer
-    stream: Words = table(WORD, POOLS, POOL_STREAMS)  # what the backend launches on, by the installer
-    stream_jobs: Ints = table(INT, OF_WINDOWS)  # lanes in flight on each, in whichever pool and window: by queue
-    # handles of the same in each of the lane's windows, the whole last; 0: none
+    stream: Words = table(WORD, POOLS, POOL_STREAMS)  # streams for the backend's launches, by the installer
+    stream_jobs: Ints = table(INT, OF_WINDOWS)  # lanes in flight on each stream, over all pools and windows: by queue
+    # handles of the same launches in each of the lane's windows, the whole program last; 0: none
     confined: Words = table(WORD, "lanes", "sizes", "launches", CHOICES)
-    lane_window: Ints = table(INT, "lanes", CHOICES)  # which windows these are, by the installer; NONE: no more
-    overlap: Ints = table(INT, WINDOWS, WINDOWS)  # SMs that two of them share, by the installer
-    window_load: Ints = table(INT, WINDOWS)  # for each lane in flight that is confined, the SMs its window shares
-    # launch and end of each segment of the lane's latest run; whole: segment 0
+    lane_window: Ints = table(INT, "lanes", CHOICES)  # the numbers of these windows, by the installer; NONE: no more
+    overlap: Ints = table(INT, WINDOWS, WINDOWS)  # SMs that two windows share, by the installer
+    window_load: Ints = table(INT, WINDOWS)  # for each confined lane in flight, the SMs that its window shares
+    # launch and end of each segment of the lane's latest run; segment 0 stands for a whole program
     segment_ns: Ints = table(INT, "lanes", "segments", 2)
     # completion words for backends that have no pinned memory of their own
     word: Words = table(WORD, "lanes", "launches")
@@ -197,28 +197,30 @@ class State(TableSet):
     ring: Words = table(WORD, "fronts", 4, 8)  # heads and tails. Atomic
     copy: Table = table(COPY, "copy_cells")  # COPY ring, with a cell for every request row: it never overflows
     copy_ring: Words = table(WORD, 3, 8)  # Atomic
-    # column 0: 1: the front end wants to be woken by the next completion. Atomic
+    # column 0: 1 if the front end wants to be woken by the next completion. Atomic
     wake: Words = table(WORD, "fronts", 8)
-    wake_fd: Ints = table(INT, "fronts", 2)  # eventfd of each front end, or -1; and the tail it was last woken for
+    # eventfd of each front end, or -1; and the tail for which it was last woken
+    wake_fd: Ints = table(INT, "fronts", 2)
     bell: Words = table(WORD, 8)  # column 0: the core's loop sleeps, or is about to. Atomic
-    client_key: Words = table(WORD, "clients")  # whose client number it is: a hash of the name; 0: nobody's. Atomic
-    # requests by how they ended; last, the sum of OK ones' batch sizes
+    client_key: Words = table(WORD, "clients")  # owner of each client number: a hash of the name; 0: none. Atomic
+    # requests by outcome; the last column is the sum of the batch sizes of OK requests
     outcome: Ints = table(INT, "models", len(STATUS) + 1)
     recent_ns: Ints = table(INT, "models", RECENT, 2)  # latency and wait of the latest OK requests
-    tap: Table = table(COMPLETION, "tap_cells")  # COMPLETION: the latest of all front ends, while core.tapped
+    tap: Table = table(COMPLETION, "tap_cells")  # the latest completions of all front ends, while core.tapped
     out: Table = table(OUT, "out_cells")
-    job: Table = table(JOB, 2)  # the core's scratch; readers bring their own
-    done_segment: Table = table(DONE, 1)  # scratch too
-    # numbers that the policy keeps: those kept once, then PER_MODEL rows of each other; and what the latter begin with
+    job: Table = table(JOB, 2)  # the core's scratch; readers have their own
+    done_segment: Table = table(DONE, 1)  # also scratch
+    # the policy's numbers: first those kept once, then PER_MODEL rows of each other; then the first values of the
+    # latter
     own: Floats = table(np.float64, OWN_NAMES + OWN_PER_MODEL * PER_MODEL)
     own_first: Floats = table(np.float64, OWN_PER_MODEL)
     given: Table = table(PARAM, "models", PARAMS)  # parameters of each model, by the installer
-    wanted: Table = table(PARAM, PARAMS)  # those that the policy reads, with their values where a model has none
-    param: Floats = table(np.float64, "models", PARAMS)  # the same for each model
-    gate: Table = table(GATE, GATES)  # by the engine, while core.gates; then the core's
+    wanted: Table = table(PARAM, PARAMS)  # parameters that the policy reads, with the defaults for models without them
+    param: Floats = table(np.float64, "models", PARAMS)  # their values for each model
+    gate: Table = table(GATE, GATES)  # written by the engine, while core.gates; then by the core
     clock: Ints = table(INT, 8)  # scratch of the core's thread
-    berth: Ints = table(INT, "lanes")  # the lane that has it, + 1; 0: nobody
-    berth_kept: Ints = table(INT, "lanes")  # 1: no lane gets it, since a model is being loaded that runs there
+    berth: Ints = table(INT, "lanes")  # the lane that has it, + 1; 0: none
+    berth_kept: Ints = table(INT, "lanes")  # 1: no lane gets it, since a model that runs there is being loaded
     residency: Table = table(RESIDENCY, 1)
     weights: Table = table(WEIGHTS, "models")
     owner: Table = table(OWNER, 1)  # scratch: a model as `victim` sees it
@@ -227,7 +229,7 @@ class State(TableSet):
     moved: Words = table(WORD, "models", 8)  # column 0: GONE or BROKEN, by the mover. Atomic
 
 
-state_at = found_at(State)  # for compiled code: the state whose `address` this is
+state_at = found_at(State)  # for compiled code: the state at this `address`
 
 
 def _power_of_two(n: int) -> int:
@@ -235,7 +237,7 @@ def _power_of_two(n: int) -> int:
 
 
 def front_rows(limits: Limits, front: int) -> range:
-    """The request rows that belong to a front end. Beside others, the engine's own process needs but a few.
+    """The request rows of a front end. If there are others, the engine's own process needs only a few.
 
     >>> [len(front_rows(Limits(requests=1000, fronts=3), k)) for k in range(3)]
     [64, 468, 468]
@@ -256,16 +258,16 @@ def _shapes(limits: Limits) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any
 
 
 def state_bytes(limits: Limits) -> int:
-    """How much memory the tables take."""
+    """The memory that the tables take."""
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for _, shape, dtype in _shapes(limits))
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64  # no two tables on one cache line
+    return -(-nbytes // 64) * 64  # no two tables share a cache line
 
 
 def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
-    """The tables in memory that is there already: another process's, or fresh and zero (then `new_state` fills it)."""
+    """The tables in given memory: another process's, or fresh and zeroed (`new_state` then fills it)."""
     tables, at = {}, 0
     for name, shape, dtype in _shapes(limits):
         nbytes = math.prod(shape) * dtype.itemsize
@@ -275,16 +277,16 @@ def over(limits: Limits, memory: NDArray[np.uint8]) -> State:
 
 
 def new_state(limits: Limits | None = None, memory: NDArray[np.uint8] | None = None) -> State:
-    """Empty tables; `install.install` adds models, `policies.attach` the policy. `memory` is zero.
+    """Empty tables; `install.install` adds models, `policies.attach` the policy. `memory` must be zeroed.
 
     >>> new_state(Limits(models=2, lanes=4)).lane.shape
     (4,)
     """
     n = limits or Limits()
     if n.batch > MOST_SLOTS or n.fronts > FRONT_MASK:
-        raise ValueError(f"batches of up to {MOST_SLOTS} and {FRONT_MASK} front ends, not {n.batch} and {n.fronts}")
+        raise ValueError(f"batch={n.batch} must be at most {MOST_SLOTS}, and fronts={n.fronts} at most {FRONT_MASK}")
     if memory is None:
-        raw = np.zeros(state_bytes(n) + 64, np.uint8)  # touched only where used
+        raw = np.zeros(state_bytes(n) + 64, np.uint8)  # uses memory only where it is written
         memory = raw[-raw.ctypes.data % 64 :][: state_bytes(n)]
     state = over(n, memory)
     for name in ("model_lane", "free_lane", "slot", "ready", "active", "flight", "held", "touched", "asking", "leaving",

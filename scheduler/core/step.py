@@ -1,7 +1,7 @@
-"""The dispatcher core: `step` looks at what is new, asks the policy, and launches. Compiled, without Python objects.
+"""The dispatcher core: `step` reads new events, asks the policy, and launches. Compiled, without Python objects.
 
-The same `step` runs a real GPU and a simulated one; loops differ only in their clock and in who writes the completion
-words. `run` is the loop for real time.
+The same `step` drives a real GPU and a simulated one; their loops differ only in the clock, and in the writer of the
+completion words. `run` is the loop for real time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ZERO = np.uint64(0)
 
 @part
 def expire(s: State, now: int) -> None:
-    """Take out who is cancelled and who is too late."""
+    """Removes requests that were cancelled or are too late."""
     core = s.core[0]
     while True:
         status = EXPIRED
@@ -59,14 +59,14 @@ def expire(s: State, now: int) -> None:
             and s.lane[lane].state == RUNNING
             and s.lane[lane].issued == s.lane[lane].segments
         ):
-            undue(s, row)  # all of it is on the GPU: late, but nothing is saved by dropping it
+            undue(s, row)  # all of it is on the GPU: it is late, but dropping it would save nothing
         else:
             take_out(s, row, status, now)
 
 
 @part
 def watch_gain(s: State, now: int) -> None:
-    """How much more than one job's worth of work the GPU does while several share it: for predictions."""
+    """Measures how much more work than one job's the GPU does while several share it: for predictions."""
     core = s.core[0]
     if core.flight < 2:
         core.busy_ns = core.served_ns = 0.0
@@ -80,7 +80,7 @@ def watch_gain(s: State, now: int) -> None:
 
 @reachable
 def step(s: State, now: int) -> int:
-    """Bring the state up to the time `now` (ns), and launch what should run; how many things happened."""
+    """Brings the state up to the time `now` (ns) and launches work; returns the number of events handled."""
     core = s.core[0]
     before = core.launches + core.segments_done
     core.steps += 1
@@ -106,9 +106,9 @@ def step(s: State, now: int) -> int:
 
 @part
 def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
-    """Write to the eventfd of every front end with new completions that has asked for it: once, until it asks again.
+    """Writes to the eventfd of every front end that has new completions and asked to be woken: once per asking.
 
-    A front end asks and then looks; here it is posted and then looked whether one asks. So no wake-up is lost.
+    A front end first asks and then looks; the core first posts and then checks who asked. So no wake-up is lost.
     """
     for front in range(s.wake_fd.shape[0]):
         tail = np.int64(s.ring[front, DONE_TAIL, 0])
@@ -121,10 +121,10 @@ def wake_fronts(s: State, scratch: NDArray[np.int64]) -> None:
 
 @compiled
 def run(s: State, stop: Words, linger_ns: int, scratch: NDArray[np.int64]) -> int:
-    """Step in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was to do for `linger_ns`; 0 when idle.
+    """Steps in real time (CLOCK_MONOTONIC) until `stop[0]` is set, or nothing was done for `linger_ns`; 0 if idle.
 
-    Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before it sleeps on an
-    eventfd of its own, the caller says so to front ends and calls once more: else a wake-up could be lost.
+    Wakes front ends whenever completions were posted. `scratch` is 4 int64 of the caller's. Before the caller sleeps on
+    an eventfd of its own, it announces this to front ends and calls `run` once more; otherwise a wake-up could be lost.
     """
     core = s.core[0]
     last = read_clock(s, scratch)
@@ -143,12 +143,13 @@ def _address(function: Any) -> int:
 
 
 def attach_step(state: State) -> None:
-    """Loops call the step by its address: each would otherwise have a copy of the whole core compiled into it."""
+    """Sets the step's address, by which loops call it: otherwise each loop would contain a compiled copy of the core.
+    """
     state.call["step"][0] = address_of(step, State.numba_type, numba.types.int64)
 
 
 def attach_loop(state: State) -> None:
-    """What loops in real time call: the step, and the C library."""
+    """Sets the functions that loops in real time call: the step, and functions of the C library."""
     attach_step(state)
     libc = ctypes.CDLL(None)
     state.call["clock"][0] = _address(libc.clock_gettime)

@@ -1,4 +1,4 @@
-"""What front ends ask of the core: submissions, cancellations, models coming and going, the end."""
+"""Messages from front ends to the core: submissions, cancellations, opening and closing models, draining."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from paellapy.scheduler.core.weights import note_demand
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-SUBMISSIONS_PER_STEP = 1024  # so that a flood of them does not keep completions waiting
+SUBMISSIONS_PER_STEP = 1024  # a limit, so that a flood of submissions does not delay completions
 
 
 @part
 def verdict(s: State, cell: Any, now: int) -> int:
-    """OK, or why the request is refused."""
+    """OK, or the status with which the request is refused."""
     core = s.core[0]
     m = cell.model
     if core.mode != RUN_MODE:
@@ -75,7 +75,7 @@ def verdict(s: State, cell: Any, now: int) -> int:
 
 @part
 def enqueue(s: State, row: int, now: int) -> None:
-    """Into its model's queue, in the policy's order."""
+    """Puts a request into its model's queue, in the policy's order."""
     r = s.request[row]
     m = r.model
     fill_job(s, 1, m, r.client, now)
@@ -129,12 +129,13 @@ def submitted(s: State, front: int, cell: Any, now: int) -> None:
     touch(s, lane)
 
 
-# Rare, and so called instead of folded in: the step stays small.
+# Rarely used, and therefore called instead of inlined: the step stays small.
 
 
 @part
 def look_for_top(s: State) -> None:
-    """The highest priority of an open model: programs of lower ones are not launched in one piece. And the lowest."""
+    """Finds the highest and the lowest priority of open models. Only programs of the highest are launched in one piece.
+    """
     core = s.core[0]
     core.top_priority, core.least_priority = -NEVER, NEVER
     for m in range(s.model.shape[0]):
@@ -164,7 +165,7 @@ def opened(s: State, m: int) -> None:
 
 @part
 def closed(s: State, m: int) -> None:
-    """Refuse the model's new requests; MODEL_CLOSED follows when the accepted ones are done."""
+    """Refuses new requests for the model; MODEL_CLOSED follows when the accepted ones are done."""
     model = s.model[m]
     if model.state != OPEN:
         return
@@ -176,7 +177,7 @@ def closed(s: State, m: int) -> None:
 
 @part
 def was_on_gpu(s: State, row: int) -> bool:
-    """Something was launched for the request that has not ended."""
+    """Whether a launch for the request has not ended."""
     r = s.request[row]
     if r.state != SLOTTED:
         return False
@@ -186,7 +187,7 @@ def was_on_gpu(s: State, row: int) -> bool:
 
 @part
 def fail_all(s: State, now: int) -> None:
-    """The GPU is gone: everybody gets an answer, and nothing is launched again."""
+    """Ends every request after the GPU is lost; nothing is launched again."""
     core = s.core[0]
     core.mode = FAIL_MODE
     for row in range(s.request.shape[0]):
@@ -222,7 +223,7 @@ def fail_all(s: State, now: int) -> None:
 
 @part
 def next_front(s: State) -> int:
-    """A front end with something published, the others before the same one again; or NONE."""
+    """A front end with published messages, in round-robin order; or NONE."""
     core = s.core[0]
     mask = np.uint64(s.submit.shape[1] - 1)
     fronts = s.submit.shape[0]
@@ -238,7 +239,7 @@ def next_front(s: State) -> int:
 
 @part
 def take_submissions(s: State, now: int) -> int:
-    """Everything published on the submission rings, each in order; how much."""
+    """Takes all messages from the submission rings, each ring in order; returns their number."""
     core = s.core[0]
     n = 0
     mask = np.uint64(s.submit.shape[1] - 1)

@@ -15,19 +15,19 @@ _C_TYPES = {"i8": ctypes.c_int64, "u8": ctypes.c_uint64, "f8": ctypes.c_double}
 
 
 def struct_fields(record: np.dtype[Any]) -> list[tuple[str, Any]]:
-    """Fields of a ctypes.Structure that lies over a record of words: Python reads it in a third of the time."""
+    """Fields of a ctypes.Structure over a record of words: Python reads it in a third of the time."""
     return [(name, _C_TYPES[kind.str[1:]]) for name, (kind, *_) in (record.fields or {}).items()]
 
 
-# [1] The core's own numbers. Counts without another word are lengths of the list of the same name in `State`.
-GATE = np.dtype(  # of another process
+# [1] The core's own numbers. Unexplained counts are the lengths of the lists of the same name in `State`.
+GATE = np.dtype(  # a gate of another process
     [
         ("word", "u8"),  # address of the word that says until when its launches wait; 0: there is no gate
         ("priority", "i8"),
         ("closed_until_ns", "i8"),  # 0: it is open
         ("closed_since_ns", "i8"),
-        ("closed_ns", "i8"),  # so far
-        ("closes", "i8"),  # how often
+        ("closed_ns", "i8"),  # total so far
+        ("closes", "i8"),  # number of times it was closed
     ],
     align=True,
 )
@@ -35,33 +35,34 @@ CORE = np.dtype(
     [
         # set from outside
         ("backend", "i8"),  # VIRTUAL or CUDA
-        ("max_active", "i8"),  # jobs
-        ("demand_limit", "f8"),  # GPUs that active jobs together may keep busy
+        ("max_active", "i8"),  # most active jobs
+        ("demand_limit", "f8"),  # largest total demand of active jobs, in GPUs
         ("look_ahead", "i8"),  # segments of one job on the GPU at a time
         ("whole_always", "i8"),  # 1: the hardware decides, programs are launched in one piece
-        ("top_whole", "i8"),  # 1: so are programs of the highest priority, where there are lower ones
-        ("whole_idle", "i8"),  # 1: so is a program alone on the GPU
+        # 1: programs of the highest priority are launched in one piece, where there are lower ones
+        ("top_whole", "i8"),
+        ("whole_idle", "i8"),  # 1: a program alone on the GPU is launched in one piece
         ("hold", "i8"),  # 1: lanes wait until their outputs are read
-        ("refresh", "i8"),  # waiting lanes ranked afresh with each decision
+        ("refresh", "i8"),  # waiting lanes that are ranked afresh with each decision
         ("timeless", "i8"),  # 1: a job's rank changes only with the job
-        ("may_idle", "i8"),  # 1: `admit` decides on an idle GPU too
+        ("may_idle", "i8"),  # 1: `admit` also decides for an idle GPU
         ("tick_ns", "f8"),  # between two calls of `tick`
         ("facts", "i8"),  # READS_SEGMENT …
         ("limited", "i8"),  # clients that have a limit
-        ("own_at", "i8"),  # index in `own` of the first number that is kept per model,
-        ("own_names", "i8"),  # and how many there are
-        ("windows", "i8"),  # of SMs
+        ("own_at", "i8"),  # index in `own` of the first number that is kept per model
+        ("own_names", "i8"),  # how many such numbers there are
+        ("windows", "i8"),  # number of windows of SMs
         ("copier_fd", "i8"),  # eventfd that wakes the copier; NONE: there is none
         ("tapped", "i8"),  # 1: completions are also written to `tap`
-        ("gates", "i8"),  # of other processes
-        # how things stand
+        ("gates", "i8"),  # number of gates of other processes
+        # current state
         ("mode", "i8"),  # RUN_MODE …
-        ("error", "i8"),  # the backend's latest
+        ("error", "i8"),  # the backend's latest error
         ("suspects", "i8"),  # requests that were on the GPU when it was lost
-        ("sequence", "i8"),  # of the next request
+        ("sequence", "i8"),  # number of the next request
         ("live", "i8"),  # requests accepted and not completed
         ("queued", "i8"),  # requests without a slot
-        ("queued_jobs", "f8"),  # jobs that these will make, in full batches
+        ("queued_jobs", "f8"),  # jobs that these will form, in full batches
         ("ready", "i8"),
         ("active", "i8"),
         ("flight", "i8"),
@@ -72,34 +73,34 @@ CORE = np.dtype(
         ("asking", "i8"),
         ("leaving", "i8"),
         ("changed", "i8"),  # 1: there is something to decide
-        ("refresh_at", "i8"),  # index in `ready` of the lane ranked afresh last
+        ("refresh_at", "i8"),  # index in `ready` of the lane that was ranked afresh last
         ("first", "i8"),  # 1: the next completion is the first of its batch
-        ("turn", "i8"),  # front end whose submissions are looked at next
+        ("turn", "i8"),  # front end whose submissions are read next
         ("tap_tail", "i8"),
-        ("top_priority", "i8"),  # highest of an open model,
-        ("least_priority", "i8"),  # and lowest
-        ("standing_back", "i8"),  # active lanes that launch nothing for a short one's sake
-        ("demand", "f8"),  # of active jobs
-        ("waiting_jobs", "f8"),  # of late
-        ("short_often", "f8"),  # part of the time that some lanes were to stand back for a short one
-        ("room_at_ns", "f8"),  # when there is something to do although nothing happens
-        ("tick_at_ns", "f8"),  # the next call of `tick`; 0: there is no work
-        ("ask_at_ns", "f8"),  # when a lane may go that was refused, as far as that is a matter of time
+        ("top_priority", "i8"),  # highest priority of an open model
+        ("least_priority", "i8"),  # lowest priority of an open model
+        ("standing_back", "i8"),  # active lanes that launch nothing, to let a short job go first
+        ("demand", "f8"),  # total demand of active jobs
+        ("waiting_jobs", "f8"),  # average of the last period
+        ("short_often", "f8"),  # fraction of the time in which some lanes had to stand back for a short job
+        ("room_at_ns", "f8"),  # when there is something to do even without an event
+        ("tick_at_ns", "f8"),  # time of the next call of `tick`; 0: there is no work
+        ("ask_at_ns", "f8"),  # when a refused lane may go, as far as that depends on the time
         # fair queueing, over flows and over clients
         ("virtual_ns", "f8"),
         ("shares", "f8"),
         ("client_virtual_ns", "f8"),
         ("client_shares", "f8"),
-        # what the GPU gives when several jobs share it
+        # throughput of the GPU when several jobs share it
         ("last_ns", "f8"),  # time of the last step
         ("busy_ns", "f8"),
         ("served_ns", "f8"),
         ("gain", "f8"),
         # the GPU's time: see shares.py
-        ("gpu_ns", "f8"),  # in which something of ours was on it
-        ("gpu_at_ns", "i8"),  # until when that is counted
+        ("gpu_ns", "f8"),  # time in which our work was on it
+        ("gpu_at_ns", "i8"),  # time up to which that is counted
         ("gpu_clock_ns", "f8"),
-        ("gpu_demand", "f8"),  # of lanes in flight
+        ("gpu_demand", "f8"),  # total demand of lanes in flight
         # counters
         ("steps", "i8"),
         ("decisions", "i8"),
@@ -110,9 +111,9 @@ CORE = np.dtype(
         ("segments_done", "i8"),
         ("done_ok", "i8"),
         ("bad_ranks", "i8"),
-        ("launch_ns", "f8"),  # the loop's time in the driver,
-        ("longest_launch_ns", "f8"),  # the most of it for one launch
-        ("longest_copy_ns", "f8"),  # until inputs were copied that were handed to the copier; the copier's own
+        ("launch_ns", "f8"),  # time that the loop spent in the driver
+        ("longest_launch_ns", "f8"),  # the longest time for one launch
+        ("longest_copy_ns", "f8"),  # longest time until the copier had copied inputs; written by the copier
     ],
     align=True,
 )
@@ -120,7 +121,7 @@ CORE = np.dtype(
 # [1] Addresses of functions that the core calls, in its own process; 0: none.
 CALLS = np.dtype(
     [
-        ("rank", "u8"),  # the policy's, each with the addresses of its arguments; `job` is the caller's
+        ("rank", "u8"),  # the policy's functions, each with the addresses of its arguments; the caller passes `job`
         ("rank_2", "u8"),
         ("rank_3", "u8"),
         ("order", "u8"),
@@ -143,9 +144,9 @@ CALLS = np.dtype(
         ("victim_1", "u8"),
         ("victim_2", "u8"),
         ("victim_3", "u8"),
-        ("step", "u8"),  # the core's own, for loops
+        ("step", "u8"),  # the core's own step, for loops
         ("graph_launch", "u8"),
-        ("write", "u8"),  # the C library's
+        ("write", "u8"),  # write() of the C library
         ("clock", "u8"),  # clock_gettime
     ],
     align=True,
@@ -155,26 +156,26 @@ MODEL = np.dtype(
     [
         # written by the installer
         ("state", "i8"),
-        ("priority", "i8"),  # larger goes first; a request may carry its own
+        ("priority", "i8"),  # larger goes first; a request may have its own
         ("share", "f8"),  # of GPU time, relative to other models'
-        ("target_ns", "i8"),  # latency aimed at: ranks, never expires; NEVER: none
-        ("queue_limit", "i8"),  # requests without a slot beyond this are refused
-        ("generation", "u8"),  # of the row: what was meant for the model it held before is refused
+        ("target_ns", "i8"),  # target latency: used in ranks, never expires; NEVER: none
+        ("queue_limit", "i8"),  # further requests without a slot are refused
+        ("generation", "u8"),  # of the row: messages meant for the row's previous model are refused
         ("n_sizes", "i8"),
         ("n_lanes", "i8"),
         ("n_inputs", "i8"),
-        ("trial_ns", "f8"),  # in which a full batch was answered when it was loaded: 0 where nobody tried
+        ("trial_ns", "f8"),  # latency of a full batch when the model was loaded; 0: not measured
         # written by the core
         ("free_n", "i8"),  # lanes on the stack free_lane[m]
         ("filling", "i8"),  # the core's own copy of State.filling[m]
-        ("warm", "i8"),  # the lane on top of the stack has run since the filling one was opened
-        ("root", "i8"),  # heap of queued requests that came out of order
-        ("first", "i8"),  # list of those that came in order: each behind the one before
+        ("warm", "i8"),  # 1: the lane on top of the stack has run since the filling one was opened
+        ("root", "i8"),  # heap of queued requests that arrived out of order
+        ("first", "i8"),  # list of the requests that arrived in order: each behind the one before
         ("last", "i8"),
         ("queued", "i8"),
         ("live", "i8"),  # accepted and not completed
         ("used_ns", "f8"),  # GPU time received, as time alone
-        ("gpu_ns", "f8"),  # and as its part of the time that the GPU was busy
+        ("gpu_ns", "f8"),  # GPU time received, as its part of the time that the GPU was busy
         ("completed", "i8"),
         ("asking", "i8"),  # 1: listed in State.asking
     ],
@@ -195,16 +196,16 @@ SEGMENT = np.dtype(  # [model, size, segment]
     [
         ("time_ns", "f8"),  # alone on the GPU
         ("tail_ns", "f8"),  # this segment and all after it
-        ("blocks", "i8"),  # resident at once: the largest kernel's, as far as the GPU holds them
+        ("blocks", "i8"),  # resident at once: those of the largest kernel, as far as the GPU holds them
         ("warps", "i8"),
         ("registers", "i8"),
         ("shared_bytes", "i8"),
-        ("kernels", "i8"),  # issued by the front end of the GPU
-        ("compute", "f8"),  # parts of what the GPU can do; 0: not known
+        ("kernels", "i8"),  # kernels issued by the front end of the GPU
+        ("compute", "f8"),  # fraction of the GPU's capacity; 0: not known
         ("memory", "f8"),
-        ("copy_bytes", "f8"),  # of the inputs, before the first segment
-        ("occupancy", "f8"),  # part of the places for blocks that it takes: see Capacity.slots
-        ("chunks", "i8"),  # of the weights, that must be on the GPU before it starts: the first so many
+        ("copy_bytes", "f8"),  # bytes of the inputs, before the first segment
+        ("occupancy", "f8"),  # part of the room for blocks that it takes: see Capacity.slots
+        ("chunks", "i8"),  # how many chunks of the weights, from the first, must be on the GPU before it starts
     ],
     align=True,
 )
@@ -213,53 +214,53 @@ LANE = np.dtype(
     [
         ("model", "i8"),  # written by the installer; NONE: no lane
         ("state", "i8"),
-        ("size", "i8"),  # index into the model's sizes, once closed; before, the one that would fit
-        ("taken", "i8"),  # slots the core knows requests for
-        ("live", "i8"),  # of those, requests not yet completed
-        ("segments", "i8"),  # of the size it runs at; 1 when launched whole
+        ("size", "i8"),  # index into the model's sizes, once closed; before, the size that would fit
+        ("taken", "i8"),  # slots for which the core knows the requests
+        ("live", "i8"),  # requests among them that are not completed
+        ("segments", "i8"),  # segments of the size it runs at; 1 when launched whole
         ("issued", "i8"),
         ("done", "i8"),
         ("draining", "i8"),  # 1: its newest segment is about to leave room, or to end
         ("whole", "i8"),
-        ("faulty", "i8"),  # 1: some of its slots are in State.lane_fault; by the backend, in the loop
+        ("faulty", "i8"),  # 1: some of its slots are in State.lane_fault; set by the backend, in the loop
         ("rank", "f8"),
-        ("demand", "f8"),  # as counted in core.demand while it is active
-        ("gpu_demand", "f8"),  # and in core.gpu_demand while it is in flight
-        ("gpu_from_ns", "f8"),  # core.gpu_clock_ns until which it was charged
-        ("back", "i8"),  # 1: stands back for a short one, if it is active
+        ("demand", "f8"),  # its part of core.demand while it is active
+        ("gpu_demand", "f8"),  # its part of core.gpu_demand while it is in flight
+        ("gpu_from_ns", "f8"),  # core.gpu_clock_ns up to which it was charged
+        ("back", "i8"),  # 1: stands back for a short job, if it is active
         ("ready_at", "i8"),  # index in State.ready, or NONE
-        ("active_at", "i8"),  # in State.active
-        ("flight_at", "i8"),  # in State.flight
+        ("active_at", "i8"),  # index in State.active
+        ("flight_at", "i8"),  # index in State.flight
         ("arrival_ns", "i8"),  # of the oldest live request
-        ("latest_ns", "i8"),  # when the last of its requests came
+        ("latest_ns", "i8"),  # arrival of the latest of its requests
         ("deadline_ns", "i8"),  # earliest of the live requests'; NEVER: none
         ("priority", "i8"),  # highest of the live requests'
-        ("client", "i8"),  # of the oldest
+        ("client", "i8"),  # client of the oldest request
         ("client_start_ns", "f8"),
         ("started_ns", "i8"),  # first launch
         ("generation", "i8"),
         ("touched", "i8"),  # 1: listed in State.touched
-        ("pool", "i8"),  # of streams; by the installer
+        ("pool", "i8"),  # pool of streams; by the installer
         ("stream_at", "i8"),  # the stream it has while it is in flight
-        ("berth", "i8"),  # memory that it shares with lanes of other models, one of which runs at a time; NONE: its own
-        ("window", "i8"),  # of SMs, that its latest launch is confined to while it is in flight; NONE: it has them all
+        ("berth", "i8"),  # shared memory in which lanes of several models run one at a time; NONE: its own
+        ("window", "i8"),  # window of SMs of its latest launch while in flight; NONE: all SMs
     ],
     align=True,
 )
 
-# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is what the backend launches
-# (a CUDA graph exec); when done it writes a number other than 0 to the u64 at `word`, which the core reads
-# and clears. Segments of one lane complete in order.
-# `draining` is the address of a word that is set once all blocks of a segment's last kernel are on the SMs; 0: none is.
+# [lane, size, segment] and, for the whole program as one launch, [lane, size]. `handle` is launched by the backend (a
+# CUDA graph exec). When it is done, it writes a number other than 0 to the u64 at `word`, which the core reads and
+# clears. Segments of one lane complete in order. `draining` is the address of a word that is set once all blocks of a
+# segment's last kernel are on the SMs; 0: there is no such word.
 LAUNCH = np.dtype([("handle", "u8"), ("word", "u8"), ("draining", "u8")], align=True)
 
-# Inputs on their way into a slot, by the copier.
+# Inputs that the copier is to copy into a slot.
 COPY = np.dtype([("source", "u8"), ("lane", "i8"), ("slot", "i8"), ("model", "i8"), ("at_ns", "i8")], align=True)
 
 REQUEST = np.dtype(
     [
         ("serial", "u8"),  # the front end's unique number, so that a late CANCEL cannot hit the row's next request
-        ("tag", "u8"),  # the front end's own, returned untouched
+        ("tag", "u8"),  # the front end's own number, returned unchanged
         ("state", "i8"),
         ("model", "i8"),
         ("lane", "i8"),
@@ -269,16 +270,16 @@ REQUEST = np.dtype(
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("client_start_ns", "f8"),  # fair-queueing start tag
-        ("order", "f8"),  # key in its model's queue, then `sequence`
+        ("order", "f8"),  # key in its model's queue, before `sequence`
         ("sequence", "i8"),
         ("source", "u8"),  # staged inputs; 0: none to copy
-        ("left", "i8"),  # leftist heap of its model; in the list, the one before
+        ("left", "i8"),  # in the leftist heap of its model; in the list, the one before
         ("right", "i8"),  # in the list, the one behind
         ("up", "i8"),
         ("height", "i8"),  # 0: in the list
         ("due_at", "i8"),  # index in the deadline heap, or NONE
         ("leaving", "i8"),  # 1: listed in State.leaving
-        ("front", "i8"),  # whose it is
+        ("front", "i8"),  # its front end
     ],
     align=True,
 )
@@ -286,15 +287,15 @@ REQUEST = np.dtype(
 CLIENT = np.dtype(
     [
         ("share", "f8"),
-        ("limit", "f8"),  # part of the GPU's time that it may have; 0: all
-        ("may_ns", "f8"),  # from when on it may go, by its limit
+        ("limit", "f8"),  # largest fraction of the GPU's time it may use; 0: no limit
+        ("may_ns", "f8"),  # time from which it may go, by its limit
         ("virtual_ns", "f8"),
         ("used_ns", "f8"),  # time alone
-        ("gpu_ns", "f8"),  # part of the GPU's time
-        ("tag_ns", "f8"),  # the next start
+        ("gpu_ns", "f8"),  # its part of the GPU's time
+        ("tag_ns", "f8"),  # start tag of its next request
         ("live", "i8"),
         ("completed", "i8"),
-        ("tenant", "i8"),  # 1: it was given a name, and its number is nobody else's
+        ("tenant", "i8"),  # 1: it has a name, and a number of its own
     ],
     align=True,
 )
@@ -309,30 +310,30 @@ SUBMISSION = np.dtype(  # every field is a word: see `rings.Message`
         ("serial", "u8"),
         ("tag", "u8"),
         ("model", "i8"),
-        ("lane", "i8"),  # slot reserved by the front end; NONE: staged
+        ("lane", "i8"),  # lane whose slot the front end reserved; NONE: staged
         ("slot", "i8"),
         ("client", "i8"),
         ("priority", "i8"),
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("source", "u8"),
-        ("generation", "u8"),  # of the model's row as the front end knows it; 0: whichever it is
+        ("generation", "u8"),  # of the model's row as the front end knows it; 0: any
     ],
     align=True,
 )
 
 COMPLETION = np.dtype(
     [
-        ("request", "i8"),  # row; NONE: about a model (MODEL_CLOSED)
+        ("request", "i8"),  # row; NONE: concerns a model (MODEL_CLOSED)
         ("serial", "u8"),
         ("tag", "u8"),
         ("model", "i8"),
-        ("lane", "i8"),  # where the outputs are; NONE: it never had a slot
+        ("lane", "i8"),  # place of the outputs; NONE: it never had a slot
         ("slot", "i8"),
         ("batch", "i8"),  # requests that ran together
         ("size", "i8"),  # index of the captured size they ran at
         ("status", "i8"),
-        ("error", "i8"),  # the backend's, with FAILED
+        ("error", "i8"),  # the backend's error, with FAILED
         ("client", "i8"),
         ("priority", "i8"),
         ("arrival_ns", "i8"),
@@ -344,5 +345,5 @@ COMPLETION = np.dtype(
     align=True,
 )
 
-# What VIRTUAL backends launch: the loop runs entries 0 … core.out − 1 and sets core.out to 0.
+# Launches of VIRTUAL backends: the loop runs entries 0 … core.out − 1 and sets core.out to 0.
 OUT = np.dtype([("lane", "i8"), ("size", "i8"), ("segment", "i8"), ("word", "u8"), ("handle", "u8")], align=True)

@@ -16,8 +16,8 @@ from paellapy.scheduler.core.state import State
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks. `share` is its weight against other tenants under policies that are fair; `limit` the part of the GPU's
-    time that it may have at most, whatever the policy, counted as time alone.
+    """A client with rights of its own. `share` is its weight against other tenants under fair policies; `limit` is the
+    largest fraction of the GPU's time it may use under any policy, counted as time alone.
 
     >>> Tenant(share=3, limit=0.5)
     Tenant(share=3, limit=0.5)
@@ -28,9 +28,11 @@ class Tenant:
 
     def __post_init__(self) -> None:
         if not _is_number(self.share) or not 0 < self.share < math.inf:
-            raise ArgumentError(f"share={self.share!r}: give a weight above zero, 1 being everybody else's")
+            raise ArgumentError(f"share={self.share!r}: the weight must be finite and above 0; other clients have 1")
         if self.limit is not None and (not _is_number(self.limit) or not 0 < self.limit <= 1):
-            raise ArgumentError(f"limit={self.limit!r}: give a part of the GPU's time above 0 and up to 1, or None")
+            raise ArgumentError(
+                f"limit={self.limit!r}: the fraction of the GPU's time must be above 0 and at most 1, or None"
+            )
 
 
 def _is_number(value: Any) -> bool:
@@ -38,7 +40,7 @@ def _is_number(value: Any) -> bool:
 
 
 def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
-    """Tenants by name; a mapping of the two numbers does as well.
+    """Tenants by name; each may also be given as a mapping with `share` and `limit`.
 
     >>> checked_tenants({"alice": {"share": 3}})
     {'alice': Tenant(share=3, limit=None)}
@@ -46,15 +48,18 @@ def checked_tenants(given: Mapping[str, Any]) -> dict[str, Tenant]:
     found = {}
     for name, each in given.items():
         if not isinstance(name, str) or not 0 < len(name.encode()) <= TENANT_NAME or "\0" in name:
-            raise ArgumentError(f"a tenant is named {name!r}: give a text of 1 to {TENANT_NAME} bytes")
+            raise ArgumentError(f"tenant name {name!r}: it must be a string of 1 to {TENANT_NAME} bytes without NUL")
         if not isinstance(each, Tenant | Mapping) or (isinstance(each, Mapping) and set(each) - {"share", "limit"}):
-            raise ArgumentError(f"tenant {name!r} is {each!r}: give share and limit, or pp.Tenant(share=3)")
+            raise ArgumentError(
+                f"tenant {name!r} is {each!r}: it must be a pp.Tenant or a mapping with share and limit, such as "
+                "pp.Tenant(share=3)"
+            )
         found[name] = each if isinstance(each, Tenant) else Tenant(**each)
     return found
 
 
 def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
-    """The client of this number is this tenant from now on. Between two steps of the core."""
+    """Makes the client of this number this tenant from now on. Call between two steps of the core."""
     core, client = state.core[0], state.client[number]
     if not client["tenant"]:
         _leave_the_others(state, number)
@@ -73,7 +78,7 @@ def give_tenant(state: State, number: int, name: str, tenant: Tenant) -> None:
 
 
 def _leave_the_others(state: State, number: int) -> None:
-    """A client becomes a tenant: its requests are no longer counted among those of all others."""
+    """Counts the requests of a client that becomes a tenant no longer among those of all other clients."""
     asked = state.request[(state.request["state"] != UNUSED) & (state.request["client"] == number)]
     moved = np.bincount(asked["model"], minlength=len(state.model))
     core, common, own = state.core[0], state.flow[0], state.flow[number]
@@ -85,7 +90,7 @@ def _leave_the_others(state: State, number: int) -> None:
 
 
 def tenant_numbers(state: State) -> dict[str, int]:
-    """All tenants: which clients they are."""
+    """The client numbers of all tenants, by name."""
     numbers = np.flatnonzero(state.client["tenant"])
     return {state.tenant_name[k].tobytes().rstrip(b"\0").decode(): int(k) for k in numbers}
 
@@ -96,7 +101,7 @@ def tenants_stats(state: State) -> dict[str, dict[str, Any]]:
 
 
 def tenant_stats(state: State, number: int) -> dict[str, Any]:
-    """Counts so far. `gpu_ms`: its part of the time that the GPU was busy; `alone_ms`: its work's time alone."""
+    """Counts so far. `gpu_ms`: its part of the GPU's busy time; `alone_ms`: the time of its work alone."""
     client = state.client[number]
     return {
         "share": float(client["share"]),

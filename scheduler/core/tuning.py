@@ -1,10 +1,10 @@
-"""`Tuning`: the numbers of the scheduler that were chosen by measurement, as data of the GPU they were chosen on.
+"""`Tuning`: numbers of the scheduler that were chosen by measurement, stored for the GPU they were measured on.
 
     Tuning.for_part("h200").demand_limit
-    pp.Engine(tuning={"demand_limit": 3.0})          # an experiment: the part's own numbers but for this one
+    pp.Engine(tuning={"demand_limit": 3.0})          # an experiment: one number differs from the part's own
 
-Every number lies with its source in `instrument/device/profiles/PART.tuning.toml`. A part without a file of its own
-uses the H200's and says so. The compiled core reads the numbers from the table `state.tuning`, one row of TUNING.
+Every number is listed with its source in `instrument/device/profiles/PART.tuning.toml`. A part without a file of its
+own uses the H200's numbers and says so. The compiled core reads the numbers from `state.tuning`, one row of TUNING.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paellapy.instrument.device.base import Device
 from paellapy.instrument.device.timing import PROFILES
 from paellapy.instrument.errors import PaellaError
 
-MEASURED_ON = "h200"  # whose numbers a part uses that has none of its own
+MEASURED_ON = "h200"  # the part whose numbers are used by parts without a file of their own
 
 
 class TuningError(PaellaError, ValueError):
-    """A number for the scheduler is unknown or makes no sense."""
+    """A tuning number is unknown or not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One number: what it is, and where it comes from."""
+    """One number with its meaning and its source."""
 
     name: str
     section: str
@@ -46,85 +46,85 @@ def _number(meaning: str, *, whole: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Numbers for one part. `numbers()` has each with its meaning and its source."""
+    """Tuning numbers for one part. `numbers()` lists each with its meaning and its source."""
 
     part: str  # the GPU that uses them
-    measured_on: str  # the GPU they were chosen on
-    changed: tuple[str, ...] = ()  # those that were set for an experiment
+    measured_on: str  # the GPU on which they were chosen
+    changed: tuple[str, ...] = ()  # names of numbers that were set for an experiment
 
     # -- how many jobs share the GPU
-    demand_limit: float = _number("GPUs' worth of work that jobs sharing the GPU may ask for together")
-    queue_memory_ns: float = _number("how far back a queue is remembered")
+    demand_limit: float = _number("largest total demand, in GPUs, of the jobs that share the GPU")
+    queue_memory_ns: float = _number("time over which the length of the queue is averaged")
     long_queue_jobs: float = _number("waiting jobs at which the limit may double")
-    most_growth: float = _number("growth of the limit while a queue stays, at most")
-    most_demand: float = _number("GPUs' worth of work that jobs may ask for together, however long the queue")
-    most_confined_demand: float = _number("the same for jobs in windows of SMs")
-    confined_factor: float = _number("times the limit, for full batches in windows of SMs")
-    steady_queue_jobs: float = _number("waiting jobs from which short jobs are launched in one piece")
-    short_job_segments: int = _number("segments of a short job, at most", whole=True)
-    crowd_factor: float = _number("times the limit, from which jobs are a crowd")
-    much_longer: float = _number("times as long as a short job, from which a job stands back for it")
-    often_share: float = _number("share of the time with a short job, from which nobody stands back")
-    default_active: int = _number("jobs at once where neither policy nor demand says how many", whole=True)
-    gain_window_ns: float = _number("how long the gain of sharing is watched before it counts")
+    most_growth: float = _number("largest growth of the limit while a queue persists")
+    most_demand: float = _number("largest total demand, in GPUs, for any length of the queue")
+    most_confined_demand: float = _number("largest total demand, in GPUs, of jobs in windows of SMs")
+    confined_factor: float = _number("factor on the limit for full batches in windows of SMs")
+    steady_queue_jobs: float = _number("waiting jobs above which short jobs are launched in one piece")
+    short_job_segments: int = _number("largest number of segments of a short job", whole=True)
+    crowd_factor: float = _number("multiple of the limit above which active jobs are a crowd")
+    much_longer: float = _number("multiple of a short job's time above which a job stands back for it")
+    often_share: float = _number("fraction of time with a short job above which no job stands back")
+    default_active: int = _number("jobs at once if neither the policy nor demand limits them", whole=True)
+    gain_window_ns: float = _number("time over which the gain of sharing is averaged before it counts")
     # -- windows of SMs
-    roomy_jobs: int = _number("jobs in flight up to which each has all SMs", whole=True)
-    staying_jobs: float = _number("jobs fewer in another window that do not make up for moving there")
-    window_share: float = _number("part of the SMs that a window has")
-    most_window_stretch: float = _number("stretch in a window, above which a model keeps all SMs")
-    windows_quantum_us: float = _number("length of a segment where there are windows")
+    roomy_jobs: int = _number("largest number of jobs in flight that all have all SMs", whole=True)
+    staying_jobs: float = _number("difference in jobs between windows below which a job does not move")
+    window_share: float = _number("fraction of the SMs in a window")
+    most_window_stretch: float = _number("slowdown in a window above which a model keeps all SMs")
+    windows_quantum_us: float = _number("length of a segment in an engine with windows")
     # -- segments
     quantum_us: float = _number("length of a segment")
-    slice_quanta: float = _number("quanta from which a kernel is sliced")
-    just_ahead_ns: float = _number("how long before a segment ends the next one is sent")
-    most_stretch: float = _number("stretch of a segment beside others that is believed, at most")
-    long_copy_bytes: int = _number("inputs from which the copier copies", whole=True)
+    slice_quanta: float = _number("length of a kernel, in quanta, above which it is sliced")
+    just_ahead_ns: float = _number("time before the end of a segment at which the next one is launched")
+    most_stretch: float = _number("largest slowdown of a segment beside others that predictions use")
+    long_copy_bytes: int = _number("size of inputs above which the copier copies them", whole=True)
     # -- admission
-    late_share: float = _number("of the way from the shortest latency to the limit: a latency above shrinks the window")
-    window_decrease: float = _number("factor by which an admission window shrinks")
-    largest_window: float = _number("requests of a model in flight, at most")
-    less_margin: float = _number("part of the margin that one late request takes")
-    more_margin: float = _number("part of the margin that one request in time gives back")
+    late_share: float = _number("latency, between the shortest (0) and the limit (1), above which an allowance shrinks")
+    window_decrease: float = _number("factor by which an allowance shrinks")
+    largest_window: float = _number("largest number of a model's requests in flight")
+    less_margin: float = _number("fraction of the margin that one late request removes")
+    more_margin: float = _number("fraction of the margin that one request in time restores")
     first_margin: float = _number("margin before any prediction was compared with its outcome")
-    first_more_margin: float = _number("growth with each request in time, until one is late")
-    few_margin: float = _number("least margin until then, for few requests")
+    first_more_margin: float = _number("growth of the margin with each request in time, until one is late")
+    few_margin: float = _number("smallest margin until one is late, while there are few requests")
     few_requests: int = _number("requests in the engine that count as few", whole=True)
-    least_margin: float = _number("the margin never falls below")
-    stall_share: float = _number("part of the margin that one row of late requests leaves")
-    margin_back_ns: float = _number("time without requests in which the margin grows from nothing to all")
+    least_margin: float = _number("smallest margin")
+    stall_share: float = _number("fraction of the margin that remains after a series of late requests")
+    margin_back_ns: float = _number("time without requests in which the margin grows from 0 to 1")
     quiet_ns: float = _number("time without requests before the margin grows")
-    room_factor: float = _number("times the shortest latency: a limit below says nothing of predictions")
-    rate_ns: float = _number("time with requests in flight over which the rate of completions is counted")
-    rate_back: float = _number("part of a difference by which the rate falls when fewer were done")
+    room_factor: float = _number("multiple of the shortest latency; outcomes below this limit do not change the margin")
+    rate_ns: float = _number("time with requests in flight over which the completion rate is measured")
+    rate_back: float = _number("fraction of the difference by which a lower measurement reduces the rate")
     # -- weights that come and go
-    link_gbps: float = _number("rate at which weights come from the host's pinned memory")
-    file_gbps: float = _number("rate at which weights come from a file")
-    map_ns: float = _number("time until the first chunk of weights is copied")
-    cold_lead_ns: float = _number("a model whose weights come starts this much before it must, to be done with them")
-    cold_stretch: float = _number("times alone that its segments are expected to take meanwhile")
-    chunk_bytes: int = _number("weights that are mapped and copied at a time", whole=True)
-    demand_memory_ns: float = _number("after this time a request counts for 1/e of a new one, where weights compete")
-    patience: float = _number("times its reload: after this wait a model gets room from busy ones, too")
+    link_gbps: float = _number("rate of copying weights from pinned host memory")
+    file_gbps: float = _number("rate of reading weights from a file")
+    map_ns: float = _number("time until the copy of the first chunk of weights starts")
+    cold_lead_ns: float = _number("time by which a model starts early while its weights still arrive")
+    cold_stretch: float = _number("expected slowdown of its segments while its weights arrive")
+    chunk_bytes: int = _number("size of the parts in which weights are mapped and copied", whole=True)
+    demand_memory_ns: float = _number("time after which a request counts for 1/e of a new one, where weights compete")
+    patience: float = _number("wait, in reload times, after which a model also gets memory from busy models")
     # -- simulated time
-    hand_over_ns: float = _number("time until a lane's outputs are read and it is open again")
-    copy_gbps: float = _number("rate at which waiting inputs are copied into a lane")
-    host_launch_ns: float = _number("time of a graph launch on the host")
+    hand_over_ns: float = _number("time from a lane's end until its outputs are read and it is open again")
+    copy_gbps: float = _number("rate of copying waiting inputs into a lane")
+    host_launch_ns: float = _number("time that a graph launch takes on the host")
     segment_gap_ns: float = _number("time between two segments of a job")
-    apart_share: float = _number("how much less jobs in windows slow each other, for each job beyond roomy_jobs")
-    deep_kernels: float = _number("kernels of a graph behind which others of its hardware queue wait")
-    priority_share: float = _number("of the way to where only priorities of streams count, 0 to 1")
+    apart_share: float = _number("reduction of the mutual slowdown by windows, for each job beyond roomy_jobs")
+    deep_kernels: float = _number("number of kernels in a graph above which other graphs in its hardware queue wait")
+    priority_share: float = _number("influence of stream priorities, from 0 (none) to 1 (they alone decide)")
 
     def __post_init__(self) -> None:
         for each in _fields():
             value = getattr(self, each.name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TuningError(f"tuning {each.name}={value!r}: give a number that is not negative")
+                raise TuningError(f"tuning {each.name}={value!r}: it must be a finite number of at least 0")
             if each.metadata["whole"] and value != int(value):
-                raise TuningError(f"tuning {each.name}={value!r}: give a whole number")
+                raise TuningError(f"tuning {each.name}={value!r}: it must be an integer")
 
     @staticmethod
     def for_part(part: str, changes: Tuning | Mapping[str, float] | None = None) -> Tuning:
-        """The numbers of a part, or of the H200 where it has none; `changes` are for experiments.
+        """The numbers of a part, or of the H200 if the part has none; `changes` are for experiments.
 
         >>> Tuning.for_part("a100", {"demand_limit": 3.0}).measured_on
         'h200'
@@ -139,7 +139,7 @@ class Tuning:
 
     @staticmethod
     def for_device(device: Device, changes: Tuning | Mapping[str, float] | None = None) -> Tuning:
-        """By the part's name: "NVIDIA H200" is an h200, and so is its virtual twin."""
+        """The numbers for a device, by its name: "NVIDIA H200" is an h200, and so is its virtual twin."""
         part = getattr(device, "part", None)
         return Tuning.for_part(part.name if part else device.title.removeprefix("NVIDIA ").split()[0], changes)
 
@@ -147,12 +147,12 @@ class Tuning:
         known = [each.name for each in _fields()]
         for name in changes:
             if name not in known:
-                raise TuningError(f"tuning has no {name!r}; it has {', '.join(known)}")
+                raise TuningError(f"tuning has no number {name!r}; the names are {', '.join(known)}")
         given: dict[str, Any] = dict(changes)
         return replace(self, **given, changed=tuple(sorted({*self.changed, *changes})))
 
     def numbers(self) -> list[Number]:
-        """Every number with its meaning and source, as it stands here."""
+        """Every number with its meaning, its source and its current value."""
         read = _read(self.measured_on)
         return [
             replace(read[each.name], value=getattr(self, each.name), source="set for this run")
@@ -162,25 +162,25 @@ class Tuning:
         ]
 
     def segment_us(self, windows: int) -> float:
-        """How long a segment takes in an engine with this many windows of SMs."""
+        """The length of a segment in an engine with this many windows of SMs."""
         return self.windows_quantum_us if windows else self.quantum_us
 
     @staticmethod
     def of_row(row: Any) -> Tuning:
-        """The numbers that an engine works with, from its table; another process may have written it."""
+        """The numbers of an engine, from its table, which another process may have written."""
         numbers: dict[str, Any] = {each.name: row[each.name].item() for each in _fields()}
         return Tuning(part=MEASURED_ON, measured_on=MEASURED_ON, **numbers)
 
     @property
     def note(self) -> str:
-        """One sentence: where the numbers come from."""
+        """One sentence about the origin of the numbers."""
         said = f"tuned on {self.measured_on}"
         if self.part != self.measured_on:
             said = f"{self.part} has no tuning of its own and uses that of {self.measured_on}"
         return said + (f"; set for this run: {', '.join(self.changed)}" if self.changed else "")
 
     def row(self) -> np.ndarray[Any, Any]:
-        """As the compiled core reads it."""
+        """The numbers as a row for the compiled core."""
         return np.array([tuple(getattr(self, each.name) for each in _fields())], TUNING)
 
 
@@ -208,5 +208,7 @@ def _read(part: str) -> dict[str, Number]:
     }
     if found.keys() != meanings.keys():
         wrong = ", ".join(sorted(found.keys() ^ meanings.keys()))
-        raise TuningError(f"{path.name} and Tuning differ in {wrong}: give each number once, with its source")
+        raise TuningError(
+            f"{path.name} and Tuning differ in {wrong}: the file must have each number once, with its source"
+        )
     return found

@@ -1,8 +1,8 @@
 """Weights that come and go, as lanes see them: whether they are on the GPU, and when they will be.
 
-A program may start before all of its weights are there: chunks come in the order in which programs need them, and each
-segment says how many it needs. A lane gets its turn when the rest will come no later than its segments need it, or a
-little before: much earlier it would keep others from the GPU, later it would waste the time in which chunks come.
+A program may start before all of its weights have arrived: chunks come in the order in which programs need them, and
+each segment has the number of chunks it needs. A lane gets its turn when the remaining chunks will arrive about when
+its segments need them. Much earlier, the lane would keep others from the GPU; later, it would waste the arrival time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paellapy.scheduler.core.state import State
 
 @part
 def copy_ns(s: State, m: int, nbytes: float) -> float:
-    """How long it takes to copy this number of bytes of a model's weights."""
+    """The time to copy this number of bytes of a model's weights."""
     w = s.weights[m]
     return float(nbytes * (w.ns_per_byte if w.ns_per_byte > 0.0 else s.residency[0].ns_per_byte))
 
 
 @part
 def missing_bytes(s: State, m: int) -> int:
-    """Weights of a model that are not on the GPU."""
+    """Bytes of a model's weights that are not on the GPU."""
     w = s.weights[m]
     if s.residency[0].managed == 0 or w.stage == HERE:
         return 0
@@ -32,7 +32,7 @@ def missing_bytes(s: State, m: int) -> int:
 
 @part
 def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
-    """When the first `chunks` of a model's weights are on the GPU, if its copy is under way or comes next."""
+    """When the first `chunks` of a model's weights are on the GPU, if its copy is in progress or comes next."""
     w = s.weights[m]
     begin = w.begin_ns if w.stage == COMING else max(now, s.residency[0].link_free_ns) + s.tuning[0].map_ns
     return float(max(now, begin + copy_ns(s, m, min(chunks * w.chunk_bytes, w.bytes))))
@@ -40,8 +40,8 @@ def arrival_ns(s: State, m: int, chunks: int, now: float) -> float:
 
 @part
 def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch: float, lead_ns: float) -> float:
-    """When a program can go on from a segment without waiting for weights; `now` where it can at once. Its segments
-    take `stretch` times as long as alone, and the first one `lead_ns` longer.
+    """When a program can continue from a segment without waiting for weights; `now` if it can at once. Its segments
+    take `stretch` times their time alone, and the first one `lead_ns` more.
     """
     w = s.weights[m]
     found = now
@@ -54,28 +54,28 @@ def unhindered_ns(s: State, m: int, size: int, segment: int, now: float, stretch
         if f.chunks > have:
             have = f.chunks
             before = stretch * (tail - f.tail_ns) + (lead_ns if k > segment else 0.0)
-            # A whole number: simulated time comes to it exactly.
+            # An integer, so that simulated time reaches it exactly.
             found = max(found, np.ceil(arrival_ns(s, m, f.chunks, now) - before))
     return float(found)
 
 
 @part
 def ready_ns(s: State, m: int, size: int, segment: int, now: float) -> float:
-    """When a program could go on from a segment without having to wait for weights; `now` where it can."""
+    """When a program could continue from a segment without waiting for weights; `now` if it can at once."""
     return float(unhindered_ns(s, m, size, segment, now, 1.0, 0.0))
 
 
 @part
 def start_ns(s: State, m: int, size: int, now: float) -> float:
-    """When a program is to start whose weights come. Rather too early than too late: it may have to wait on its way,
-    but is done soon after the last of its weights.
+    """When a program should start while its weights arrive. It starts early rather than late: it may have to wait
+    between segments, but ends soon after its last weights have arrived.
     """
     return float(unhindered_ns(s, m, size, 0, now, s.tuning[0].cold_stretch, s.tuning[0].cold_lead_ns))
 
 
 @part
 def may_start(s: State, lane: int, now: int) -> bool:
-    """Whether the weights are there, or come so soon that the lane need not wait for them on its way."""
+    """Whether the weights are there, or arrive soon enough for the lane to run without waiting."""
     if s.residency[0].managed == 0:
         return True
     a = s.lane[lane]
@@ -102,20 +102,20 @@ def has_weights(s: State, lane: int) -> bool:
 
 @part
 def all_here(s: State, m: int) -> bool:
-    """Whether all weights are on the GPU: what is launched in one piece needs them."""
+    """Whether all weights are on the GPU, which a program in one piece needs."""
     return bool(s.residency[0].managed == 0 or s.weights[m].stage == HERE)
 
 
 @part
 def berth_is_free(s: State, lane: int) -> bool:
-    """Whether no other lane runs in the memory that the lane runs in."""
+    """Whether no other lane runs in the lane's berth."""
     b = s.lane[lane].berth
     return bool(b < 0 or s.berth[b] == lane + 1 or (s.berth[b] == 0 and s.berth_kept[b] == 0))
 
 
 @part
 def in_use(s: State, m: int) -> bool:
-    """Whether something of the model runs, or is about to."""
+    """Whether a job of the model runs, or is about to."""
     for k in range(s.model[m].n_lanes):
         state = s.lane[s.model_lane[m, k]].state
         if state in (READY_WAIT, RUNNING):
@@ -125,14 +125,14 @@ def in_use(s: State, m: int) -> bool:
 
 @part
 def recent_demand(s: State, m: int, now: float) -> float:
-    """The model's requests, each counting for less as time goes by."""
+    """The number of the model's recent requests, with decreasing weight."""
     w = s.weights[m]
     return float(w.demand * np.exp(-max(0.0, now - w.demand_ns) / s.tuning[0].demand_memory_ns))
 
 
 @part
 def note_demand(s: State, m: int, now: int) -> None:
-    """A request of the model was accepted."""
+    """Counts an accepted request of the model."""
     if s.residency[0].managed == 0:
         return
     w = s.weights[m]

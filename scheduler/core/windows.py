@@ -1,12 +1,12 @@
-"""SM windows in the core: where many jobs share the GPU, each launch keeps to some of its SMs.
+"""SM windows in the core: where many jobs share the GPU, each launch is confined to some of its SMs.
 
-Kernels of small batches leave most of the GPU idle, and still slow each other, less so where they do not meet on SMs.
-Confined to windows they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to
-the emptiest: where it is fixed who goes where, jobs wait for each other in some places while there is room in others.
-While few share the GPU, each has all of it.
+Kernels of small batches leave most of the GPU idle and still slow each other, less so on different SMs. Confined to
+windows, they meet fewer others. Windows overlap, a lane has several to choose from, and every launch goes to the
+emptiest one: with fixed windows, jobs would wait for each other in some while there is room in others. While few jobs
+share the GPU, each has all of it.
 
-A window has streams of its own, and a launch begins sooner on one of those. What is in flight of one job stays on one
-stream, so with something in flight it goes elsewhere only where that is much emptier.
+A window has its own streams, and a launch starts sooner on one of these. A job keeps its stream while any of its
+launches is in flight, so it changes windows then only if another one is much emptier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ZERO = np.uint64(0)
 
 @part
 def fill_window(s: State, window: int, change: int) -> None:
-    """A job more or less in a window, and so in those that it shares SMs with."""
+    """Adds or removes a job in a window, and so in the windows that share SMs with it."""
     for other in range(s.core[0].windows):
         s.window_load[other] += change * s.overlap[window, other]
 
@@ -44,10 +44,10 @@ def can_be_confined(s: State, lane: int) -> bool:
 
 @part
 def choose_handle(s: State, lane: int, segment: int, wide: Any, sms: float) -> Any:
-    """What to launch next of a lane that is in flight: `wide`, or the same in the emptiest of the lane's windows.
+    """The handle of a lane's next launch: `wide`, or the same launch in the emptiest of the lane's windows.
 
-    Where the hardware decides, everything has all SMs. `sms`: the part of them that the policy wants it to have; 0: it
-    does not say.
+    Where the hardware decides, every launch has all SMs. `sms`: the part of the SMs that the policy wants; 0: it does
+    not say.
     """
     core = s.core[0]
     leave_window(s, lane)

@@ -41,10 +41,10 @@ def test_what_is_set_for_an_experiment_is_named() -> None:
     ("changes", "says"),
     [
         ({"demand": 1.0}, "demand_limit"),
-        ({"demand_limit": -1.0}, "not negative"),
-        ({"demand_limit": float("nan")}, "not negative"),
-        ({"roomy_jobs": 1.5}, "whole number"),
-        ({"quantum_us": "long"}, "not negative"),
+        ({"demand_limit": -1.0}, "at least 0"),
+        ({"demand_limit": float("nan")}, "at least 0"),
+        ({"roomy_jobs": 1.5}, "integer"),
+        ({"quantum_us": "long"}, "at least 0"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(changes: dict[str, float], says: str) -> None:
