@@ -1,4 +1,4 @@
-"""What a device must offer the engine: memory for lanes, capture of programs, launches cut into segments, a loop."""
+"""The interface between the engine and a device: memory for lanes, capture of programs, segment launches, a loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
-# One capture at a time on a device: other threads' launches go on, other loads wait.
+# A device has one capture at a time: launches of other threads continue, other loads wait.
 _locks: dict[int, threading.RLock] = {}
 
 
@@ -36,23 +36,23 @@ class Backend(ABC):
     """A device behind the engine. One engine owns one backend."""
 
     device: Device
-    weights_limit_bytes: int = 0  # that weights which come and go may hold together
+    weights_limit_bytes: int = 0  # limit for all weights that come and go together
 
     @abstractmethod
     def default_memory_bytes(self) -> int:
-        """What the engine may use when nobody says."""
+        """The memory that the engine may use if none is given."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """What measured times depend on beside the program: the part, its driver or its timing model."""
+        """The facts on which measured times depend besides the program: the part, its driver or its timing model."""
 
     @abstractmethod
     def lane_memory(self, plan: LanePlan, berth: Any = None) -> Memory:
-        """Memory for a lane: of its own on the device, or that of a berth."""
+        """Memory for a lane: its own on the device, or that of a berth."""
 
     @abstractmethod
     def berth(self, nbytes: int) -> Any:
-        """Memory of the device that lanes share, with `free()`."""
+        """Device memory that lanes share, with `free()`."""
 
     @abstractmethod
     def upload(self, model: Model) -> Arrays:
@@ -60,32 +60,32 @@ class Backend(ABC):
 
     @abstractmethod
     def capture(self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None) -> Program:
-        """Runs the model's function once and keeps what it launches, between the copies of inputs and outputs.
+        """Runs the model's function once and records its launches, between the copies of inputs and outputs.
 
-        Kernels in `marks` say when all their blocks are on the SMs.
+        Kernels in `marks` report when all their blocks are on the SMs.
         """
 
     def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-        """The program of a lane for another, and with marks, where that needs no run of the function; None: it does."""
+        """The program of one lane for another lane, with marks, if no run of the function is needed; None if one is."""
         return None
 
     @abstractmethod
     def node_times_ns(self, program: Program) -> list[float]:
-        """How long each node takes, run one after the other."""
+        """The time of each node, when nodes run one after the other."""
 
     @abstractmethod
     def wave_blocks(self, program: Program) -> list[int]:
-        """For each node: blocks of its kernel that the GPU holds at once; 0 for what is no kernel."""
+        """For each node: blocks of its kernel that the GPU holds at once; 0 for other nodes."""
 
     @abstractmethod
     def cut(self, program: Program, bounds: Bounds, lane: Lane, confine: bool = False) -> Launches:
-        """Makes the segments launchable; segment k writes to the lane's word k, the whole to its last one.
+        """Makes the segments launchable. Segment k writes to the lane's word k, the whole program to its last word.
 
-        `confine`: also inside the lane's windows, as far as its kernels can be.
+        `confine`: also make launches inside the lane's windows, as far as the kernels allow it.
         """
 
     def launch_first(self, launches: Launches, wholes: bool) -> None:
-        """Launches every segment once, and the whole program, where a first launch takes longer than others.
+        """Launches every segment and the whole program once, on devices where a first launch takes longer.
 
         The lane is not in service yet.
         """
@@ -93,26 +93,26 @@ class Backend(ABC):
 
     @abstractmethod
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
-        """Time of each segment, of the whole program, and of that inside a window (0: it is not confined).
+        """The time of each segment, of the whole program, and of the whole program inside a window (0: not confined).
 
         `alone`: nothing else runs meanwhile.
         """
 
     @abstractmethod
     def saturated_ns(self, lanes: Sequence[Launches], rounds: int) -> float:
-        """Time per run when every lane launches its whole program again and again, all at once, each on all SMs."""
+        """Time per run when all lanes launch their whole programs repeatedly and at once, each on all SMs."""
 
     @abstractmethod
     def grant(self, word: int) -> int:
-        """What the core can launch to say that a turn is granted: it writes 1 to the word at an address, and that is
-        all. It has no end; who has the turn writes the completion word.
+        """A handle that the core launches to grant a turn: it only writes 1 to the word at an address. It never
+        completes by itself; the owner of the turn writes the completion word.
         """
 
     @abstractmethod
     def segment_shares(self, launches: Launches, alone_ns: Sequence[float]) -> list[tuple[float, float]]:
-        """Parts that each segment takes of what the GPU can compute and of what it can move, 0 to 1; 0: not known.
+        """The fractions of the GPU's arithmetic and bandwidth that each segment uses, 0 to 1; 0: not known.
 
-        `alone_ns` has the segments' times. Nothing else runs meanwhile.
+        `alone_ns` has the segments' times. Nothing else may run meanwhile.
         """
 
     @abstractmethod
@@ -120,49 +120,49 @@ class Backend(ABC):
 
     @abstractmethod
     def pool(self, state: State, priority: int) -> int:
-        """The row of `state.stream` whose streams have this priority on the GPU; filled when it is first asked for."""
+        """The row of `state.stream` whose streams have this priority on the GPU; filled on first use."""
 
     @abstractmethod
     def start(self, state: State, bell: Bell, failed: Callable[[BaseException], None]) -> None:
-        """Starts the loop in a thread of its own. The bell wakes it: there is something new on a submission ring."""
+        """Starts the loop in its own thread. The bell wakes it when a submission ring has a new message."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
-        """Runs a function in the loop's thread, between two steps: it may change what the core reads."""
+        """Runs a function in the loop's thread, between two steps, when it may change tables that the core reads."""
 
     @abstractmethod
     def begin_trace(self, records_per_sm: int, models: list[LoadedModel]) -> None:
-        """Starts recording the blocks of what is launched from now on."""
+        """Starts recording the blocks of all launches from now on."""
 
     @abstractmethod
     def end_trace(self, models: list[LoadedModel]) -> TracedBlocks: ...
 
     @abstractmethod
     def to_trace_ns(self, host_ns: int) -> int:
-        """A time of the host's monotonic clock on the clock of the trace."""
+        """Converts a time of the host's monotonic clock to the clock of the trace."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the loop; the engine has drained before."""
+        """Ends the loop, after the engine has drained."""
 
     def close(self) -> None:
-        """Gives back what is left, after the loop has ended and every model is gone."""
+        """Frees the remaining resources, after the loop has ended and every model is unloaded."""
         return
 
     # -- weights that come and go
 
     @abstractmethod
     def weight_range(self, layout: Layout, chunk_bytes: int) -> WeightRange:
-        """Addresses for a model's weights, with memory behind them."""
+        """An address range for a model's weights, with memory behind it."""
 
     @abstractmethod
     def host_block(self, nbytes: int) -> Any:
-        """Memory of the host that weights are copied from: an array `host`, and `free()`."""
+        """Host memory from which weights are copied: an array `host`, and `free()`."""
 
     @abstractmethod
     def weight_ends(self, program: Program, weights: WeightRange) -> list[tuple[int, int]]:
         """For each node, the number of leading bytes of the weights that it needs: a lower and an upper bound, both
-        from the pointers that the node is launched with.
+        from the node's launch arguments.
         """
 
     @abstractmethod
@@ -172,11 +172,11 @@ class Backend(ABC):
     # -- common to all
 
     def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
-        """Every batch size once: scratch memory of a lane, and what other libraries' allocators take beside it."""
+        """Runs every batch size once; returns a lane's scratch memory, and the memory of other libraries."""
         return max(self.rehearse(model, weights, batch) for batch in model.batch), 0
 
     def rehearse(self, model: Model, weights: Arrays, batch: int) -> int:
-        """Compiles and tunes by running the function, then counts the scratch memory of a second run."""
+        """Compiles and tunes by running the function once, then counts the scratch memory of a second run."""
         inputs, outputs = self._temporaries(model, batch)
         with self.device:
             call_model(model, weights, inputs, outputs, batch, "in its first run")
@@ -189,41 +189,44 @@ class Backend(ABC):
             call_model(model, weights, inputs, outputs, batch, "in its second run")
         self.device.synchronize()
         if not counting.launches and not self.foreign_kernels:
-            raise CaptureError(f"model {model.name!r} launches no kernel at batch {batch}")
+            raise CaptureError(
+                f"model {model.name!r} launches no kernel at batch {batch}: its function must launch at least one"
+            )
         return counting.scratch_bytes
 
     def sm_totals(self) -> tuple[float, Any, Any] | None:
-        """Until when (ns), and per SM since the start: warp-ns of resident warps, ns with any. None: not known."""
+        """A time (ns), and per SM up to that time: warp-ns of resident warps, ns with any. None if unknown."""
         return None
 
     @abstractmethod
     def open_windows(self, count: int, share: float) -> list[set[int]]:
-        """Makes this many windows, each with this share of the SMs, evenly spread; which SMs are in each.
+        """Creates this many windows, each with this share of the SMs, evenly spread; returns the SMs of each.
 
-        Before any model is loaded.
+        Must be called before any model is loaded.
         """
 
-    computes_in_python = False  # whether the loop computes in Python itself, and so competes with other threads for it
+    # whether the loop computes in Python, and so competes with other threads for the interpreter
+    computes_in_python = False
     shares_are_free = False  # whether `segment_shares` is known without a measurement
-    windows = 0  # of SMs; 0: none
-    window_share = 0.0  # of the SMs that each has
+    windows = 0  # number of windows of SMs; 0: none
+    window_share = 0.0  # fraction of the SMs in each window
     foreign_kernels = False  # whether kernels other than ours can be captured
-    sleeps_in_read = False  # the loop sleeps by reading the bell's descriptor
-    shared_slots = False  # lanes' host memory is made for other processes to map
+    sleeps_in_read = False  # whether the loop sleeps by reading the bell's descriptor
+    shared_slots = False  # whether other processes map the lanes' host memory
 
-    # Called with lane, slot and error, in the loop's thread, where a model failed on the values in one slot.
+    # Called with lane, slot and error, in the loop's thread, when a model failed on the values in one slot.
     on_fault: Callable[[int, int, BaseException], None]
 
     def counting(self, capture: ModelCapture) -> contextlib.AbstractContextManager[None]:
-        """Around a run whose scratch memory is counted: other libraries' allocations count too."""
+        """The context for a run whose scratch memory is counted, including other libraries' allocations."""
         return contextlib.nullcontext()
 
     def discard(self, program: Program) -> None:
-        """The program has been cut, or is not wanted: what was captured may go."""
+        """Frees the captured program, once it has been cut or is not wanted."""
         program.body = None
 
     def failure(self, status: int) -> BaseException:
-        """The error that a status of the core's launches stands for."""
+        """The error for a status of the core's launches."""
         return LaunchError(f"running a model failed with status {status}")
 
     def _temporaries(self, model: Model, batch: int) -> tuple[Arrays, Arrays]:

@@ -1,4 +1,4 @@
-"""A real GPU behind the engine: CUDA graphs launched by the compiled core, which spins while work is in flight."""
+"""A real GPU behind the engine: the compiled core launches CUDA graphs, and spins while work is in flight."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ from paellapy.scheduler.models.torch_pool import TorchPool, torch_in_use
 from paellapy.scheduler.models.torch_random import LaneDraws
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
-# The loop spins on for this long after its last work, so that the next request of some hundred a second finds it awake:
-# to be woken takes longer than many a kernel. Left alone it sleeps after that.
+# The loop keeps spinning for this long after its last work, so that at some hundred requests a second the next one
+# finds it awake: waking up takes longer than many kernels. After that it sleeps.
 _LINGER_NS = 10_000_000
-_WATCH_S = 0.1  # how often a GPU that makes no progress is asked whether it is still there
+_WATCH_S = 0.1  # how often the driver is asked whether a GPU without progress is still alive
 _NOT_READY = 600
 _CROWDED_RUNS = 4
-_GATED_NODES = 128  # queued behind a closed gate at most: the driver's queues hold about a thousand
-_PORTABLE_MAPPED = 3  # of cuMemHostAlloc and of cuMemHostRegister alike
+_GATED_NODES = 128  # most nodes queued behind a closed gate: the driver's queues hold about a thousand
+_PORTABLE_MAPPED = 3  # portable and mapped, for both cuMemHostAlloc and cuMemHostRegister
 
 
 class CudaBerth:
-    """Device memory in which one lane runs at a time: our own block, and PyTorch's pool where it is used."""
+    """Device memory in which one lane runs at a time: our own block, and PyTorch's pool if it is used."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
@@ -88,8 +88,8 @@ class CudaBerth:
 class CudaMemory(Memory):
     """A lane's block on the GPU and its pinned block on the host.
 
-    `shared`: the host's block is mapped by other processes too. The driver cannot share what it allocates itself, so
-    shared memory is made first and then pinned.
+    `shared`: other processes map the host block too. The driver cannot share memory that it allocates itself, so shared
+    memory is created first and then pinned.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class CudaMemory(Memory):
 
     def _share(self, nbytes: int) -> int:
         cu = driver()
-        # Graphs hold host addresses, and kernels and copies use them as they are: the GPU must see the same ones.
+        # Graphs, kernels and copies use host addresses directly, so the GPU must see memory at the same addresses.
         same = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         if not int(check(cu.cuDeviceGetAttribute(same, self._device.index), "reading the GPU's attributes")):
             raise LaunchError(
-                "this GPU does not see registered host memory at the host's addresses, so its lanes cannot be shared "
+                "this GPU maps registered host memory at other addresses than the host, so its lanes cannot be shared "
                 "with other processes: serve without workers"
             )
         self.block = SharedBlock(nbytes)
-        # Whole pages: the block is made of them.
+        # Whole pages, because the block consists of them.
         check(
             cu.cuMemHostRegister(self.block.address, self.block.nbytes, _PORTABLE_MAPPED), "pinning shared memory"
         )
@@ -142,7 +142,7 @@ class CudaMemory(Memory):
             self._pinned, self.host, self.block = 0, np.empty(0, np.uint8), None
 
     def draws(self, number: int) -> LaneDraws:
-        """Random numbers of this lane, which is the model's of this number."""
+        """Random numbers of this lane, which has this number in its model."""
         if self._draws is None:
             torch: Any = sys.modules["torch"]
             self._draws = LaneDraws(torch, self._device.index, number, words_of)
@@ -179,11 +179,11 @@ class CudaBackend(Backend):
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._trace: CudaTrace | None = None
-        self._trial: TorchPool | None = None  # while a model is rehearsed
+        self._trial: TorchPool | None = None  # set while a model is rehearsed
         self._windows: CudaWindows | None = None
-        self._hogs: Hogs | None = None  # once the parts that segments take are measured
+        self._hogs: Hogs | None = None  # created when the shares of segments are first measured
         self._closed = False
-        self._pages: CudaPages | None = None  # of weights that come and go
+        self._pages: CudaPages | None = None  # memory pages of weights that come and go
         self._weight_stream: CudaStream | None = None
 
     def default_memory_bytes(self) -> int:
@@ -231,7 +231,7 @@ class CudaBackend(Backend):
 
     def rehearse_all(self, model: Model, weights: Arrays) -> tuple[int, int]:
         if isinstance(model.source, ForeignGraph):
-            return 0, 0  # there is nothing to run, and its memory is its owner's
+            return 0, 0  # a captured graph needs no rehearsal, and its memory belongs to its owner
         if not torch_in_use(model.uses_torch):
             return super().rehearse_all(model, weights)
         if model.stateful:
@@ -250,7 +250,7 @@ class CudaBackend(Backend):
     def capture_traced(
         self, lane: Lane, weights: Arrays, batch: int, cuts: Cuts, marks: Marks | None = None
     ) -> tuple[Program, list[int]]:
-        """Also under which id each node's blocks appear in a trace that is under way."""
+        """Also returns, for each node, the id of its blocks in the running trace."""
         self.device.activate()
         if isinstance(lane.model.source, ForeignGraph):
             program = foreign_program(self.device, lane, lane.model.source)
@@ -263,7 +263,7 @@ class CudaBackend(Backend):
         return capture_program(self.device, stream, lane, weights, batch, cuts, marks or {}, memory.torch_pool)
 
     def _torch_pool(self, model: Capturable) -> TorchPool:
-        """Lanes of a model that changes its weights run one at a time, and share a pool."""
+        """The pool of a lane. Lanes of a model that changes its weights run one at a time, and share a pool."""
         if not model.stateful:
             return TorchPool(self.device.index)
         if model.source.pool is None:
@@ -272,7 +272,7 @@ class CudaBackend(Backend):
         return pool
 
     def _rehearse_step(self, model: Model, weights: Arrays) -> tuple[int, int]:
-        """Also what PyTorch holds at a time while a step runs, in whichever thread."""
+        """Also counts the memory that PyTorch holds while a step runs, in any thread."""
         torch: Any = sys.modules["torch"]
         torch.cuda.reset_peak_memory_stats(self.device.index)
         before = torch.cuda.memory_allocated(self.device.index)
@@ -280,7 +280,7 @@ class CudaBackend(Backend):
         return scratch, torch.cuda.max_memory_allocated(self.device.index) - before
 
     def _capture_stream(self, priority: int) -> CudaStream:
-        """Kernels in a graph have the priority of the stream they were captured on, wherever the graph is launched."""
+        """A stream to capture on: kernels in a graph keep the priority of the stream on which they were captured."""
         if priority not in self._captures:
             self._captures[priority] = CudaStream(self.device, priority)
         return self._captures[priority]
@@ -299,10 +299,11 @@ class CudaBackend(Backend):
         self.device.activate()
         try:
             self._windows = CudaWindows(self.device, count, share)
-        except (PaellaError, RuntimeError, AttributeError) as e:  # the latter two: older drivers and bindings
+        # RuntimeError and AttributeError come from older drivers and bindings
+        except (PaellaError, RuntimeError, AttributeError) as e:
             raise LaunchError(
-                f"windows of SMs are green contexts, which this GPU or its driver does not offer ({e}): CUDA 12.5 "
-                "does; or use sm_windows=0"
+                f"windows of SMs need green contexts, which this GPU or its driver does not support ({e}): use CUDA "
+                "12.5 or later, or sm_windows=0"
             ) from e
         return self._windows.sms
 
@@ -310,24 +311,24 @@ class CudaBackend(Backend):
         self.device.activate()
         words = int(lane.words.ctypes.data)
         windows = lane.windows if confine and self._windows is not None else ()
-        made: list[list[int]] = []  # of each segment, then of the whole: on all SMs, and in each window
+        made: list[list[int]] = []  # for each segment and the whole program: on all SMs, then in each window
         try:
             with contextlib.closing(self._graphs(program, bounds, words, lane.plan.n_words)) as graphs:
                 for graph in graphs:
                     made.append([instantiate(graph.handle)])
                     if windows:
                         assert self._windows is not None
-                        # Where more of the program follows; nothing does where this is all of it.
+                        # Inside the window if more of the program follows; outside if this is the whole program.
                         inside = len(graph.nodes) < len(program.nodes)
                         made[-1] += self._windows.confined(graph, windows, end_inside=inside)
         except BaseException:
             _destroy(handle for each in made for handle in each)
             raise
-        if len(made[-1]) == 1:  # the whole cannot be confined, so none of its parts is
+        if len(made[-1]) == 1:  # the whole program cannot be confined, so its segments are not either
             _destroy(handle for each in made for handle in each[1:])
             made = [each[:1] for each in made]
         *handles, whole = (each[0] for each in made)
-        # A segment of nothing that can be confined is launched as it is.
+        # A segment without kernels that can be confined is launched on all SMs.
         confined = [
             ([each[1 + k] if len(each) > 1 else 0 for each in made[:-1]], made[-1][1 + k])
             for k in range(len(made[-1]) - 1)
@@ -336,7 +337,7 @@ class CudaBackend(Backend):
 
     @staticmethod
     def _graphs(program: Program, bounds: Bounds, words: int, n_words: int) -> Generator[SegmentGraph, None, None]:
-        """Graphs of the segments, and of the whole program, each with the address of its completion word."""
+        """Graphs of the segments and of the whole program, each with the address of its completion word."""
         yield from segment_graphs(program.body, bounds, [words + 8 * k for k in range(len(bounds))])
         with segment_graph(program.body, 0, len(program.nodes), words + 8 * (n_words - 1)) as whole:
             yield whole
@@ -344,7 +345,7 @@ class CudaBackend(Backend):
     def launch_first(self, launches: Launches, wholes: bool) -> None:
         stream = self._capture_stream(launches.program.model.priority).handle
         for handles, whole in ((launches.handles, launches.whole), *launches.confined):
-            # All of it in order, as it will run: kernels may need what a segment left that cannot be confined.
+            # In order, as in service: a kernel may need results of a segment that cannot be confined.
             launch_once((own or wide for own, wide in zip(handles, launches.handles, strict=True)), stream)
             if wholes:
                 launch_once([whole], stream)
@@ -355,7 +356,7 @@ class CudaBackend(Backend):
         cut = settled_times_ns(launches.handles, repeats, stream, gate)
         wholes = [launches.whole, *(whole for _, whole in launches.confined[:1])]
         whole = [settled_times_ns([each], repeats, stream, gate) for each in wholes]
-        # Beside other work a time can only come out too long: the shortest is the nearest to alone.
+        # Other work can only lengthen a measured time, so the shortest is the closest to the time alone.
         pick = np.median if alone else np.min
         times: NDArray[np.float64] = np.asarray(pick(cut, axis=0))
         wide, *narrow = (float(pick(each[:, 0])) for each in whole)
@@ -374,7 +375,7 @@ class CudaBackend(Backend):
             for stream in streams:
                 check(cu.cuStreamSynchronize(stream), "timing graphs that run at once")
             times.append(time.perf_counter_ns() - began)
-        # The first warms up, and one that the host was late for took too long.
+        # The first run warms up, and a run whose launch the host delayed took too long.
         return min(times[1:]) / (rounds * len(lanes))
 
     def grant(self, word: int) -> int:
@@ -416,7 +417,7 @@ class CudaBackend(Backend):
         super().discard(program)
 
     def _streams(self, priority: int) -> list[CudaStream]:
-        """Made and used one after the other: a stream's first work takes longer."""
+        """Creates streams and uses each once, because a stream's first work takes longer."""
         level = CudaStream.level(priority)
         if level not in self._pools:
             streams: list[CudaStream] = []
@@ -432,7 +433,8 @@ class CudaBackend(Backend):
                     check(opened, "opening a stream")
                     streams[k].synchronize()
             except BaseException:
-                streams.clear()  # those of a window go before it does, whoever keeps the error
+                # streams of a window must go before the window does, even if the error keeps references
+                streams.clear()
                 raise
             self._pools[level] = streams
         return self._pools[level]
@@ -473,7 +475,7 @@ class CudaBackend(Backend):
                 self._calls.popleft()()
 
     def _watch(self) -> None:
-        """A fault leaves completion words unwritten: when nothing moves, ask the driver."""
+        """Asks the driver when nothing makes progress: a fault leaves completion words unwritten."""
         self.device.activate()
         core = self._state.core[0]
         before = -1
@@ -490,7 +492,7 @@ class CudaBackend(Backend):
             fail(status, "running a model")
         except LaunchError as e:
             return e
-        return LaunchError(f"running a model failed with CUDA status {status}")
+        return LaunchError(f"running a model failed with CUDA status {status}; start a new process")
 
     def call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
@@ -510,7 +512,7 @@ class CudaBackend(Backend):
         self._bell.close()
 
     def close(self) -> None:
-        # Now, and not whenever the collector comes by: that may be within another engine's capture.
+        # Free them now: the garbage collector might do so during another engine's capture.
         self._pools.clear()
         self._captures.clear()
         if self._hogs is not None:
@@ -523,7 +525,7 @@ class CudaBackend(Backend):
         self._close_windows()
 
     def _close_windows(self) -> None:
-        """After the last graph that runs in one: those of a trace that is still open may be left."""
+        """Closes the windows after the last graph that runs in one; an open trace may still hold such graphs."""
         if self._closed and self._trace is None and self._windows is not None:
             self._windows.close()
             self._windows = None
@@ -552,7 +554,7 @@ def _destroy(executables: Iterable[int]) -> None:
 
 
 def free_and_whole_bytes(device: Any) -> tuple[int, int]:
-    """Of the GPU's memory."""
+    """Free and total bytes of the GPU's memory."""
     device.activate()
     free, whole = check(driver().cuMemGetInfo(), "reading the GPU's memory")
     return int(free), int(whole)

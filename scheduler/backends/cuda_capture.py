@@ -1,4 +1,4 @@
-"""Capture on a real GPU: into a CUDA graph, with our launches numbered, sliced where asked, and CuPy in the arena."""
+"""Capture on a real GPU: into a CUDA graph, with our launches numbered and sliced, and CuPy in the arena."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _sliced: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.Weak
 
 
 def sliced_variant(launcher: CudaLauncher) -> Launcher | None:
-    """The same kernel compiled to run any range of its blocks; None where the pass cannot do that."""
+    """The same kernel compiled to run any range of its blocks; None if the pass cannot do that."""
     if launcher.compiled.config.sliced:
         return launcher
     if launcher not in _sliced:
@@ -51,7 +51,7 @@ _notifying: weakref.WeakKeyDictionary[CudaLauncher, Launcher | None] = weakref.W
 
 
 def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
-    """The same kernel, whose last block says when it starts; None where the pass cannot do that."""
+    """The same kernel, whose last block reports its start; None if the pass cannot do that."""
     if launcher.compiled.config.notifies:
         return launcher
     if launcher not in _notifying:
@@ -64,12 +64,12 @@ def notifying_variant(launcher: CudaLauncher) -> Launcher | None:
 
 
 class GraphCapture(LaneCapture):
-    """Our launches go to the capturing stream; which node each became is noted."""
+    """Sends our launches to the capturing stream, and records which graph node each became."""
 
     def __init__(self, lane: Lane, cuts: Cuts, marks: Marks, device: CudaDevice) -> None:
         super().__init__(lane, cuts)
         self.device, self._marks = device, marks
-        self.marked: Marks = {}  # those that could be done
+        self.marked: Marks = {}  # marks that could be made
         self.nodes: dict[int, tuple[int, Part | None, Any, int]] = {}  # node → launch number, part, code, trace id
 
     def launch(
@@ -101,7 +101,7 @@ class GraphCapture(LaneCapture):
 
     @contextlib.contextmanager
     def _notifying(self, number: int, part: Part | None, launcher: Launcher) -> Iterator[Launcher]:
-        """The launcher to use: where the launch ends a segment, one that tells the lane's word of that segment."""
+        """The launcher to use; for a launch that ends a segment, one that reports to that segment's word."""
         segment = self._marks.get((number, part))
         found = None
         if segment is not None and isinstance(launcher, CudaLauncher) and self.device.session is None:
@@ -117,14 +117,14 @@ class GraphCapture(LaneCapture):
             self.notify_word = 0
 
     def _note(self, number: int, part: Part | None, compiled: Any) -> None:
-        """The node just added is the one that whatever comes next on the stream depends on."""
+        """Records the node just added: the one on which the next operation on the stream depends."""
         info = check(driver().cuStreamGetCaptureInfo(self.device.current_stream()), "reading a capture")
         dependencies = info[3]
         traced = Session._next_id - 1 if self.device.session is not None else 0
         self.nodes[int(dependencies[-1])] = (number, part, compiled, traced)
 
     def describe(self, node: Any) -> tuple[Node, int]:
-        """Facts of a node, with what we know of it if we launched it; and the id its blocks have in a trace."""
+        """Facts about a node, including our own if we launched it; and the id of its blocks in a trace."""
         found = describe(self.device, node, self.model.name)
         ours = self.nodes.get(int(node))
         if ours is None:
@@ -141,7 +141,7 @@ class GraphCapture(LaneCapture):
 
 @contextlib.contextmanager
 def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator[None]:
-    """CuPy's calls go to our stream and its memory comes from the arena, where CuPy is in use."""
+    """Sends CuPy's calls to our stream and takes its memory from the arena, if CuPy is in use."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         yield
@@ -161,7 +161,7 @@ def cupy_in_arena(device: CudaDevice, stream: int | None, take: Any) -> Iterator
 
 
 class _Foreign:
-    """A stream of ours under CUDA's stream protocol."""
+    """One of our streams under CUDA's stream protocol."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -171,7 +171,7 @@ class _Foreign:
 
 
 def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
-    """Our stream as CuPy sees it: CuPy 14 deprecates the class that older versions need."""
+    """Our stream as a CuPy object: CuPy 14 deprecates the class that older versions need."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Foreign(handle))
     return cupy.cuda.ExternalStream(handle, device)
@@ -179,9 +179,7 @@ def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector waits: what it finds may be streams and memory of an engine that was closed, and CUDA does not
-    allow that they are freed inside a capture.
-    """
+    """Pauses Python's garbage collector: inside a capture, CUDA does not allow it to free streams and memory."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -192,7 +190,7 @@ def no_collection() -> Iterator[None]:
 
 
 class Recorder:
-    """Makes a stream's work a graph."""
+    """Captures a stream's work into a graph."""
 
     owner: Any = None
 
@@ -216,8 +214,8 @@ class Recorder:
 
 
 class TorchRecorder(Recorder):
-    """The same through PyTorch, for what trains: the backward pass runs in PyTorch's own threads, whose memory must
-    come from the pool too, and random numbers need a graph that their generator knows.
+    """Captures through PyTorch, for training: the backward pass runs in PyTorch's own threads, whose memory must also
+    come from the pool, and random numbers need a graph that is registered with their generator.
     """
 
     def __init__(self, stream: int, pool: TorchPool, draws: Draws | None) -> None:
@@ -245,12 +243,12 @@ class TorchRecorder(Recorder):
     def abandon(self) -> None:
         try:
             self.owner.capture_end()
-        except RuntimeError:  # it cannot end well: what went wrong is on its way to the caller
+        except RuntimeError:  # it cannot end properly; the original error is already being raised
             self._let_go()
-        self.owner = None  # it holds the pool, and the error that is on its way holds this
+        self.owner = None  # it holds the pool, and the traceback of the error holds this object
 
     def _let_go(self) -> None:
-        """PyTorch leaves its allocator recording for a capture that failed, and aborts the process later for it."""
+        """Ends the allocator's recording: PyTorch leaves it on after a failed capture, and would abort later."""
         torch: Any = sys.modules["torch"]
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._pool.index, self._pool.id)
@@ -264,7 +262,7 @@ def _recorder(stream: int, pool: TorchPool | None, model: Capturable, drawn: int
 
 
 def _drawing(model: Capturable, draws: LaneDraws | None) -> contextlib.AbstractContextManager[None]:
-    """Where random numbers come from while the model is captured."""
+    """The context that provides random numbers while the model is captured."""
     if model.stateful:
         found: contextlib.AbstractContextManager[None] = model.source.draws.recording()
         return found
@@ -281,7 +279,7 @@ def capture_program(
     marks: Marks,
     pool: TorchPool | None = None,
 ) -> tuple[Program, list[int]]:
-    """The model's function as a CUDA graph between the copies of its inputs and outputs; trace ids of its nodes."""
+    """The model's function as a CUDA graph between the copies of inputs and outputs; the nodes' trace ids."""
     cu = driver()
     model = lane.model
     capture = GraphCapture(lane, cuts, marks, device)
@@ -315,8 +313,8 @@ def capture_program(
             graph = recorder.end()
         except (LaunchError, RuntimeError) as e:
             raise CaptureError(
-                f"model {model.name!r} did something at batch {batch} that cannot be captured, such as waiting for the "
-                f"GPU, using the default stream, or leaving a second stream unjoined: {e}"
+                f"model {model.name!r} at batch {batch} cannot be captured: a captured function must not wait for the "
+                f"GPU, use the default stream, or leave a second stream unjoined ({e})"
             ) from e
         captured = read_graph(graph)
         captured.owner = recorder.owner

@@ -1,4 +1,4 @@
-"""A graph that somebody else captured as a program: a copy of it between the copies of inputs and outputs."""
+"""A graph that was captured elsewhere, as a program: its clone between the copies of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def foreign_program(device: CudaDevice, lane: Lane, foreign: ForeignGraph) -> Pr
 
 
 def _copy(cu: Any, graph: Any, after: list[Any], target: int, source: int, nbytes: int, to_gpu: bool) -> Any:
-    """One copy between the host and the GPU behind some nodes."""
+    """Adds a copy between the host and the GPU behind some nodes."""
     host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     params = cu.CUDA_MEMCPY3D()
     params.srcMemoryType, params.dstMemoryType = (host, device) if to_gpu else (device, host)

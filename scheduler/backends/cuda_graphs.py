@@ -1,7 +1,8 @@
-"""CUDA graphs: reading what a capture holds, timing its nodes, and cutting it into graphs that end with a word.
+"""CUDA graphs: reading a captured graph, timing its nodes, and cutting it into graphs that end by writing a word.
 
-A segment is the captured graph cloned, less the nodes outside it, plus one node that writes the completion word to
-pinned memory after everything else: the write comes with a system-wide fence, so the outputs are there when it is.
+A segment is a clone of the captured graph without the nodes outside the segment, plus one node that writes the
+completion word to pinned memory after all others. The write includes a system-wide fence, so the outputs are visible
+with it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from paellapy.scheduler.models.program import Node, NodeKind
 from paellapy.scheduler.models.segments import topological
 
 _TIMED_RUNS = 7
-_RUNS = 5  # of segments, before it is seen whether they agree
-_SPREAD = 0.02  # of the median, between the shortest and the longest that do
-_LEAST_NS = 100.0  # no node takes less; clocks of events are coarser than that
-_STRAY = 4.0  # times the median: so much of a copy counts, where it may have been late
+_RUNS = 5  # runs of the segments, before the spread is checked
+_SPREAD = 0.02  # largest spread of agreeing runs, relative to the median
+_LEAST_NS = 100.0  # lower bound for the time of a node; event clocks are coarser than this
+_STRAY = 4.0  # cap on the time of a copy, as a multiple of the median, in case it was delayed
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class CapturedGraph:
     nodes: list[Any]  # CUgraphNode, in order
     edges: list[tuple[int, int]]  # as indices into `nodes`
     chain: bool
-    owner: Any = None  # whose the CUgraph is, if not ours
+    owner: Any = None  # the object that owns the CUgraph, if it is not ours
 
     def destroy(self) -> None:
         if self.handle is not None:
@@ -46,12 +47,12 @@ class CapturedGraph:
 
 
 def read_graph(handle: Any) -> CapturedGraph:
-    """Nodes and edges of a captured graph."""
+    """The nodes and edges of a captured graph."""
     cu = driver()
     _, count = check(cu.cuGraphGetNodes(handle, 0), "reading a graph")
     nodes = list(check(cu.cuGraphGetNodes(handle, count), "reading a graph")[0]) if count else []
     number = {int(node): i for i, node in enumerate(nodes)}
-    # The answers differ between bindings 12 and 13 in whether edge data are among them: counts come last in both.
+    # Bindings 12 and 13 differ in whether edge data are among the results; counts come last in both.
     edge_count = check(cu.cuGraphGetEdges(handle, 0), "reading a graph")[-1]
     edges: list[tuple[int, int]] = []
     if edge_count:
@@ -63,7 +64,7 @@ def read_graph(handle: Any) -> CapturedGraph:
 
 
 def describe(device: CudaDevice, node: Any, model: str) -> Node:
-    """What one node is and takes; `CaptureError` for what could not be cut."""
+    """The kind and the resources of one node; `CaptureError` for a node that cannot be cut."""
     cu = driver()
     types = cu.CUgraphNodeType
     kind = check(cu.cuGraphNodeGetType(node), "reading a graph's node")
@@ -87,7 +88,7 @@ def _describe_kernel(device: CudaDevice, node: Any) -> Node:
     cu = driver()
     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
     function = params.func
-    if not int(function):  # launched by CUkernel: the runtime's way
+    if not int(function):  # launched as a CUkernel, as the runtime does
         function = check(cu.cuKernelGetFunction(params.kern), "finding a kernel's function")
     registers, static = device.function_resources(int(function))
     name = check(cu.cuFuncGetName(function), "naming a kernel")
@@ -109,16 +110,16 @@ def _copy_kind(cu: Any, copy: Any) -> NodeKind:
 
 
 def instantiate(graph: Any) -> int:
-    """An executable graph. Its first launch brings it to the GPU, and takes longer than the others.
+    """Makes an executable graph. Its first launch moves it to the GPU, and takes longer than later ones.
 
-    Not `cuGraphUpload`: with some graphs that are uploaded and not launched, every kernel of every graph in the
-    process begins 0.2 µs later (benchmarks/kernel_gaps.py).
+    `cuGraphUpload` is not used: after an upload without a launch, with some graphs every kernel of every graph in the
+    process starts 0.2 µs later (benchmarks/kernel_gaps.py).
     """
     return int(check(driver().cuGraphInstantiate(graph, 0), "instantiating a graph"))
 
 
 def launch_once(executables: Iterable[int], stream: int) -> None:
-    """Each to its end before the next: the first launch brings a graph to the GPU, and others may be served there."""
+    """Launches each graph, waiting for its end: the first launch moves a graph to the GPU, where other work may run."""
     cu = driver()
     for each in executables:
         check(cu.cuGraphLaunch(each, stream), "launching a graph for the first time")
@@ -141,7 +142,7 @@ class SegmentGraph:
     word: int
 
     def end_in(self, context: Any) -> None:
-        """Has the word written by a context: of kernels in another, the end would be heard of later."""
+        """Moves the write of the word to a context: for kernels in another context, the end would be seen later."""
         cu = driver()
         params = _write_word(cu, self.word, context)
         check(cu.cuGraphBatchMemOpNodeSetParams(self.end, params), "moving a completion word")
@@ -149,7 +150,7 @@ class SegmentGraph:
 
 @contextmanager
 def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iterator[SegmentGraph]:
-    """The graph of a segment: for as long as it takes to instantiate it."""
+    """The graph of a segment, which exists while it is instantiated."""
     with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
         _keep(nodes, first, end)
         yield _ended(clone, nodes, graph.edges, word)
@@ -157,7 +158,7 @@ def segment_graph(graph: CapturedGraph, first: int, end: int, word: int) -> Iter
 
 @contextmanager
 def word_graph(word: int) -> Iterator[Any]:
-    """A graph that writes 1 to a word and does nothing else: for as long as it takes to instantiate it."""
+    """A graph that only writes 1 to a word, and exists while it is instantiated."""
     cu = driver()
     handle = check(cu.cuGraphCreate(0), "making a graph")
     try:
@@ -170,10 +171,10 @@ def word_graph(word: int) -> Iterator[Any]:
 def segment_graphs(
     graph: CapturedGraph, bounds: Sequence[tuple[int, int]], words: Sequence[int]
 ) -> Iterator[SegmentGraph]:
-    """The graphs of all segments of a program in order, each until the next is asked for.
+    """The graphs of all segments of a program in order, each valid until the next is requested.
 
-    A clone is halved until one segment is left of it. So every node is found and removed once per halving, and not once
-    per segment: for 20 segments a quarter of the calls.
+    A clone is halved until it has one segment left. So every node is found and removed once per halving instead of once
+    per segment: a quarter of the calls for 20 segments.
     """
     with _cloned(graph.handle, dict(enumerate(graph.nodes))) as (clone, nodes):
         yield from _halved(clone, nodes, graph.edges, list(zip(bounds, words, strict=True)))
@@ -185,7 +186,7 @@ def _halved(
     edges: Sequence[tuple[int, int]],
     segments: Sequence[tuple[tuple[int, int], int]],
 ) -> Iterator[SegmentGraph]:
-    """Segments, as bounds and words, of a graph that may be used up; `nodes` are its own by their places."""
+    """Segments, given as bounds and words, of a graph that may be used up; `nodes` maps places to its nodes."""
     _keep(nodes, segments[0][0][0], segments[-1][0][1])
     if len(segments) == 1:
         yield _ended(handle, nodes, edges, segments[0][1])
@@ -198,7 +199,7 @@ def _halved(
 
 @contextmanager
 def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
-    """A copy of a graph, and the copies of its nodes."""
+    """A clone of a graph, and the clones of its nodes."""
     cu = driver()
     clone = check(cu.cuGraphClone(handle), "cloning a graph")
     try:
@@ -208,14 +209,14 @@ def _cloned(handle: Any, nodes: Mapping[int, Any]) -> Iterator[tuple[Any, dict[i
 
 
 def _keep(nodes: dict[int, Any], first: int, end: int) -> None:
-    """Removes all nodes of a graph but those from `first` to before `end`."""
+    """Removes all nodes of a graph except those from `first` to before `end`."""
     cu = driver()
     for i in [i for i in nodes if not first <= i < end]:
         check(cu.cuGraphDestroyNode(nodes.pop(i)), "removing a node")
 
 
 def _ended(handle: Any, nodes: Mapping[int, Any], edges: Sequence[tuple[int, int]], word: int) -> SegmentGraph:
-    """The graph with a node behind all others that writes the word."""
+    """Adds a node behind all others that writes the word."""
     cu = driver()
     followed = {a for a, b in edges if a in nodes and b in nodes}
     last = [node for i, node in nodes.items() if i not in followed]
@@ -229,7 +230,7 @@ def _write_word(cu: Any, address: int, context: Any) -> Any:
     operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
     operation.writeValue.address = address
     operation.writeValue.value64 = 1
-    operation.writeValue.flags = 0  # default: a fence before the write
+    operation.writeValue.flags = 0  # default flags: a fence before the write
     params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
     params.ctx = context
     params.count = 1
@@ -239,9 +240,9 @@ def _write_word(cu: Any, address: int, context: Any) -> Any:
 
 
 def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
-    """How long each node takes when they run one after the other: events between them, in a clone.
+    """The time of each node when nodes run one after the other, measured by events between them in a clone.
 
-    The events' own cost is known from the run without them, and taken off.
+    The cost of the events is the difference to a run without them, and is subtracted.
     """
     cu = driver()
     n = len(graph.nodes)
@@ -264,7 +265,7 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
             check(cu.cuGraphLaunch(timed, stream), "timing a graph")
             check(cu.cuStreamSynchronize(stream), "timing a graph")
             runs.append([_elapsed_ns(cu, a, b) for a, b in pairwise(events)])
-        times = np.min(runs[1:], axis=0)  # beside other processes' work a time can only come out too long
+        times = np.min(runs[1:], axis=0)  # work of other processes can only lengthen a measured time
         whole_ns = _launch_time_ns(cu, plain, stream)
     finally:
         for executable in executables:
@@ -276,11 +277,11 @@ def node_times_ns(graph: CapturedGraph, stream: int) -> list[float]:
 
 
 def without_events(times_ns: NDArray[np.float64], kernels: Sequence[bool], whole_ns: float) -> list[float]:
-    """Times between events, less what an event costs: as much as they are together longer than a run without events.
+    """Times between events without the cost of the events, which is the excess of their sum over a run without events.
 
-    Beside other processes a program was once taken to be too short to cut. Probably a copy, which another engine is
-    asked for, was late in every run: no more than a few times the usual of it counts. If then an event costs more than
-    some kernel took, the nodes share the time of the whole by what they took.
+    Beside other processes, a copy may be late in every run and inflate that excess. So at most a few times the median
+    of a copy counts. If an event then costs more than some kernel took, the nodes share the time of the whole program
+    in proportion to their measured times.
 
     >>> without_events(np.array([4_000.0, 12_000.0, 6_000.0]), [True, True, False], 16_000.0)
     [2000.0, 10000.0, 4000.0]
@@ -319,9 +320,9 @@ def _launch_time_ns(cu: Any, executable: int, stream: int) -> float:
 def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | None) -> list[list[float]]:
     """GPU time of each graph of each run, launched one behind the other.
 
-    The host's launch rate must not be measured. With a gate a run is queued completely before its first graph starts:
-    for short ones, since a queue that is full while nothing runs would block the host for ever. Without, the first
-    graph is launched once more in front, and the host gets ahead while it runs.
+    The host's launch rate must not be measured. With a gate, a run is queued completely before its first graph starts.
+    This is for short runs only, since a queue that fills up while nothing runs would block the host for ever. Without a
+    gate, the first graph is launched once more in front, and the host gets ahead while it runs.
     """
     cu = driver()
     longest = max(len(run) for run in runs)
@@ -350,15 +351,15 @@ def launch_times_ns(runs: Sequence[Sequence[int]], stream: int, gate: Gate | Non
 
 
 def settled_times_ns(run: Sequence[int], most: int, stream: int, gate: Gate | None) -> NDArray[np.float64]:
-    """GPU times of the graphs of a run [runs, graphs]: until runs take alike, and no more than `most` of them."""
-    found = launch_times_ns([run] * (_RUNS + 1), stream, gate)[1:]  # the first warms up
+    """GPU times of the graphs of a run [runs, graphs], repeated until runs agree, at most `most` times."""
+    found = launch_times_ns([run] * (_RUNS + 1), stream, gate)[1:]  # the first run warms up
     while len(found) < most and not settled([sum(each) for each in found]):
         found += launch_times_ns([run] * _RUNS, stream, gate)
     return np.array(found)
 
 
 def settled(times_ns: Sequence[float]) -> bool:
-    """Whether times are so near to each other that more of them would not move the median.
+    """Whether times agree so well that more of them would not change the median.
 
     >>> settled([100.0, 101.0, 100.5]), settled([100.0, 101.0, 130.0])
     (True, False)
@@ -367,7 +368,7 @@ def settled(times_ns: Sequence[float]) -> bool:
 
 
 class Gate:
-    """A word in pinned memory that a stream waits for."""
+    """A word in pinned memory for which a stream waits."""
 
     def __init__(self, word: Any) -> None:
         self._word = word  # one u64 of pinned memory, as an array

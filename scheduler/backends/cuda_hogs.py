@@ -1,16 +1,17 @@
-"""What a segment takes of the GPU's bandwidth and tensor units: how it fares beside a kernel that wants all of them.
+"""Measures a segment's use of GPU bandwidth and tensor units by its slowdown beside a kernel that wants them all.
 
-No hardware counters are needed. Here is the hog of bandwidth; cuda_tensor_hog.py has the other.
+Such a kernel is called a hog. No hardware counters are needed. This module has the hog of bandwidth; cuda_tensor_hog.py
+has the hog of tensor units.
 
-The hog leaves most of each SM's places to others. Where all ask for more than there is, everybody is slowed down alike:
-beside a hog that takes the part h, a segment of part m takes max(1, h + m) times as long. h is measured too: the hog's
-pace against that of several on each SM.
+The hog leaves most of the room on each SM to others. Where the total demand exceeds the capacity, all are slowed down
+equally: beside a hog that takes the fraction h, a segment of fraction m takes max(1, h + m) times as long. h is
+measured too: the hog's pace relative to that of several hogs on each SM.
 
-Some kernels leave a hog no place on their SMs, and so nobody else: a product of matrices by cuBLAS on Hopper takes all
-registers of an SM. Such a segment takes all that these SMs can compute and move; it is not measured.
+Some kernels leave no room for a hog, nor for any other kernel, on their SMs: a matrix product of cuBLAS on Hopper takes
+all registers of an SM. Such a segment takes the whole arithmetic and bandwidth of these SMs, and is not measured.
 
-Segments are measured one at a time: CUDA deals graphs out to the GPU's queues in turn, and one that comes to the hog's
-queue waits for its end. The hog looks at its stop word rarely, since that is in the host's memory.
+Segments are measured one at a time: CUDA assigns graphs to the GPU's queues in turn, and a graph in the hog's queue
+waits for the hog's end. The hog reads its stop word rarely, because the word is in host memory.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from paellapy.instrument.device.parts import SmLimits
 from paellapy.scheduler.backends.cuda_tensor_hog import TensorHog, prefer_shared
 from paellapy.scheduler.models.program import Node
 
-_SPAN_BYTES = 1 << 28  # read again and again: several times what the L2 cache holds
-_MANY = 4  # blocks of a hog on an SM, to see what all of them get
+_SPAN_BYTES = 1 << 28  # read again and again: several times the size of the L2 cache
+_MANY = 4  # hogs per SM, to measure the pace at full load
 THREADS = 256
-_BLOCKS = 2  # on an SM beside a segment: so few that most of its places are left
+_BLOCKS = 2  # hogs per SM beside a segment: few, so that most of the room is left
 _TRIAL_NS = 2_000_000
 _REPEATS = 5
-_SLOWED = 1.03  # below, what a segment takes fits into what the hog leaves: it may as well be nothing
-_WAITED = 6.0  # times its time alone: a segment that takes longer has waited for the hog's end
+_SLOWED = 1.03  # below this slowdown, the segment's share fits beside the hog and counts as zero
+_WAITED = 6.0  # multiple of its time alone above which a segment has waited for the hog's end
 
 _LOADS = 6
 _ENTRY = """
@@ -100,13 +101,13 @@ def memory_hog() -> str:
             f"  ld.global.cs.v4.u32 {{%r{10 + 4 * k}, %r{11 + 4 * k}, %r{12 + 4 * k}, %r{13 + 4 * k}}}, [%d{20 + k}];",
         ]
     sums = [f"  xor.b32 %r5, %r5, %r{k};" for k in range(10, 10 + 4 * _LOADS)]
-    # What is loaded must be of use, or the loads would be left out.
+    # The loaded values must be used, or the compiler would drop the loads.
     after = "  setp.ne.u32 %p3, %r5, 305419896;\n  @%p3 bra KEEP;\n  st.global.u32 [%d1], %r5;\nKEEP:"
     return _ENTRY.format(work="\n".join([*loads, *sums]), after=after)
 
 
 class Hogs:
-    """Both hogs on one GPU, and how much of the bandwidth the one gets alone."""
+    """Both hogs on one GPU, and the fraction of the bandwidth that the first one gets alone."""
 
     def __init__(self, device: CudaDevice) -> None:
         cu = driver()
@@ -124,7 +125,7 @@ class Hogs:
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
         registers = int(check(cu.cuFuncGetAttribute(attribute, self._function), "reading a hog"))
         self.tensor = TensorHog(device)
-        # Of each SM, beside a segment.
+        # Resources on each SM, beside a segment.
         self.takes = [footprint(device.limits, THREADS, registers, 0) * _BLOCKS, self.tensor.takes]
 
     def _launch(self, each: int, longest_ns: int) -> None:
@@ -139,7 +140,7 @@ class Hogs:
         )
 
     def _pace(self, each: int) -> float:
-        """Rounds of all hogs together, where each SM has this number of hogs."""
+        """Rounds of all hogs together, with this number of hogs on each SM."""
         found = []
         for _ in range(3):
             self._launch(each, _TRIAL_NS)
@@ -148,11 +149,11 @@ class Hogs:
         return max(found)
 
     def beside(self, measure: Callable[[], float], longest_ns: int) -> float:
-        """What `measure` says while the hog runs; `longest_ns` is when the hog is over at the latest."""
+        """The result of `measure` while the hog runs; the hog ends after `longest_ns` at the latest."""
         found = []
         for _ in range(_REPEATS):
             self._launch(_BLOCKS, longest_ns)
-            time.sleep(100e-6)  # it is on the SMs before what is measured comes
+            time.sleep(100e-6)  # lets the hog reach the SMs before the measured work
             try:
                 found.append(measure())
             finally:
@@ -167,7 +168,7 @@ class Hogs:
 
 
 def part_taken(alone_ns: Sequence[float], beside_ns: Sequence[float], hog: float) -> list[float]:
-    """What each segment takes of what the hog wants; 0 where it was not slowed down, or has waited for the hog's end.
+    """The share of each segment in the hog's resource; 0 if it was not slowed down, or waited for the hog's end.
 
     >>> part_taken([100.0, 100.0, 100.0], [195.0, 101.0, 900.0], 0.95)
     [1.0, 0.0, 0.0]
@@ -178,7 +179,7 @@ def part_taken(alone_ns: Sequence[float], beside_ns: Sequence[float], hog: float
 
 
 def part_without_place(nodes: Sequence[Node], hogs: Sequence[Footprint], limits: SmLimits, sms: int) -> float:
-    """Part of the SMs on which a kernel leaves one of the hogs no place; 0: there is none."""
+    """The fraction of the SMs on which a kernel leaves no room for one of the hogs; 0 if there is no such kernel."""
     found = 0.0
     for node in nodes:
         if node.kind == "kernel":
@@ -192,7 +193,7 @@ def segment_shares(
     hogs: Hogs, time_segment: Callable[[int], float], tensor_share: Callable[[int], float],
     alone_ns: Sequence[float], without_place: Sequence[float],
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Compute and memory of each segment. `time_segment(k)` runs one and says what it took."""
+    """Shares of compute and memory of each segment. `time_segment(k)` runs a segment and returns its time."""
     measured = [k for k, part in enumerate(without_place) if not part]
     beside = [hogs.beside(partial(time_segment, k), int(8 * alone_ns[k]) + 2_000_000) for k in measured]
     memory = part_taken([alone_ns[k] for k in measured], beside, hogs.part)

@@ -1,6 +1,6 @@
-"""The core's loop on a real GPU, compiled from end to end: it spins, sleeps and wakes without the interpreter.
+"""The core's loop on a real GPU, entirely compiled: it spins, sleeps and wakes without the interpreter.
 
-A loop that slept in Python would have to take the GIL to wake up, behind whatever the server's own thread is doing.
+A loop that slept in Python would need the GIL to wake up, and would have to wait for the server's own thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def serve(
 ) -> int:  # fmt: skip
     """Runs the core until `stop[0]` is set (INTERRUPTED), or a launch fails that was not `reported` yet (BROKEN).
 
-    Idle for `linger_ns`, it sleeps by reading the eventfd `bell`, `read` being the address of the C function. Before
-    that it arms the bell and looks once more: what was posted before is seen, what comes after rings.
+    After `linger_ns` without work, it sleeps by reading the eventfd `bell`; `read` is the address of the C function.
+    Before that, it arms the bell and looks once more: messages posted before are seen, later ones ring the bell.
     """
     core = s.core[0]
     while True:
@@ -41,7 +41,8 @@ def serve(
         arm(armed.ctypes.data, reading_matters(s))
         happened = call_step(s.call[0].step, s, read_clock(s, scratch))
         wake_fronts(s, scratch)
-        # A live request may expire, so the loop sleeps only where there is none.
+        # A live request may expire, so the loop sleeps only if there is none.
         if happened == 0 and core.live == 0 and core.flight == 0 and load_at(stop.ctypes.data) == _ZERO:
-            call_write(np.uint64(read), np.int32(bell), scratch[3:].ctypes.data, np.uint64(8))  # read has its shape
+            # read() has the same signature
+            call_write(np.uint64(read), np.int32(bell), scratch[3:].ctypes.data, np.uint64(8))
         store_at(armed.ctypes.data, _ZERO)

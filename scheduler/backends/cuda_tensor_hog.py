@@ -1,11 +1,11 @@
-"""What a segment takes of the GPU's tensor units: what is left of them to a kernel that wants all.
+"""Measures the tensor units that a segment uses, by the share that it leaves to a kernel that wants all of them.
 
-How much longer the segment takes says little where its products (`wgmma`) go before the hog's (`mma.sync`). So the
-hog's pace is looked at too. Where it has the part r of its own pace beside a segment that takes s times as long, the
-segment takes s · (1 - r) of the units alone.
+The segment's slowdown says little if its products (`wgmma`) take precedence over the hog's (`mma.sync`), so the hog's
+pace is measured too. If the hog runs at the fraction r of its own pace, beside a segment that takes s times as long as
+alone, then the segment alone uses s · (1 - r) of the units.
 
-The hog counts its rounds while a word of device memory is 1, and ends when that is 2: the segment's stream writes both,
-before its first run and after its last.
+The hog counts its rounds while a word of device memory is 1, and ends when the word is 2. The segment's stream writes
+both: 1 before its first run, and 2 after its last.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from paellapy.instrument.device.cuda_memory import CudaArray, CudaEvent, CudaStr
 from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.device.occupancy import Footprint, footprint
 
-THREADS = 128  # a warp for each of an SM's tensor units
-_CHAINS = 8  # products of a warp under way at once, as each takes about 8 times as long as it keeps the unit busy
-_ROUNDS = 256  # between two looks at the word: some 10 µs, longer than a look takes where memory is busy
-_MANY = 4  # hogs on an SM, to see what all of them get
+THREADS = 128  # one warp for each of an SM's tensor units
+_CHAINS = 8  # concurrent products per warp, as each takes about 8 times as long as it keeps the unit busy
+_ROUNDS = 256  # between two reads of the word: about 10 µs, longer than a read takes when memory is busy
+_MANY = 4  # hogs per SM, to measure the pace at full load
 _TRIAL_NS = 1_000_000
 _REPEATS = 5
-_WINDOW_NS = 1_000_000  # that the hog is looked at beside a segment, at least
+_WINDOW_NS = 1_000_000  # shortest time over which the hog is measured beside a segment
 _MOST_RUNS = 32
-_LONGEST = 6  # times what the segment's runs take alone: then the hog ends by itself
-_WAITED = 4.0  # times its time alone: a segment that takes longer waited in the hog's hardware queue
-_COUNTS = 2  # numbers of each block: rounds that it counted, and in how many ns
+_LONGEST = 6  # multiple of the segment's time alone after which the hog ends by itself
+_WAITED = 4.0  # multiple of its time alone above which a segment waited in the hog's hardware queue
+_COUNTS = 2  # numbers per block: counted rounds, and the time for them in ns
 
 _PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 
@@ -107,7 +107,7 @@ def tensor_hog() -> str:
     zeros = "\n".join(f"  mov.f32 %f{k}, 0f00000000;" for k in range(4 * _CHAINS))
     operands = "\n".join(f"  mov.b32 %r{k}, 0;" for k in range(10, 16))
     work = "\n".join(f"  {_PRODUCT} {x}, {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {x};" for x in own)
-    # What is computed must be of use, or the products would be left out.
+    # The results must be used, or the compiler would drop the products.
     sums = "\n".join(f"  add.f32 %f0, %f0, %f{k};" for k in range(1, 4 * _CHAINS))
     return _ENTRY.format(
         threads=THREADS, floats=4 * _CHAINS, rounds=_ROUNDS, count_bytes=8 * _COUNTS, zeros=zeros, operands=operands,
@@ -116,8 +116,8 @@ def tensor_hog() -> str:
 
 
 def prefer_shared(function: Any) -> None:
-    """Has a kernel run on SMs that give all they can to shared memory. An SM changes that only when it is empty: beside
-    a hog of another kind, kernels with much shared memory would wait for its end.
+    """Makes a kernel run with the largest share of shared memory on its SMs. An SM changes this setting only when it is
+    empty: beside a hog with another setting, kernels with much shared memory would wait for the hog's end.
     """
     cu = driver()
     attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -125,7 +125,7 @@ def prefer_shared(function: Any) -> None:
 
 
 class TensorHog:
-    """The hog on one GPU, and how much of the tensor units it gets alone."""
+    """The hog on one GPU, and the fraction of the tensor units that it gets alone."""
 
     def __init__(self, device: CudaDevice) -> None:
         cu = driver()
@@ -156,7 +156,7 @@ class TensorHog:
         )
 
     def _seen(self, each: int) -> tuple[float, float]:
-        """Its pace in the window that is over, and how long that was open for it, ns."""
+        """Its pace in the latest counting period, and the length of that period in ns."""
         self._stream.synchronize()
         rounds, ns = self._counts.numpy()[: each * self._device.sm_count].astype(np.float64).T
         return float((rounds / np.maximum(ns, 1.0)).sum()), float(np.median(ns))
@@ -170,7 +170,7 @@ class TensorHog:
         return max(found)
 
     def _runs(self, executable: int, n: int, stream: int) -> float:
-        """What one of several runs of a graph takes, ns; meanwhile the hog counts, and after them it ends."""
+        """The time of one of several runs of a graph, ns. The hog counts during the runs, and ends after them."""
         self._write(stream, 1)
         began = CudaEvent(stream)
         for _ in range(n):
@@ -181,14 +181,14 @@ class TensorHog:
         return end.elapsed_ns(began) / n
 
     def look(self, executable: int, alone_ns: float, stream: int) -> tuple[float, float]:
-        """How many times as long a graph takes beside the hog, and the hog's pace ÷ alone; nan: neither was seen."""
+        """The slowdown of a graph beside the hog, and the hog's pace ÷ its pace alone; nan if not measured."""
         n = int(min(max(np.ceil(_WINDOW_NS / max(alone_ns, 1.0)), 3), _MOST_RUNS))
         own_ns = float(np.median([self._runs(executable, n, stream) for _ in range(3)]))
         found = []
         for _ in range(_REPEATS):
             self._write(self._stream.handle, 0)
             self._launch(1, int(_LONGEST * n * own_ns) + _TRIAL_NS)
-            time.sleep(100e-6)  # it is on the SMs before what is measured comes
+            time.sleep(100e-6)  # lets the hog reach the SMs before the measured work
             stretch = self._runs(executable, n, stream) / own_ns
             pace, ns = self._seen(1)
             if stretch < _WAITED and ns > 0.5 * n * own_ns:
@@ -199,7 +199,7 @@ class TensorHog:
         return stretch, pace
 
     def share(self, executable: int, alone_ns: float, stream: int) -> float:
-        """Part of the tensor units that a graph takes; 0: not known."""
+        """The fraction of the tensor units that a graph uses; 0: not known."""
         return part_of_units(*self.look(executable, alone_ns, stream))
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class TensorHog:
 
 
 def part_of_units(stretch: float, pace: float) -> float:
-    """The part of the tensor units that a segment takes, from its stretch and from the pace that it leaves the hog.
+    """The fraction of the tensor units that a segment uses, from its slowdown and the hog's pace beside it.
 
     >>> part_of_units(1.0, 0.4), part_of_units(1.6, 1 / 1.6), part_of_units(float("nan"), 1.0)
     (0.6, 0.6, 0.0)

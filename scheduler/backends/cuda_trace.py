@@ -1,4 +1,4 @@
-"""Blocks of an engine's trace on a real GPU: the lanes' graphs captured once more, from kernels that record."""
+"""Blocks of an engine's trace on a real GPU: the lanes' graphs are captured again, with kernels that record."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from paellapy.scheduler.models.lane_memory import Lane
 from paellapy.scheduler.models.program import Cuts, Program
 from paellapy.scheduler.models.tensors import Arrays
 
-CaptureTraced = Callable[[Lane, Arrays, int, Cuts], tuple[Program, list[int]]]  # also the trace ids of the nodes
+# also returns the trace ids of the nodes
+CaptureTraced = Callable[[Lane, Arrays, int, Cuts], tuple[Program, list[int]]]
 
 
 class CudaTrace:
-    """Every lane's graphs captured once more, from kernels that record; in place of the others while the trace runs.
+    """Every lane's graphs, captured again with kernels that record. They replace the others while the trace runs.
 
-    Lanes are in service, so these cannot be launched beforehand: in a trace the first launch of each takes longer.
+    Lanes are in service, so these graphs cannot be launched beforehand: the first launch of each in a trace takes
+    longer.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class CudaTrace:
             self._pieces.append(TracedPiece(row, size, k, launches, replayed=True))
 
     def _swap_out(self, rows: set[int]) -> None:
-        """`rows`: lanes that are still there."""
+        """Restores the original graphs. `rows`: lanes that still exist."""
         for row, size, plain in self._plain:
             if row in rows:
                 write_handles(self._state, row, size, plain)
@@ -75,7 +77,7 @@ class CudaTrace:
 
     def finish(self, rows: set[int]) -> TracedBlocks:
         self._swap_out(rows)
-        # Leaving waits for the GPU, so nothing that records is in flight afterwards.
+        # Leaving waits for the GPU, so no recording kernel is in flight afterwards.
         self._inner.__exit__(None)
         self._release()
         t = self._result

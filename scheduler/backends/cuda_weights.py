@@ -1,8 +1,8 @@
-"""Weights that come and go on a real GPU: reserved addresses, memory mapped behind them, copies on a stream of its own.
+"""Weights that come and go on a real GPU: reserved addresses, memory mapped behind them, copies on a separate stream.
 
-A range of addresses is reserved once; graphs hold addresses in it. Physical memory is created, mapped and opened chunk
-by chunk as weights come, each chunk just before its copy: creating 64 MiB takes a tenth of the time of copying them.
-Behind each chunk's copy the stream writes a word, so the core hears of it without the interpreter.
+An address range is reserved once, and graphs contain addresses in it. Physical memory is created, mapped and opened
+chunk by chunk as weights arrive, each chunk just before its copy: creating 64 MiB takes a tenth of the time of copying
+them. Behind each chunk's copy the stream writes a word, so the core learns of it without the interpreter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paellapy.scheduler.core.errors import MemoryPlanError
 from paellapy.scheduler.models.sizes import readable_bytes
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
-# A copy engine takes one copy after the other: behind one of this size, inputs of a request wait for 80 µs. In pieces
-# of 8 MiB the H200's link did 52.5 GB/s, in one piece 51.6.
+# A copy engine takes one copy after the other: behind a copy of this size, inputs of a request wait for 80 µs. On the
+# H200, the link reached 52.5 GB/s in pieces of 8 MiB and 51.6 GB/s in one piece.
 COPY_BYTES = 4 << 20
 _PINNED = 3  # portable and mapped
 
 
 class PinnedBlock:
-    """Memory of the host that the GPU copies from at full speed."""
+    """Host memory from which the GPU copies at full speed."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self._device = device
@@ -44,8 +44,8 @@ class PinnedBlock:
 
 
 class CudaPages:
-    """Physical memory of one GPU. What is given back is kept for the next who asks for as much; what is kept and what
-    is in use are never more than the limit together.
+    """Physical memory of one GPU. Freed memory is kept for the next request of the same size. Kept memory and memory in
+    use never exceed the limit together.
     """
 
     def __init__(self, device: CudaDevice, limit_bytes: int) -> None:
@@ -64,11 +64,11 @@ class CudaPages:
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._free: dict[int, list[Any]] = {}
         self._limit_bytes = limit_bytes
-        self.kept_bytes = 0  # given back and not released
+        self.kept_bytes = 0  # freed but not released to the GPU
         self.used_bytes = 0
 
     def map(self, address: int, nbytes: int) -> Any:
-        """Memory behind these addresses; its handle."""
+        """Maps memory behind these addresses; returns its handle."""
         cu = self._cu
         handle = self._take(nbytes)
         try:
@@ -98,14 +98,14 @@ class CudaPages:
             check(self._cu.cuMemRelease(self._kept(min(self._free))), "releasing memory of weights")
         status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
         if int(status) and self.kept_bytes:
-            self.trim()  # what is kept in other sizes
+            self.trim()  # release memory that is kept in other sizes
             status, handle = self._cu.cuMemCreate(nbytes, self._about, 0)
         if int(status) == int(self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
             free, total = check(self._cu.cuMemGetInfo(), "reading the GPU's memory")
             raise MemoryPlanError(
-                f"the GPU has {readable_bytes(int(free))} of {readable_bytes(int(total))} free where weights need "
-                f"{readable_bytes(nbytes)} more, within the engine's memory_bytes: another process, or other code in "
-                "this one, has taken the rest; free it, or give the engine fewer memory_bytes"
+                f"weights need {readable_bytes(nbytes)} more, within the engine's memory_bytes, but the GPU has only "
+                f"{readable_bytes(int(free))} of {readable_bytes(int(total))} free: another process, or other code in "
+                "this one, uses the rest; free it, or give the engine a smaller memory_bytes"
             )
         return check((status, handle), "creating memory for weights")
 
@@ -115,7 +115,7 @@ class CudaPages:
         self.used_bytes -= nbytes
 
     def trim(self) -> None:
-        """Give all that is kept back to the GPU."""
+        """Releases all kept memory to the GPU."""
         for handles in self._free.values():
             for handle in handles:
                 check(self._cu.cuMemRelease(handle), "releasing memory of weights")
@@ -228,9 +228,9 @@ class CudaWeights(WeightRange):
 
 
 def pointers_of(node: Any) -> list[int] | None:
-    """Every number among a kernel's arguments that could be an address; None: they cannot be read.
+    """Every number among a kernel's arguments that could be an address; None if they cannot be read.
 
-    Kernels of libraries have their pointers in structures, which are looked through word by word.
+    Kernels of libraries have pointers inside structures, which are searched word by word.
     """
     cu = driver()
     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
@@ -256,7 +256,7 @@ def pointers_of(node: Any) -> list[int] | None:
 
 
 def words_of(graph: Any) -> list[int]:
-    """What the kernels of a graph of PyTorch's are launched with, as numbers of eight bytes."""
+    """The launch arguments of all kernels in a PyTorch graph, as 8-byte numbers."""
     cu = driver()
     kernel = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     nodes = read_graph(cu.CUgraph(graph.raw_cuda_graph())).nodes
@@ -265,7 +265,7 @@ def words_of(graph: Any) -> list[int]:
 
 
 def _packed(extra: int) -> list[int] | None:
-    """Arguments in one buffer: a list of names and addresses, which ends with 0."""
+    """Arguments in one buffer: a list of names and addresses that ends with 0."""
     buffer = size = 0
     for k in range(0, 8, 2):
         name, value = (ctypes.c_uint64 * 2).from_address(extra + 8 * k) if extra else (0, 0)
@@ -279,8 +279,8 @@ def _packed(extra: int) -> list[int] | None:
 
 
 def node_ends(nodes: list[Any], weights: WeightRange) -> list[tuple[int, int]]:
-    """For each node of a graph: how many of the first bytes of the weights it needs, by the pointer that asks for the
-    least and by the one that asks for the most.
+    """For each node of a graph: how many bytes, from the start of the weights, it needs, by the pointer that asks for
+    the least and by the pointer that asks for the most.
     """
     cu = driver()
     kinds = cu.CUgraphNodeType

@@ -1,6 +1,6 @@
-"""SM windows on CUDA: green contexts of some of the SMs each, and captured graphs whose kernels stay inside one.
+"""SM windows on CUDA: green contexts with some of the SMs each, and captured graphs whose kernels stay inside one.
 
-Neighbouring windows share SMs, so that there is one to go to wherever there is room.
+Neighbouring windows share SMs, so that free SMs are always covered by some window.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from paellapy.instrument.device.driver import check, driver
 from paellapy.instrument.errors import LaunchError
 from paellapy.scheduler.backends.cuda_graphs import SegmentGraph, instantiate, is_kernel
 
-_GROUP_SMS = 8  # of a group that green contexts are made of, from compute capability 9 on; before, fewer would do
+# SMs per group of which green contexts consist, from compute capability 9 on; earlier GPUs have smaller groups
+_GROUP_SMS = 8
 
 
 class CudaWindows:
-    """So many windows of `share` of the GPU's SMs, evenly over the groups of SMs that contexts are made of.
+    """A number of windows with the fraction `share` of the GPU's SMs, evenly spread over the groups of SMs.
 
-    `sms` has the SMs of each, as numbers that are the same for the same SM. Where there are more windows than groups,
-    some are the same, and have the same context.
+    `sms` has the SMs of each window, as numbers that identify SMs across windows. If there are more windows than
+    groups, some windows are equal and share a context.
     """
 
     def __init__(self, device: CudaDevice, count: int, share: float) -> None:
@@ -34,18 +35,18 @@ class CudaWindows:
         every = check(cu.cuDeviceGetDevResource(device.index, kind), "reading the GPU's SMs")
         most = device.sm_count // _GROUP_SMS
         if most < 2:
-            raise LaunchError(f"a GPU of {device.sm_count} SMs is too small for windows of them: use sm_windows=0")
+            raise LaunchError(f"a GPU with {device.sm_count} SMs is too small for windows of SMs: use sm_windows=0")
         found, n, rest = check(cu.cuDevSmResourceSplitByCount(most, every, 0, _GROUP_SMS), "splitting the SMs")
         groups = list(found)[: int(n)]
-        self._allowed: set[tuple[int, int]] = set()  # kernels and the shared memory they may have
+        self._allowed: set[tuple[int, int]] = set()  # kernels, and the shared memory that they may use
         self._green: list[Any] = []
-        self._windows: list[tuple[Any, Any]] = []  # the green context of each, and the same as a context
+        self._windows: list[tuple[Any, Any]] = []  # the green context of each window, and its ordinary context
         self.sms: list[set[int]] = []
         try:
-            if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups and 12 SMs that make up none
+            if rest.type == kind and rest.sm.smCount:  # an H200 has 15 groups, and 12 SMs that form no group
                 try:
                     return self._open([*groups, rest], count, share)
-                except LaunchError:  # of a driver that does not put those beside groups
+                except LaunchError:  # some drivers do not combine these SMs with groups
                     self.close()
             self._open(groups, count, share)
         except BaseException:
@@ -70,22 +71,22 @@ class CudaWindows:
         flags = int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
         green = check(cu.cuGreenCtxCreate(described, self._device.index, flags), "creating a window of SMs")
         self._green.append(green)
-        CudaStream(self._device, 0, green)  # drivers that have contexts but no streams of them would fail later
+        CudaStream(self._device, 0, green)  # fails early with drivers that have such contexts but no streams in them
         return green, check(cu.cuCtxFromGreenCtx(green), "creating a window of SMs")
 
     def stream(self, window: int, priority: int) -> CudaStream:
-        """A stream of a window: graphs that run in it begin sooner there than on one of all SMs."""
+        """A stream of a window: graphs that run in the window start sooner on it than on a stream of all SMs."""
         return CudaStream(self._device, priority, self._windows[window][0])
 
     def confined(self, graph: SegmentGraph, windows: Sequence[int], end_inside: bool) -> list[int]:
-        """Executable graphs like this one, whose kernels stay inside each of some windows; none if they cannot.
+        """Executable copies of this graph whose kernels stay inside each of these windows; empty if they cannot.
 
-        `end_inside`: the completion word is written there too. What follows on the same stream begins sooner then. But
-        long graphs that are inside to their end get in each other's way where many are in flight: of whole programs the
-        GPU did less in all than with a word from outside, and short ones were heard of late.
+        `end_inside`: the completion word is also written inside, so that later work on the same stream starts sooner.
+        Long graphs should end outside: many long graphs that end inside slow each other, which lowered the total
+        throughput of whole programs and delayed the completion of short ones.
 
-        A node follows a context only if it names a CUkernel, which belongs to none, and no function, which does. So
-        kernels of modules that were loaded into a context stay on all SMs.
+        A node follows a context only if it names a CUkernel, which belongs to no context, instead of a function, which
+        does. So kernels of modules that were loaded into a context stay on all SMs.
         """
         cu = driver()
         movable = []
@@ -100,7 +101,7 @@ class CudaWindows:
             for window in windows if movable else ():
                 context = self._windows[window][1]
                 for node, kernel in movable:
-                    # Read again: its arguments lie in memory of the node's, which is another after every change.
+                    # Read again: the arguments lie in memory of the node, which moves with every change.
                     params = check(cu.cuGraphKernelNodeGetParams(node), "reading a kernel's node")
                     params.func, params.kern, params.ctx = cu.CUfunction(0), cu.CUkernel(kernel), context
                     check(cu.cuGraphKernelNodeSetParams(node, params), "sending a kernel to a window of SMs")
@@ -110,13 +111,13 @@ class CudaWindows:
         except BaseException as e:
             for handle in made:
                 cu.cuGraphExecDestroy(handle)
-            if isinstance(e, LaunchError):  # a grid that wants more SMs at once than a window has, for one
+            if isinstance(e, LaunchError):  # for example, a grid that needs more SMs at once than a window has
                 return []
             raise
         return made
 
     def _allow_shared(self, params: Any) -> None:
-        """A kernel may have been allowed much shared memory as a function of its context, which it leaves."""
+        """Copies the shared-memory limit of a kernel, which was set for the function of the context that it leaves."""
         key = (int(params.kern), int(params.sharedMemBytes))
         if params.sharedMemBytes and key not in self._allowed:
             cu = driver()

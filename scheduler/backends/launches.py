@@ -1,4 +1,4 @@
-"""Programs ready to be launched: their handles, the loaded model they belong to, and how the core learns of them."""
+"""Programs ready to be launched: their handles, their loaded model, and the entries for the core's tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Bounds = Sequence[tuple[int, int]]  # segments as (first node, past the last)
 
 @dataclass(slots=True)
 class Launches:
-    """One program ready to be launched: each segment, and the whole. `handles` mean something to the backend only."""
+    """One program ready to be launched: each segment, and the whole. `handles` are meaningful to the backend only."""
 
     program: Program
     bounds: Bounds
     handles: list[int]
     whole: int
     keep: list[Any] = field(default_factory=list)
-    notified: frozenset[int] = frozenset()  # segments that say when their last kernel is all on the SMs
-    confined: list[tuple[list[int], int]] = field(default_factory=list)  # the same in each of the lane's windows
+    notified: frozenset[int] = frozenset()  # segments that report when all blocks of their last kernel are on the SMs
+    # the same launches in each of the lane's windows
+    confined: list[tuple[list[int], int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -42,12 +43,13 @@ class LoadedModel:
     profiles: list[ProgramProfile]  # one per batch size
     launches: list[list[Launches]] = field(default_factory=list)  # [lane][batch size]
     row: int = -1
-    generation: int = 0  # of the row
-    lane_of: dict[int, Lane] = field(default_factory=dict)  # the lanes by their numbers in the core
-    load_s: dict[str, float] = field(default_factory=dict)  # what loading it took, by phase
+    generation: int = 0  # generation of the row
+    lane_of: dict[int, Lane] = field(default_factory=dict)  # lanes by their numbers in the core
+    load_s: dict[str, float] = field(default_factory=dict)  # seconds spent loading it, by phase
     range: WeightRange | None = None  # of weights that come and go
-    least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)  # by batch size, where `needs` has the most
-    stays: bool = False  # it changes its weights, so they cannot
+    # by batch size: lower bounds, where `needs` has upper bounds
+    least_needs: list[list[tuple[int, ...]]] = field(default_factory=list)
+    stays: bool = False  # the model changes its weights, so they cannot leave the GPU
 
     @property
     def lane_rows(self) -> list[int]:
@@ -55,8 +57,8 @@ class LoadedModel:
 
 
 def write_handles(state: State, row: int, size: int, launches: Launches) -> None:
-    """What the core launches. Aligned words, each read at the next launch: they may change while a lane runs, if both
-    variants use the same buffers and completion words.
+    """Writes the handles that the core launches. They are aligned words, each read at the next launch: they may change
+    while a lane runs, if both variants use the same buffers and completion words.
     """
     for k, handle in enumerate(launches.handles):
         state.launch["handle"][row, size, k] = handle

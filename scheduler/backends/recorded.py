@@ -1,4 +1,4 @@
-"""What a backend recorded during a trace: blocks, launches, and which segment each launch belongs to."""
+"""The recording of a backend during a trace: blocks, launches, and the segment of each launch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paellapy.instrument.records import Records
 
 @dataclass(frozen=True, slots=True)
 class TracedPiece:
-    """A segment as the trace sees it: launch ids, and, where each replay has ids of its own, nothing else."""
+    """A segment in a trace, with its launch ids; each replay may have ids of its own."""
 
     lane: int
     size: int
     segment: int
     launches: tuple[int, ...]
-    replayed: bool  # the same ids come again with every run of the lane
+    replayed: bool  # whether every run of the lane has the same ids
 
 
 @dataclass(frozen=True, slots=True)
 class TracedBlocks:
-    """What a backend recorded."""
+    """The blocks and launches that a backend recorded."""
 
     blocks: Records
     launches: Records

@@ -1,6 +1,6 @@
-"""The virtual GPU behind the engine: recorded launches, data by evaluation, time by an SM model that follows real time.
+"""The virtual GPU behind the engine: recorded launches, computed data, and an SM model whose time follows real time.
 
-A segment's data are computed when it is launched, in the order of launches; its blocks enter the SM model, and its
+A segment's data are computed when it is launched, in the order of launches. Its blocks enter the SM model, and its
 completion word is set once the model's clock, which follows the host's, has passed their end. Where computing takes
 longer than the modelled GPU would, time goes on meanwhile, as with a slow host.
 """
@@ -48,11 +48,11 @@ from paellapy.scheduler.models.program import Cuts, Marks, Program
 from paellapy.scheduler.models.tensors import Arrays
 from paellapy.scheduler.models.weight_range import Layout, WeightRange
 
-_LINGER_NS = 200_000  # the loop stays awake for this long after its last work: the next request finds it so
+_LINGER_NS = 200_000  # the loop stays awake for this long after its last work, so that the next request finds it awake
 _FEW_CORES = 4
 _SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK
-_LEVELS = 5  # priorities of streams above the usual; there are none below
-_HISTORY = 1 << 12  # finished commands the SM model remembers: nobody asks for them here, and they are 240 bytes each
+_LEVELS = 5  # stream priorities above the default; there are none below
+_HISTORY = 1 << 12  # finished commands that the SM model keeps: none is read here, and each takes 240 bytes
 
 
 class VirtualBackend(Backend):
@@ -64,21 +64,21 @@ class VirtualBackend(Backend):
         self.device = device
         self.sm = SmModel(device.part, timing=device.model.timing, history=_HISTORY)
         self._costs: dict[str, list[BlockCost | None]] = {}
-        self._rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is loaded, by batch size
+        self._rehearsed: dict[int, list[NotedLaunch]] = {}  # launches of the model that is being loaded, by batch size
         self._programs: dict[tuple[str, int, int, int], list[SmProgram | tuple[str, int]]] = {}
-        self._ranges: list[tuple[int, int]] = []  # first SM and how many, of each window
+        self._ranges: list[tuple[int, int]] = []  # first SM and number of SMs of each window
         self._windows: list[int] = []  # their numbers in the SM model
         self._pools: dict[int, int] = {}  # rows of streams, by priority
         self._pieces: dict[int, Piece] = {}
         self._grants: dict[int, ctypes.c_uint64] = {}
-        self._lanes: dict[int, Lane] = {}  # of each piece
+        self._lanes: dict[int, Lane] = {}  # the lane of each piece
         self._next = 1
-        self._lock = threading.Lock()  # the SM model is used by the loop, and by loads
+        self._lock = threading.Lock()  # guards the SM model, which the loop and loads use
         self._turns, self._waiting, self._nobody_waits = threading.Lock(), 0, threading.Event()
         self._nobody_waits.set()
-        self._compiled = threading.Event()  # what the loop needs: until then, nothing has run
+        self._compiled = threading.Event()  # set once the loop's functions are compiled; nothing runs before
         self._stop_word = np.zeros(8, np.uint64)
-        # Spinning takes a core from somebody where there are few.
+        # With few cores, spinning would take a core from other threads.
         self._linger_ns = _LINGER_NS if usable_cpus() > _FEW_CORES else 0
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -103,7 +103,7 @@ class VirtualBackend(Backend):
         return [model.window(first, n) for first, n in self._ranges]
 
     def _new_model(self) -> SmModel:
-        """A GPU of its own, to measure on."""
+        """A separate SM model for measurements."""
         model = SmModel(self.device.part, timing=self.sm.timing)
         self._add_windows(model)
         return model
@@ -131,7 +131,7 @@ class VirtualBackend(Backend):
             self._pieces[launches.handles[k]].run()
 
     def queue(self, nbytes: int, word: int) -> None:
-        """Copies weights to the GPU, on a stream of their own, in small pieces; then the word is set."""
+        """Copies weights to the GPU on their own stream, in small pieces, and then sets the word."""
         with self._sm_model() as sm:
             if self._weight_stream is None:
                 self._weight_stream = sm.stream()
@@ -157,11 +157,11 @@ class VirtualBackend(Backend):
         return Program(model, lane.index, batch, nodes, True, recording.items, marks=marks or {})
 
     def captured_again(self, program: Program, of: Lane, lane: Lane, marks: Marks) -> Program | None:
-        """The recorded launches with the other lane's arrays. Marks change nothing that is recorded."""
+        """The recorded launches with the other lane's arrays. Marks do not change the recording."""
         here, there = of.memory, lane.memory
         assert isinstance(here, VirtualMemory)
         assert isinstance(there, VirtualMemory)
-        if any(item.compute is not None for item in program.body):  # what it computes on cannot be seen
+        if any(item.compute is not None for item in program.body):  # the arrays that it computes on cannot be seen
             return None
 
         def move(value: Any) -> Any:
@@ -185,7 +185,7 @@ class VirtualBackend(Backend):
             self._rehearsed[batch], self.device.noted = self.device.noted, None
 
     def _block_costs(self, program: Program) -> list[BlockCost | None]:
-        """What each node's blocks cost: seen in the rehearsal, or by running the program once."""
+        """The costs of each node's blocks, from the rehearsal or from one run of the program."""
         key = program.content()
         if key not in self._costs:
             seen = self._costs_seen(program)
@@ -193,7 +193,7 @@ class VirtualBackend(Backend):
         return self._costs[key]
 
     def _costs_seen(self, program: Program) -> list[BlockCost | None] | None:
-        """From the rehearsal, where it launched the same; not where kernels were tuned in it, or are sliced now."""
+        """The costs from the rehearsal, if it had the same launches: no kernel was tuned in it, or is sliced now."""
         seen = self._rehearsed.get(program.batch, [])
         ours = [item for item in program.body if item.launcher is not None]
         if [(e.launcher, e.grid, e.first, e.count) for e in seen] != [
@@ -235,7 +235,7 @@ class VirtualBackend(Backend):
 
     def _piece(self, program: Program, first: int, end: int, window: int, lane: Lane) -> int:
         if window and not any(node.kind == "kernel" for node in program.nodes[first:end]):
-            return 0  # there is nothing to confine
+            return 0  # no kernel can be confined
         key = (program.content(), first, end, window)
         if key not in self._programs:
             self._programs[key] = self._steps(program, first, end, window)
@@ -265,7 +265,7 @@ class VirtualBackend(Backend):
         return steps
 
     def segment_times_ns(self, launches: Launches, repeats: int, alone: bool) -> tuple[list[float], float, float]:
-        # The model is exact: one run, on a GPU of its own, says it all.
+        # The model is exact, so one run on a separate SM model is enough.
         model = self._new_model()
         times = []
         whole = (0, len(launches.program.nodes))
@@ -276,7 +276,7 @@ class VirtualBackend(Backend):
             before = piece.place(model, stream, model.now_ns).last
             last = piece.place(model, stream, model.now_ns).last
             model.run()
-            # Queued behind another, as in an engine that is busy: the gap between two launches is part of it.
+            # Queued behind another launch, as in a busy engine: the gap between two launches is included.
             times.append(model.finish_ns(last) - model.finish_ns(before))
         n = len(launches.bounds)
         return times[:n], times[n], times[n + 1] if window else 0.0
@@ -325,7 +325,7 @@ class VirtualBackend(Backend):
                     self._lanes.pop(handle, None)
 
     def pool(self, state: State, priority: int) -> int:
-        # As many levels as an H200's driver offers: CUDA takes what lies beyond for the nearest.
+        # As many levels as an H200's driver offers; CUDA clamps priorities to this range.
         level = max(0, min(priority, _LEVELS))
         if level not in self._pools:
             row = len(self._pools)
@@ -361,8 +361,8 @@ class VirtualBackend(Backend):
         self._interrupt()
 
     def _loop(self) -> None:
-        # It computes many small products beside the front ends. With threads of its own for each of them, BLAS gave 400
-        # requests a second where one thread gave 2300 to 3800 (32 clients of mlp and cnn, two cores).
+        # The loop computes many small products beside the front ends. With one BLAS thread it served 2300 to 3800
+        # requests a second; with several BLAS threads, 400 (32 clients of mlp and cnn, two cores).
         with threadpool_limits(1, "blas"), np.errstate(all="ignore"):
             self._serve()
 
@@ -377,7 +377,7 @@ class VirtualBackend(Backend):
         loop = shared.loop[0]
         loop["offset_ns"], loop["linger_ns"], loop["bell_fd"] = self._offset_ns, self._linger_ns, self._bell.fd
         loop["launch"], loop["ppoll"], loop["read"] = address, ppoll, read
-        # Before the lock is taken: where nothing is on the disk yet it takes seconds, and nobody is to wait for it.
+        # Before the lock is taken: without a cache on disk, compiling takes seconds, and no thread should wait for it.
         sm = self.sm.state
         compile_for(serve, state, sm, shared)
         loop["run"] = address_of_run()
@@ -396,7 +396,7 @@ class VirtualBackend(Backend):
 
     @contextlib.contextmanager
     def _sm_model(self) -> Iterator[SmModel]:
-        """The SM model, from another thread than the loop's, which gives way."""
+        """The SM model for a thread other than the loop's; the loop pauses."""
         with self._turns:
             self._waiting += 1
             self._nobody_waits.clear()
@@ -416,11 +416,11 @@ class VirtualBackend(Backend):
         os.eventfd_write(self._bell.fd, 1)
 
     def _launch(self) -> int:
-        """The loop's orders; not 0 where it is to come back: the SM model has other tables now."""
+        """Carries out the loop's orders; not 0 if the loop must return because the SM model has new tables."""
         try:
             for order in self._shared.orders[: self._shared.loop["orders"][0]].tolist():
                 self._carry_out(*order)
-        except BaseException as e:  # compiled code called: nobody above would see it
+        except BaseException as e:  # called by compiled code, which could not pass the error on
             self._failed(e)
         return int(self.sm.state is not self._serving)
 
@@ -432,7 +432,7 @@ class VirtualBackend(Backend):
             granted.value = 1
             return
         piece, tracer = self._pieces[handle], self._tracer
-        # First: the GPU's time passes while its work is computed.
+        # Taken first, because the GPU's time passes while the data are computed.
         submit = max(self.sm.now_ns, time.monotonic_ns() - self._offset_ns)
         if tracer is None:
             placed = piece.place_again(self.sm, stream, submit)
@@ -452,7 +452,7 @@ class VirtualBackend(Backend):
             faults.isolate(lane, size, self._lanes[handle], whole.items, e)
 
     def _await(self, table: str, handle: int, word: int) -> None:
-        """Have the loop set the word once the launch, or the kernel, has come so far."""
+        """Makes the loop set the word once the launch is done, or the kernel has started all its blocks."""
         count = self._shared.loop[table]
         row = getattr(self._shared, table)[count[0]]
         row["handle"], row["word"] = handle, word
@@ -483,7 +483,7 @@ class VirtualBackend(Backend):
 
 
 def _end(item: Recorded, weights: WeightRange) -> int:
-    """All of the weights where PyTorch computes: it does so for a whole program at its first kernel."""
+    """The end of the weights that an item needs; all weights where PyTorch computes a whole program at once."""
     if item.compute is not None:
         return weights.layout.nbytes
     return max((weights.end_at(int(a.ctypes.data)) for a in _arrays((item.values, item.source))), default=0)

@@ -1,7 +1,7 @@
-"""A model that fails on the values of one request on the virtual GPU: its neighbours in the batch do not notice.
+"""A model that fails on the values of one request on the virtual GPU; the other requests of the batch are not affected.
 
-The host computes the data there, so a stray index is an ordinary exception. Each request of the batch is computed by
-itself then; those that fail are marked in the core's tables, and the others are answered.
+The host computes the data, so an index out of range is an ordinary exception. Each request of the batch is then
+computed separately; the failing ones are marked in the core's tables, and the others are answered.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.models.capture import Recorded
 from paellapy.scheduler.models.lane_memory import Lane
 
-OnFault = Callable[[int, int, BaseException], None]  # lane, slot, why
+OnFault = Callable[[int, int, BaseException], None]  # lane, slot, cause
 
 
 class Faults:
-    """Lanes of which a segment has failed. Used by the loop's thread alone."""
+    """Lanes in which a segment has failed. Only the loop's thread uses this object."""
 
     def __init__(self, state: State, told: OnFault) -> None:
         self._state, self._told = state, told
-        self._settled: set[int] = set()  # their answers are there: their other segments compute nothing
+        self._settled: set[int] = set()  # lanes whose answers are computed: their other segments compute nothing
 
     def skips(self, lane: int, segment: int) -> bool:
-        """Whether a segment (WHOLE or 0: the first of a run) is not to be computed."""
+        """Whether a segment (WHOLE or 0: the first of a run) should not be computed."""
         if not self._settled:
             return False
         if segment <= 0:
@@ -33,10 +33,10 @@ class Faults:
         return lane in self._settled
 
     def isolate(self, k: int, size: int, lane: Lane, program: Sequence[Recorded], cause: Exception) -> None:
-        """Computes every request of lane `k` by itself, and marks those that fail.
+        """Computes every request of lane `k` separately, and marks those that fail.
 
-        Every slot is given the one request's inputs: what another slot holds may be what made it fail. A model that
-        overwrites its inputs is computed from what it made of them.
+        Every slot is given the inputs of the one request, because the contents of another slot may have caused the
+        failure. A model that overwrites its inputs is computed from the overwritten ones.
         """
         state = self._state
         taken = int(state.lane["taken"][k])
@@ -59,7 +59,7 @@ class Faults:
                 for key, array in lane.outputs.items():
                     outputs[key][slot] = array[slot]
         good = next((slot for slot in live if slot not in found), None)
-        for key, array in lane.inputs.items():  # whoever comes next does not fill every slot
+        for key, array in lane.inputs.items():  # the next batch may not fill every slot
             array[:batch] = 0 if good is None else inputs[key][good]
         for key, array in lane.outputs.items():
             array[:batch] = outputs[key]

@@ -1,8 +1,8 @@
 """The core's loop on the virtual GPU, compiled: the SM model's time, the core's steps, sleeping and waking.
 
-It calls Python only where there is something to compute, so that an idle engine and a busy one spend their time on the
-same work, and no other thread of the process waits for it meanwhile. Calling costs less than coming back: handing over
-all these tables again would take about half as long as computing a small kernel does.
+It calls Python only when there is data to compute, so that neither an idle nor a busy engine wastes time in the
+interpreter, and other threads of the process need not wait. It calls instead of returning, because passing all these
+tables again would take about half as long as computing a small kernel.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from paellapy.scheduler.core.state import State
 from paellapy.scheduler.core.step import wake_fronts
 from paellapy.scheduler.core.tables import Table, Words
 
-SPIN_NS = 40_000  # what is nearer than this is waited for awake: waking up takes about as long
+SPIN_NS = 40_000  # shorter waits are spent awake: waking up takes about as long
 POLLIN = 1 << 32  # of a struct pollfd, behind the descriptor
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 LOOP = np.dtype(  # [1]
     [
-        ("orders", "i8"),  # how many there are of each, in the tables below
+        ("orders", "i8"),  # number of rows in each of the tables below
         ("flight", "i8"),
         ("drain", "i8"),
-        ("offset_ns", "f8"),  # the host's clock less the GPU's
-        ("linger_ns", "i8"),  # idle for so long, it sleeps
+        ("offset_ns", "f8"),  # the host's clock minus the GPU's
+        ("linger_ns", "i8"),  # time without work after which it sleeps
         ("bell_fd", "i8"),
-        ("run", "u8"),  # addresses of functions: the SM model's `run`,
-        ("launch", "u8"),  # the one that carries out orders,
-        ("ppoll", "u8"),  # and the C library's
+        ("run", "u8"),  # address of the SM model's `run`
+        ("launch", "u8"),  # address of the function that carries out orders
+        ("ppoll", "u8"),  # address of ppoll of the C library
         ("read", "u8"),
     ],
     align=True,
 )
-# What to launch; `draining` is the address of a word, or 0.
+# A launch to carry out; `draining` is the address of a word, or 0.
 ORDER = np.dtype([(name, "i8") for name in ("lane", "size", "segment", "word", "handle", "stream", "draining")])
-AWAITED = np.dtype([("handle", "i8"), ("word", "u8")])  # of a launch or a kernel, and the word to be set
+AWAITED = np.dtype([("handle", "i8"), ("word", "u8")])  # a launch or a kernel, and the word to set for it
 
 
 @table_set
 class Loop(TableSet):
-    """What the loop shares with the backend."""
+    """Tables that the loop shares with the backend."""
 
     loop: Table = table(LOOP, 1)
     orders: Table = table(ORDER, "launches")
     flight: Table = table(AWAITED, "launches")  # launches whose end is awaited
-    drain: Table = table(AWAITED, "launches")  # kernels of which all blocks are to be on the SMs
+    drain: Table = table(AWAITED, "launches")  # kernels whose last block start is awaited
     stop: Words = table(np.uint64, 8)
     scratch: Ints = table(np.int64, 8)
 
@@ -75,7 +75,7 @@ def new_loop(launches: int) -> Loop:
 
 @part
 def note_orders(s: State, w: Loop) -> None:
-    """Write down what the core launched, for the backend."""
+    """Records the core's launches for the backend."""
     core = s.core[0]
     for k in range(core.out):
         out, order = s.out[k], w.orders[k]
@@ -90,13 +90,13 @@ def note_orders(s: State, w: Loop) -> None:
 
 @part
 def forget(awaited: Any, k: int, last: int) -> None:
-    """Take a row out: the last one takes its place."""
+    """Removes a row: the last one takes its place."""
     awaited[k].handle, awaited[k].word = awaited[last].handle, awaited[last].word
 
 
 @part
 def tell_of_drained(sm: SmState, w: Loop) -> None:
-    """Set the words of kernels that have no more blocks to start."""
+    """Sets the words of kernels that have started all their blocks."""
     loop = w.loop[0]
     k = 0
     while k < loop.drain:
@@ -104,13 +104,13 @@ def tell_of_drained(sm: SmState, w: Loop) -> None:
             store_at(w.drain[k].word, _ONE)
             loop.drain -= 1
             forget(w.drain, k, loop.drain)
-        else:  # also while it is not a number
+        else:  # also if it is not a number
             k += 1
 
 
 @part
 def tell_of_completed(sm: SmState, w: Loop) -> None:
-    """Set the completion words of launches that are over."""
+    """Sets the completion words of launches that are done."""
     loop, gpu = w.loop[0], sm.gpu[0]
     handle = gpu.done_head
     for _ in range(gpu.unreported):
@@ -128,7 +128,7 @@ def tell_of_completed(sm: SmState, w: Loop) -> None:
 
 @part
 def next_due(s: State, sm: SmState, offset_ns: float) -> float:
-    """When there is something to do although nobody asks."""
+    """When there is something to do even without a message."""
     core = s.core[0]
     soonest = min(next_event_of(sm) + offset_ns, core.room_at_ns, float(NEVER))
     if core.due > 0:
@@ -138,7 +138,7 @@ def next_due(s: State, sm: SmState, offset_ns: float) -> float:
 
 @part
 def sleep(w: Loop, soonest: float, now: int) -> None:
-    """Until the bell rings, or something is due."""
+    """Sleeps until the bell rings, or something is due."""
     loop = w.loop[0]
     until = 0
     if soonest < NEVER:
@@ -147,14 +147,15 @@ def sleep(w: Loop, soonest: float, now: int) -> None:
         until = w.scratch[4:].ctypes.data
     w.scratch[6] = loop.bell_fd | np.int64(POLLIN)
     call_ppoll(loop.ppoll, w.scratch[6:].ctypes.data, _ONE, np.uint64(until), _ZERO)
-    call_write(loop.read, np.int32(loop.bell_fd), w.scratch[7:].ctypes.data, np.uint64(8))  # read has its shape
+    # read() has the same signature
+    call_write(loop.read, np.int32(loop.bell_fd), w.scratch[7:].ctypes.data, np.uint64(8))
 
 
 @compiled
 def serve(s: State, sm: SmState, w: Loop) -> None:
-    """Until `stop[0]` is set, or `launch` asks for it: called with what is to be launched in `orders`.
+    """Runs until `stop[0]` is set, or `launch` asks for it; `launch` is called when there are rows in `orders`.
 
-    Idle for `linger_ns`, with nothing due soon, it arms the bell, looks once more, and sleeps.
+    After `linger_ns` without work, with nothing due soon, the loop arms the bell, looks once more, and sleeps.
     """
     core, loop = s.core[0], w.loop[0]
     bell = s.bell.ctypes.data
@@ -175,12 +176,12 @@ def serve(s: State, sm: SmState, w: Loop) -> None:
                 note_orders(s, w)
                 if call_back(loop.launch) != 0:
                     return
-            if asked:  # also while there is always something to launch: whoever asked would wait for as long
+            if asked:  # also under constant load, or the asking thread would wait for ever
                 return
             last = now
             continue
         if happened > 0:
-            if armed:  # for what was so before it happened
+            if armed:  # the bell was armed for the state before this event
                 store_at(bell, _ZERO)
                 armed = False
             last = now

@@ -1,4 +1,4 @@
-"""Memory of the virtual GPU: NumPy arrays, aligned as a GPU's."""
+"""Memory of the virtual GPU: NumPy arrays, aligned like a GPU's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paellapy.scheduler.models.lane_memory import ALIGN, Memory
 
 
 class VirtualMemory(Memory):
-    """NumPy memory, aligned as a GPU's."""
+    """NumPy memory, aligned like a GPU's."""
 
     def __init__(
         self, device_bytes: int, host_bytes: int, shared: bool = False, berth: VirtualMemory | None = None
     ) -> None:
-        """`berth`: whose device memory it uses."""
+        """`berth`: the berth whose device memory it uses."""
         self._device: Any = aligned_zeros(device_bytes) if berth is None else berth._device[:device_bytes]
         self.block = SharedBlock(host_bytes) if shared else None
         self.host = aligned_zeros(host_bytes) if self.block is None else self.block.array[:host_bytes]
@@ -26,13 +26,13 @@ class VirtualMemory(Memory):
         return _part(self._device, offset, shape, dtype)
 
     def tensor(self, offset: int, host_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """The slots themselves: copies to and from the GPU take the time they would, and none of the host's."""
+        """The slots themselves: a copy to or from the GPU takes its simulated time, and no time of the host."""
         return _part(self.host, host_offset, shape, dtype)
 
     def moved(self, value: Any, to: VirtualMemory) -> Any:
-        """A launch's argument with every array of this memory in the same place of another; what lies elsewhere stays.
+        """A launch argument with every array of this memory at the same offset of another; arrays elsewhere stay.
 
-        `TypeError` for objects that may hold arrays where nobody sees them.
+        Raises `TypeError` for objects that may contain arrays in ways that are not known here.
         """
         if isinstance(value, np.ndarray):
             at = value.__array_interface__["data"][0]
@@ -46,7 +46,7 @@ class VirtualMemory(Memory):
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if value is None or isinstance(value, int | float | complex | str | bytes | np.generic):
             return value
-        raise TypeError(f"a {type(value).__name__} may hold arrays")
+        raise TypeError(f"a {type(value).__name__} may contain arrays that cannot be moved to another lane")
 
     def free(self) -> None:
         self._device = self.host = np.empty(0, np.uint8)

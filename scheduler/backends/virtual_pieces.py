@@ -1,4 +1,4 @@
-"""Pieces of recorded programs on the virtual GPU: what to compute, what to give to the SM model, and their traces."""
+"""Pieces of recorded programs on the virtual GPU: computation, commands for the SM model, and traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paellapy.instrument.traces.tracing import Session
 from paellapy.scheduler.backends.recorded import TracedBlocks, TracedPiece
 from paellapy.scheduler.models.capture import Recorded
 
-_PREPARE_AFTER = 3  # runs: by then the evaluator has recorded what it can
+_PREPARE_AFTER = 3  # runs, after which the evaluator has recorded as much as it can
 
 
 class Handles(NamedTuple):
@@ -27,7 +27,7 @@ class Handles(NamedTuple):
 
 
 class Piece:
-    """A run of recorded items that is launched at once: what to compute, and what to give to the SM model."""
+    """A run of recorded items that is launched at once: its computation, and its commands for the SM model."""
 
     def __init__(self, items: Sequence[Recorded], steps: Sequence[SmProgram | tuple[str, int]]) -> None:
         self.items, self.steps = items, steps
@@ -41,12 +41,12 @@ class Piece:
     def run(self) -> None:
         """Computes the data, with floating-point warnings off.
 
-        The arrays are the lane's, so what can be worked out beforehand is, once.
+        The arrays belong to the lane and do not change, so preparations are made only once.
         """
         if self._runs < _PREPARE_AFTER:
             for item in self.items:
                 item.run()
-            self._runs += 1  # one that fails has not seen all of it
+            self._runs += 1  # counted at the end: a run that fails has not recorded everything
             if self._runs == _PREPARE_AFTER:
                 self._prepared = [call for item in self.items if (call := item.prepare()) is not None]
             return
@@ -54,7 +54,7 @@ class Piece:
             call()
 
     def place_again(self, model: SmModel, stream: int, submit_ns: float) -> Handles:
-        """As `place`, without a trace: from the second time on a copy of what was submitted the first time."""
+        """As `place`, without a trace: from the second time on, it submits a copy of the first submission."""
         if self._placed is not None and (last := model.again(self._placed, stream, submit_ns)) >= 0:
             return Handles(last, last - self._behind_kernel)
         made = self.place(model, stream, submit_ns)
@@ -79,14 +79,14 @@ class Piece:
 
 
 class PieceTracer:
-    """Launch ids of what runs during a trace. The SM model keeps every block, whatever a ring would have held."""
+    """Launch ids of the work during a trace. The SM model keeps every block, even more than a ring would hold."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self.session = Session(device)
         self.pieces: list[TracedPiece] = []
 
     def note(self, order: tuple[int, int, int], piece: Piece, submit_ns: int, stream: int) -> int:
-        """Ids for one launch of a piece; the first of them."""
+        """Ids for one launch of a piece; returns the first of them."""
         ids = self.session.reserve(max(1, len(piece.kernels)))
         for launch, item in zip(ids, piece.kernels, strict=False):
             node = item.node

@@ -11,12 +11,12 @@ from paellapy.instrument.device.virtual import VirtualArray
 from paellapy.scheduler.backends.virtual_memory import aligned_zeros
 from paellapy.scheduler.models.weight_range import Bytes, Layout, WeightRange
 
-COPY_BYTES = 4 << 20  # at a time: copies of inputs come in between
+COPY_BYTES = 4 << 20  # size of a piece: copies of inputs come in between
 _POISON = 0xFF
 
 
 class VirtualWeights(WeightRange):
-    """`copies` queues copies on the GPU: what has been evicted is overwritten, so whoever runs too early is wrong."""
+    """`copies` queues copies on the GPU. Evicted weights are overwritten, so running too early gives wrong results."""
 
     def __init__(self, layout: Layout, chunk_bytes: int, copies: Any) -> None:
         super().__init__(layout)
