@@ -1,1 +1,1 @@
-"""Simulated time: workloads, the models of a GPU that serve them, and the results."""
+"""Simulated time: workloads, models of the GPU that serves them, and results."""

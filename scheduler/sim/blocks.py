@@ -1,4 +1,4 @@
-"""Simulated time at the grain of blocks: the dispatcher core drives the SM model, segment by segment."""
+"""Simulated time at the level of blocks: the dispatcher core drives the SM model, segment by segment."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _store(address: int, value: int) -> None:
 
 
 def kernels_of(segment: SegmentProfile, timing: Timing) -> list[Kernel]:
-    """A segment's kernels, all alike: those that take its time alone and hold its footprint."""
+    """A segment's kernels, all equal, which together take its time alone and hold its footprint."""
     each_ns = max(segment.time_ns / segment.kernels - timing.graph_gap_ns, 1.0)
     warps = max(1, round(segment.warps / segment.blocks))
     registers = min(255, max(16, segment.registers // (segment.blocks * warps * WARP)))
     shared = segment.shared_bytes // segment.blocks
     if segment.bytes:
-        # Traffic at shared rates, after the latency that makes up the rest of the time alone.
+        # Memory traffic at shared rates, after a latency that makes up the rest of the time alone.
         traffic = segment.bytes / segment.kernels / segment.blocks
         cost, duration, latency = BlockCost(bytes=traffic), None, each_ns / 2
     else:
@@ -54,7 +54,7 @@ class BlocksGpu:
         timing = Timing.for_part(part)
         self.f = f
         self.s = state
-        # Where the core hands out streams, every job has a queue of its own; where the hardware decides, they share.
+        # Where the core assigns streams, every job has its own queue; where the hardware decides, jobs share queues.
         queues = int(f.sim["queues"][0]) if state.core["whole_always"][0] else 0
         self.sim = SmModel(
             part, seed, timing=timing, history=1 << 14, false_dependencies=queues > 0, connections=queues or None
@@ -72,7 +72,7 @@ class BlocksGpu:
         self.resident = 0.0
 
     def run(self) -> fluid.Fluid:
-        """Until nothing is left to come and nothing runs."""
+        """Runs until no more requests come and nothing is running."""
         while True:
             now = self.sim.now_ns
             self._load(now)
@@ -102,7 +102,7 @@ class BlocksGpu:
         s.core["out"][0] = 0
 
     def _start(self, lane: int, out: Any) -> int:
-        """Puts what the core launches on the lane's stream; the handle whose completion ends it."""
+        """Puts the core's launch on the lane's stream; returns the handle of its last command."""
         program = self.segments[int(self.s.lane["model"][lane]), int(out["size"]), int(out["segment"])]
         return self.sim.launch_program(self.stream_of(lane), program, trace=False)
 
@@ -115,10 +115,10 @@ class BlocksGpu:
                 self._ended(entry)
 
     def _ended(self, entry: Any) -> None:
-        """For those who want to know: the completion of a request."""
+        """A hook for subclasses: called with the completion of a request."""
 
     def _note(self, since: float) -> None:
-        """Add the time since then to the occupancy, with the warps that were resident when it began."""
+        """Adds the time since then to the occupancy, with the warps that were resident at its beginning."""
         share = self.resident / self.capacity.warps
         note_warps(self.f, since, self.sim.now_ns - since, share, len(self.words))
         lines = self.sim.lines

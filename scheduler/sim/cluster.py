@@ -1,7 +1,8 @@
-"""`simulate_cluster`: many simulated GPUs behind routers. Every GPU has the scheduler's own core; timing only.
+"""`simulate_cluster`: many simulated GPUs behind routers. Every GPU runs the scheduler's own core; timing only.
 
-Time goes in periods of `stale_ms`. At a period's beginning every GPU reports what its core predicts; routers send the
-period's requests by these reports and by what they have sent since; then all GPUs advance, on all cores at once.
+Time advances in periods of `stale_ms`. At the start of a period every GPU reports its core's predictions. Routers
+distribute the period's requests by these reports and by the requests they have sent since; then all GPUs advance, on
+all cores at once.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
 Routing = Literal["predicted", "least_loaded", "two_choices", "round_robin"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-ROWS = 1024  # requests that may wait at one GPU
-NOTICED_MS = 1.0  # until a router sends a request again whose GPU has failed: its connection breaks
+ROWS = 1024  # most requests waiting at one GPU
+NOTICED_MS = 1.0  # time until a router resends a request whose GPU has failed and whose connection breaks
 LONGEST_TAIL_S = 60.0  # after the last arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A GPU that is gone from `at_s` on, for `for_s`; it comes back empty."""
+    """A GPU that fails at `at_s` and is away for `for_s`; it comes back empty."""
 
     gpu: int
     at_s: float
@@ -49,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A GPU that takes `times` as long as its profiles say, from `at_s` on."""
+    """A GPU that is slower than its profiles by the factor `times`, from `at_s` on."""
 
     gpu: int
     times: float
@@ -63,9 +64,9 @@ class ClusterOptions:
 
     gpus: int = 1000
     router: Routing = "predicted"
-    placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all have all
+    placement: Sequence[Sequence[str]] | None = None  # names of the models of each GPU; None: all GPUs have all models
     stale_ms: float = 2.0
-    speeds: Sequence[float] = (1.0,)  # of the GPUs, in turn: 0.5 takes twice as long
+    speeds: Sequence[float] = (1.0,)  # relative speeds, assigned to the GPUs in turn: 0.5 takes twice as long
     routers: int = 1
     failures: Sequence[Failure] = ()
     stragglers: Sequence[Straggler] = ()
@@ -76,24 +77,27 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.routers < 1:
-            raise ArgumentError(f"{self.gpus} GPUs and {self.routers} routers: give one or more of each")
+            raise ArgumentError(f"gpus={self.gpus} and routers={self.routers}: both must be at least 1")
         if self.router not in ROUTINGS:
-            raise ArgumentError(f"no router {self.router!r}: choose {', '.join(ROUTINGS)}")
+            raise ArgumentError(f"no router {self.router!r}: choose one of {', '.join(ROUTINGS)}")
         if not 0.01 <= self.stale_ms <= 1000:
-            raise ArgumentError(f"stale_ms is {self.stale_ms}: give 0.01 to 1000 ms")
+            raise ArgumentError(f"stale_ms={self.stale_ms}: it must be from 0.01 to 1000 ms")
         if not self.speeds or not all(0 < each < math.inf for each in self.speeds):
-            raise ArgumentError(f"speeds are {self.speeds}: give numbers above zero, 1 for the profiles' own")
+            raise ArgumentError(f"speeds={self.speeds}: each must be above 0; 1 is the speed of the profiles")
         if self.placement is not None and len(self.placement) != self.gpus:
-            raise ArgumentError(f"the placement has {len(self.placement)} GPUs, and the cluster {self.gpus}")
+            raise ArgumentError(
+                f"the placement has {len(self.placement)} GPUs, but the cluster has {self.gpus}: give one list of "
+                "models per GPU"
+            )
         for gpu in [*(each.gpu for each in self.failures), *(each.gpu for each in self.stragglers)]:
             if not 0 <= gpu < self.gpus:
-                raise ArgumentError(f"GPU {gpu} is not there: they count from 0 to {self.gpus - 1}")
+                raise ArgumentError(f"there is no GPU {gpu}: the GPUs are 0 to {self.gpus - 1}")
 
 
 def simulate_cluster(
     profiles: Sequence[ModelProfile] | ModelProfile, workload: Workload, gpus: int = 1000, **options: Any
 ) -> ClusterResults:
-    """Runs the workload on `gpus` GPUs to its end. `options`: the fields of `ClusterOptions`.
+    """Runs the workload on `gpus` GPUs to its end. `options` are the fields of `ClusterOptions`.
 
     >>> from paellapy.scheduler.sim.mix import MIX, mix_profiles
     >>> from paellapy.scheduler.sim.workload import Poisson
@@ -104,13 +108,13 @@ def simulate_cluster(
     models = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
-        raise ArgumentError(f"a cluster needs models with names of their own, not {names}")
+        raise ArgumentError(f"the models' names are {names}: give at least one model, each with a different name")
     o = ClusterOptions(gpus=gpus, **options)
     return _Cluster(models, workload, o).run()
 
 
 def slow_down(core: st.State, one: fluid.Fluid, speed: float) -> None:
-    """A GPU of another speed: everything takes longer, and as much of the GPU as before."""
+    """Changes the speed of a GPU: everything takes longer, at the same share of the GPU."""
     core.size["total_ns"] /= speed
     for name in ("time_ns", "tail_ns"):
         core.segment[name] /= speed
@@ -148,12 +152,14 @@ class _Cluster:
             return everywhere
         unknown = {name for each in self._o.placement for name in each} - set(self._names)
         if unknown:
-            raise ArgumentError(f"the placement names {', '.join(sorted(unknown))}, of which there is no profile")
+            raise ArgumentError(
+                f"the placement names {', '.join(sorted(unknown))}, but there is no profile of that name"
+            )
         return [sorted(self._names.index(name) for name in set(each)) for each in self._o.placement]
 
     def _requests(self, workload: Workload) -> Table:
         if len(workload.loop_clients(self._names)):
-            raise WorkloadError("a cluster is simulated under open loads: give Poisson, Lognormal or a trace")
+            raise WorkloadError("a cluster cannot be simulated with closed loops: use Poisson, Lognormal or a trace")
         arrivals = workload.arrivals(self._names, self._o.seed)
         asked = np.zeros(len(arrivals), ASKED)
         asked["first_ns"] = asked["time_ns"] = arrivals["time_ns"]
@@ -184,7 +190,7 @@ class _Cluster:
         function = address_of(advance, fluid.Fluid.numba_type, st.State.numba_type, numba.types.float64)
         threads = o.threads or max(1, int(usable_cpus()))
         events = sorted(self._events(), key=lambda each: each[0])
-        late = np.zeros(0, ASKED)  # to be sent again
+        late = np.zeros(0, ASKED)  # requests to be sent again
         first, now_ns, end_ns = 0, 0.0, (self._seconds + LONGEST_TAIL_S) * 1e9
         with ThreadPoolExecutor(threads) as pool:
             self._advance(pool, threads, function, 0.0)
@@ -214,14 +220,14 @@ class _Cluster:
         return not any(core.core["live"][0] for core in self._cores)
 
     def _note_done(self, gpus: Iterable[int]) -> None:
-        """When the requests of these GPUs were done."""
+        """Records when the requests of these GPUs were done."""
         asked = self._asked
         for gpu in gpus:
             records = self._fluids[gpu].records[: self._fluids[gpu].sim["records"][0]]
             mine = np.flatnonzero((asked["gpu"] == gpu) & (asked["record"] < len(records)))
             found = records[asked["record"][mine]]
             done = found["status"] == OK
-            done &= found["started_ns"] != NEVER  # until then its status is that of a refusal
+            done &= found["started_ns"] != NEVER  # before that, its status is the default, a refusal
             asked["finish_ns"][mine[done]] = found["finish_ns"][done]
 
     def _advance(self, pool: ThreadPoolExecutor, threads: int, function: int, until: float) -> None:
@@ -255,14 +261,14 @@ class _Cluster:
         return np.zeros(0, ASKED)
 
     def _fail(self, failure: Failure) -> Table:
-        """The GPU is gone with all it had; those requests are sent again."""
+        """Takes a GPU down with all its requests, and returns them to be sent again."""
         gpu, asked = failure.gpu, self._asked
         self._note_done([gpu])
         mine = np.flatnonzero(asked["gpu"] == gpu)
         lost = mine[asked["finish_ns"][mine] == NEVER]
         again = asked[lost].copy()
         again["time_ns"], again["gpu"] = failure.at_s * 1e9 + NOTICED_MS * 1e6, NONE
-        asked["sent"][lost] = -1  # the others stand for them
+        asked["sent"][lost] = -1  # the new copies stand for them
         asked["gpu"][mine] = NONE
         self._cores[gpu], self._fluids[gpu] = self._new_gpu(gpu)
         self._fleet.records[gpu] = 0
@@ -277,6 +283,6 @@ class _Cluster:
         return np.zeros(0, ASKED)
 
     def _mix_in(self, late: Table, first: int) -> None:
-        """Requests to be sent again, among those of this period."""
+        """Merges requests to be sent again into those of this period."""
         rest = np.concatenate([late, self._asked[first:]])
         self._asked = np.concatenate([self._asked[:first], rest[np.argsort(rest["time_ns"], kind="stable")]])

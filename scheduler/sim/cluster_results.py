@@ -1,4 +1,4 @@
-"""What came of a simulated cluster."""
+"""The results of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class ClusterResults:
-    """A run. `requests` has one row each (fleet_state.ASKED), in order of arrival."""
+    """The results of one run. `requests` has one row per request (fleet_state.ASKED), in order of arrival."""
 
     models: tuple[ModelProfile, ...]
     router: str
@@ -33,16 +33,16 @@ class ClusterResults:
 
     @property
     def lost(self) -> int:
-        """Requests without an answer."""
+        """The number of requests without an answer."""
         return int((~self.done).sum())
 
     @property
     def again(self) -> int:
-        """Requests that were sent more than once."""
+        """The number of requests that were sent more than once."""
         return int((self.requests["sent"] > 1).sum())
 
     def latency_ms(self, model: str | None = None) -> NDArray[np.float64]:
-        """Of the answered requests, of one model or of all."""
+        """Latencies of the answered requests, of one model or of all."""
         rows = self._rows(model)
         return np.asarray((rows["finish_ns"] - rows["first_ns"]) * 1e-6)
 
@@ -53,20 +53,21 @@ class ClusterResults:
         return np.asarray(rows[rows["model"] == [each.name for each in self.models].index(model)])
 
     def slowdown(self) -> NDArray[np.float64]:
-        """Latency against the time alone on a GPU as profiled."""
+        """Latency ÷ the time alone on a GPU with the profiled speed."""
         rows = self._rows(None)
         alone = np.array([each.alone_ns() for each in self.models])
         return np.asarray((rows["finish_ns"] - rows["first_ns"]) / alone[rows["model"]])
 
     def attainment(self, model: str | None = None) -> float:
-        """Part of all requests answered within their model's target; of models without one, answered at all."""
+        """The fraction of all requests answered within their model's target, or answered at all for models without one.
+        """
         met = self._met()
         if model is not None:
             met = met[self.requests["model"] == [each.name for each in self.models].index(model)]
         return float(met.mean()) if len(met) else 1.0
 
     def attainment_error(self) -> float:
-        """Its standard error, from as many parts of the run as there are `PARTS`, one after another."""
+        """The standard error of the attainment, from `PARTS` consecutive parts of the run."""
         parts = [each.mean() for each in np.array_split(self._met(), PARTS) if len(each)]
         return float(np.std(parts, ddof=1) / np.sqrt(len(parts))) if len(parts) > 1 else 0.0
 

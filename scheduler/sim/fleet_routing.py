@@ -1,7 +1,7 @@
-"""Routers of a simulated cluster: each request of a period to a GPU, by reports that are as old as the period.
+"""Routers of a simulated cluster: they assign each request of a period to a GPU, by the reports of that period.
 
-`predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs). A router
-knows what it has sent since the last report, and takes it that the other routers have sent as much.
+`predicted` keeps, for every router and model, a tree of the GPUs' estimates, so that a choice takes log(GPUs) steps. A
+router knows the requests that it has sent since the last report, and assumes that the other routers have sent as many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paellapy.scheduler.sim.fluid_state import FACTOR, GAIN, LIVE
 
 @part
 def draw(f: Fleet, n: int) -> int:
-    """A number below n (xorshift)."""
+    """A random number below n (xorshift)."""
     x = f.fleet[0].random
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -41,7 +41,7 @@ def estimate(f: Fleet, router: int, gpu: int, model: int) -> float:
 
 @part
 def load_of(f: Fleet, router: int, gpu: int) -> float:
-    """Requests there, as the router knows."""
+    """The number of requests at a GPU, as far as the router knows."""
     if f.arrived[gpu] >= INBOX:
         return np.inf
     return float(f.report[gpu, f.report.shape[1] + LIVE] + f.sent[router, gpu] * f.fleet[0].routers)
@@ -49,7 +49,7 @@ def load_of(f: Fleet, router: int, gpu: int) -> float:
 
 @part
 def choose(f: Fleet, router: int, model: int) -> int:
-    """A GPU, or NONE."""
+    """The chosen GPU, or NONE."""
     hosts = f.hosts[model]
     if hosts == 0:
         return NONE
@@ -67,7 +67,7 @@ def choose(f: Fleet, router: int, model: int) -> int:
 
 @part
 def key_of(f: Fleet, router: int, gpu: int, model: int) -> float:
-    """What the router chooses the least of; infinite where the model is not."""
+    """The key that the router minimizes; infinite for a GPU without the model."""
     if f.fleet[0].routing == PREDICTED:
         return estimate(f, router, gpu, model)
     return load_of(f, router, gpu) if f.up[gpu] == 1 and f.row[gpu, model] != NONE else np.inf
@@ -95,7 +95,7 @@ def send(f: Fleet, asked: Table, i: int, router: int, gpu: int) -> None:
 
 @compiled
 def route(f: Fleet, asked: Table, first: int, last: int) -> None:
-    """The requests of a period, in order of time. All reports are new."""
+    """Routes the requests of a period in order of time. All reports must be new."""
     gpus, models = f.row.shape
     f.added_ns[:] = 0.0
     f.sent[:] = 0
@@ -119,11 +119,11 @@ def route(f: Fleet, asked: Table, first: int, last: int) -> None:
 
 @compiled
 def advance_some(f: Fleet, function: int, first: int, last: int, end: float) -> int:
-    """GPUs first … last - 1 until then; the one that needs room for records, or NONE: all are done."""
+    """Advances GPUs first … last - 1 to `end`; returns the GPU that needs room for records, or NONE if all are done."""
     for gpu in range(first, last):
         if f.up[gpu] == 1:
             if call_advance(np.uint64(function), f.fluid_at[gpu], f.state_at[gpu], end) == MORE_RECORDS:
                 return gpu
-            for k in range(f.arrived[gpu]):  # what is left in the inbox is nobody's
+            for k in range(f.arrived[gpu]):  # requests left in the inbox are lost
                 f.inbox[gpu, k].time_ns = NEVER
     return int(NONE)

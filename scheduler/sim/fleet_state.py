@@ -1,4 +1,4 @@
-"""Many simulated GPUs and the routers before them, as tables for compiled code."""
+"""Many simulated GPUs and their routers, as tables for compiled code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.sim.fluid_state import ARRIVAL, GAIN
 
 PREDICTED, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(4)
-INBOX = 512  # requests that a GPU may be sent in one period
+INBOX = 512  # most requests sent to a GPU in one period
 
 FLEET = np.dtype(  # [1]
     [
         ("routing", "i8"),
         ("routers", "i8"),
-        ("random", "u8"),  # the generator's state
+        ("random", "u8"),  # state of the random generator
         ("unplaced", "i8"),  # requests that no GPU could take
     ],
     align=True,
@@ -32,9 +32,9 @@ ASKED = np.dtype(  # a request as the cluster sees it
         ("time_ns", "i8"),  # when it was sent to its GPU
         ("model", "i4"),
         ("gpu", "i4"),
-        ("record", "i4"),  # its number among the GPU's
-        ("sent", "i4"),  # how often, with those for which it stands in
-        ("finish_ns", "i8"),  # NEVER: not, or its GPU failed
+        ("record", "i4"),  # its number among the GPU's requests
+        ("sent", "i4"),  # how often it was sent, including requests that it replaces
+        ("finish_ns", "i8"),  # NEVER: not finished, or its GPU failed
     ],
     align=True,
 )
@@ -42,28 +42,28 @@ ASKED = np.dtype(  # a request as the cluster sees it
 
 @table_set
 class Fleet(TableSet):
-    """What routers know of every GPU, and the requests on their way there."""
+    """The routers' knowledge of every GPU, and the requests in transit."""
 
     fleet: Table = table(FLEET, 1)
     fluid_at: NDArray[np.uint64] = table(np.uint64, "gpus")  # addresses of the simulated GPUs' tables
     state_at: NDArray[np.uint64] = table(np.uint64, "gpus")
     up: Ints = table(np.int64, "gpus")
-    row: Ints = table(np.int64, "gpus", "models")  # of a model in its GPU's tables; NONE: it is not there
-    report: Floats = table(np.float64, "gpus", "reported")  # as published last: Fluid.report
-    step_ns: Floats = table(np.float64, "gpus", "models")  # what one more request adds to the queue
+    row: Ints = table(np.int64, "gpus", "models")  # row of a model in its GPU's tables; NONE: the GPU does not have it
+    report: Floats = table(np.float64, "gpus", "reported")  # the latest published Fluid.report
+    step_ns: Floats = table(np.float64, "gpus", "models")  # time that one more request adds to the queue
     added_ns: Floats = table(np.float64, "routers", "gpus")  # work sent since the last report
-    sent: Ints = table(np.int64, "routers", "gpus")  # requests since then
-    tree: Floats = table(np.float64, "routers", "models", "nodes")  # the least of all GPUs' keys, by model
+    sent: Ints = table(np.int64, "routers", "gpus")  # requests sent since the last report
+    tree: Floats = table(np.float64, "routers", "models", "nodes")  # the smallest keys of all GPUs, by model
     turn: Ints = table(np.int64, "models")
-    host: Ints = table(np.int64, "models", "gpus")  # GPUs that have the model; the first `hosts` are meant
+    host: Ints = table(np.int64, "models", "gpus")  # GPUs that have the model; only the first `hosts` entries count
     hosts: Ints = table(np.int64, "models")
     inbox: Table = table(ARRIVAL, "gpus", INBOX)
-    arrived: Ints = table(np.int64, "gpus")  # of the inbox
+    arrived: Ints = table(np.int64, "gpus")  # number of requests in the inbox
     records: Ints = table(np.int64, "gpus")  # requests sent there so far
 
 
 def new_fleet(rows: NDArray[np.int64], steps_ns: Floats, routing: int, routers: int, seed: int) -> Fleet:
-    """`rows[gpu, model]` says where each model is; all GPUs are up and idle, and have no addresses yet."""
+    """`rows[gpu, model]` says where each model is. All GPUs are up and idle, and have no addresses yet."""
     gpus, models = rows.shape
     nodes = len(new_tree(gpus))
     fleet = np.zeros(1, FLEET)
@@ -94,7 +94,7 @@ def new_fleet(rows: NDArray[np.int64], steps_ns: Floats, routing: int, routers: 
 
 
 def set_hosts(f: Fleet, up: Sequence[int] | range) -> None:
-    """These GPUs take requests from now on."""
+    """Sets the GPUs that take requests from now on."""
     f.up[:] = 0
     f.up[list(up)] = 1
     for m in range(f.row.shape[1]):

@@ -1,7 +1,7 @@
-"""Simulated time at the grain of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
+"""Simulated time at the level of segments: a compiled fluid model of the GPU, with the dispatcher core in its loop.
 
-Each lane's oldest launched segment progresses at a rate up to 1 (its time alone), which `fluid_rates` says. The host is
-modelled too: the core launches one graph after the other, and decides nothing while it does.
+Each lane's oldest launched segment progresses at a rate up to 1 (its time alone), computed by `fluid_rates`. The host
+is modelled too: the core launches one graph after the other, and makes no decisions during a launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paellapy.scheduler.sim.fluid_rates import least_ns, next_in_queue, share
 from paellapy.scheduler.sim.fluid_state import FACTOR, GAIN, LIVE, Fluid
 from paellapy.scheduler.sim.load import load, next_for_core, next_load, occupy, record_some
 
-DONE, MORE_RECORDS = range(2)  # what `run_fluid` returns
+DONE, MORE_RECORDS = range(2)  # results of `run_fluid`
 
 
 @part
@@ -33,7 +33,7 @@ def start(f: Fluid, s: State, lane: int, segment: int, delay: float) -> None:
 
 @part
 def note(f: Fluid, s: State, ns: float) -> None:
-    """Add an interval to the occupancy over time."""
+    """Adds an interval to the occupancy over time."""
     sim = f.sim[0]
     use = (0.0, 0.0, 0.0)
     last = f.work.shape[2] - 1
@@ -43,13 +43,14 @@ def note(f: Fluid, s: State, ns: float) -> None:
         u = f.use[s.lane[lane].model, s.lane[lane].size, seg]
         r = f.rate[lane]
         use = (use[0] + u[0] * r, use[1] + u[1] * r, use[2] + u[2] * r)
-    # Where what a whole program keeps busy was measured, its segments' parts are estimates, and may add up to more.
+    # Where the demand of a whole program was measured, the shares of its segments are estimates, and may sum to more
+    # than 1.
     occupy(f, sim.now_ns, ns, min(use[0], 1.0), min(use[1], 1.0), min(use[2], 1.0), sim.running)
 
 
 @part
 def next_event(f: Fluid) -> float:
-    """When the GPU, its link, or the load does something next."""
+    """When the GPU, its link, or the load has its next event."""
     sim = f.sim[0]
     at = np.inf
     for k in range(sim.running):
@@ -63,7 +64,7 @@ def next_event(f: Fluid) -> float:
 
 @part
 def progress(f: Fluid, s: State, until: float) -> None:
-    """Let the GPU run; completion words are written, and what was queued behind starts."""
+    """Lets the GPU run until a time: completion words are written, and queued launches start."""
     sim = f.sim[0]
     ns = until - sim.now_ns
     note(f, s, ns)
@@ -91,7 +92,7 @@ def progress(f: Fluid, s: State, until: float) -> None:
             store_at(s.launch[lane, size, f.segment[lane]].word, np.uint64(1))
         if f.behind[lane] > 0:
             f.behind[lane] -= 1
-            # Between two graphs of a stream the lane uses nothing: others may.
+            # Between two graphs of a stream the lane uses no resources, so others may.
             start(f, s, lane, f.segment[lane] + 1, sim.segment_gap_ns)
             k += 1
         else:
@@ -110,8 +111,8 @@ def note_opened(f: Fluid, s: State, lane: int) -> None:
 
 @part
 def hand_over(f: Fluid, s: State, lane: int) -> float:
-    """How long a lane's first launch waits for the inputs of those that came before it was opened: they are copied from
-    then on, one after the other. The others' were copied when they came.
+    """How long a lane's first launch waits for the inputs of requests that came before the lane was opened. These are
+    copied from then on, one after the other; inputs of later requests were copied on arrival.
     """
     a = s.lane[lane]
     note_opened(f, s, lane)
@@ -128,7 +129,7 @@ def hand_over(f: Fluid, s: State, lane: int) -> float:
 
 @part
 def launch(f: Fluid, s: State) -> None:
-    """Carry out what the core launched: one after the other, each taking the host's time."""
+    """Carries out the core's launches one after the other, each taking the host's time."""
     core = s.core[0]
     sim = f.sim[0]
     sim.core_free_ns = max(sim.core_free_ns, sim.now_ns)
@@ -142,7 +143,7 @@ def launch(f: Fluid, s: State) -> None:
         if not first and f.idle[lane] == 0:
             f.behind[lane] += 1
             continue
-        # A program's time alone holds its first launch's way to the GPU; one that ran dry pays it again.
+        # A program's time alone includes the latency of its first launch; a lane that ran out of work pays it again.
         delay = sim.core_free_ns - sim.now_ns - sim.launch_ns
         delay += hand_over(f, s, lane) if first else sim.resume_ns
         f.idle[lane] = 0
@@ -156,7 +157,8 @@ def launch(f: Fluid, s: State) -> None:
 
 @part
 def run_until(f: Fluid, s: State, end: float) -> int:
-    """Until then, or until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+    """Runs until a time, or until no more requests come and nothing runs; MORE_RECORDS: call again with more records.
+    """
     core = s.core[0]
     sim = f.sim[0]
     while True:
@@ -191,14 +193,14 @@ def run_until(f: Fluid, s: State, end: float) -> int:
 
 @compiled
 def run_fluid(f: Fluid, s: State) -> int:
-    """Until nothing is left to come and nothing runs; MORE_RECORDS: call again with more of them."""
+    """Runs until no more requests come and nothing is running; MORE_RECORDS: call again with more records."""
     return run_until(f, s, np.inf)
 
 
 @reachable
 def advance(f: Fluid, s: State, end: float) -> int:
-    """Until then, with the arrivals until then. A GPU of a cluster reports to routers: when a new request of each model
-    would be done, and how many are live.
+    """Runs until a time, with the arrivals until then. A GPU of a cluster then reports to routers when a new request of
+    each model would be done, and how many requests are live.
     """
     answer = run_until(f, s, end)
     if answer == DONE:

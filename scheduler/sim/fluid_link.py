@@ -1,6 +1,6 @@
-"""The copy engine of the simulated GPU: weights come over one link, chunk after chunk, as the core ordered.
+"""The copy engine of the simulated GPU: weights arrive over one link, chunk after chunk, in the core's order.
 
-Evicting takes no time of the link. Copies and kernels do not slow each other here.
+Evicting takes no time of the link. Copies and kernels do not slow each other in this model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD, _ONE = np.uint64(8), np.uint64(1)
 
 @part
 def begin_chunk(f: Fluid, s: State) -> None:
-    """When the next chunk of the first model in line will be there."""
+    """Computes when the next chunk of the first model in line arrives."""
     sim = f.sim[0]
     if sim.line == 0:
         sim.chunk_at_ns = np.inf
@@ -32,7 +32,7 @@ def begin_chunk(f: Fluid, s: State) -> None:
 
 @part
 def take_orders(f: Fluid, s: State) -> None:
-    """Carry out what the core ordered."""
+    """Carries out the core's orders."""
     sim = f.sim[0]
     while sim.orders < load_at(address(s.move_ring, MOVE_TAIL)):
         cell = s.move[sim.orders & (s.move.shape[0] - 1)]
@@ -50,7 +50,7 @@ def take_orders(f: Fluid, s: State) -> None:
 
 @part
 def copy_chunks(f: Fluid, s: State) -> None:
-    """Set the words of chunks that are there by now."""
+    """Sets the words of chunks that have arrived."""
     sim = f.sim[0]
     while sim.chunk_at_ns <= sim.now_ns:
         w = s.weights[f.line[0]]

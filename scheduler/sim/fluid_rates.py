@@ -1,27 +1,30 @@
-"""How segments that run at once share the simulated GPU: the rate of each, up to 1, its time alone.
+"""How concurrent segments share the simulated GPU: the rate of each, up to 1 (its time alone).
 
-* *slots* (blocks, warps, registers, shared memory: the fullest), *memory bandwidth* and *arithmetic* in proportion to
-  demand, as block scheduler and memory system serve whoever asks more, more: all slow down by the total demand, once
-  above 1;
-* *kernel issue* max-min fairly, because the front end takes turns between streams: who issues little is not held back.
+* *Slots* (blocks, warps, registers, shared memory: the fullest), *memory bandwidth* and *arithmetic* are shared in
+  proportion to demand, since the block scheduler and the memory system serve larger demands more: all slow down by the
+  total demand, once it is above 1.
+* *Kernel issue* is shared max-min fairly, because the front end alternates between streams: a job that issues few
+  kernels is not slowed.
 
-Where it was measured how much of the GPU a program keeps busy, that is better than these estimates: chains of short
-kernels use a resource now and then, not a part of it all the time, and wait for each other whenever they want it at
-once. Programs that want it independently of each other, parts u of the time, keep it busy 1 - Π(1 - u) of the time
-together. In trial runs on an H200 (not kept) 6, 8, 10, 12, 16 and 24 of Paella's CNNs at once did 3.6, 4.3, 4.7, 5.0,
-5.3 and 5.5 times what one does; with u = 0.18 this says 3.9, 4.4, 4.8, 5.0, 5.3 and 5.5.
+A measured demand of a program is better than these estimates: chains of short kernels use a resource from time to time
+rather than a part of it continuously, and wait for each other whenever they want it at once. Programs that
+independently want the GPU for fractions u of the time keep it busy for 1 - Π(1 - u) of the time. With u = 0.18, this
+agrees with trial runs of Paella's CNNs on an H200 (not stored):
 
-Where jobs keep to windows of SMs they want less of what others have, the less the more they are: a rule chosen with a
-sweep on the H200 in view, and its one number so that 24 of them do 1.19 times what they do without, as there. Whether
-it holds for more of them is not known, and no more are let in.
+    programs at once          6     8    10    12    16    24
+    throughput, measured    3.6   4.3   4.7   5.0   5.3   5.5
+    throughput, modelled    3.9   4.4   4.8   5.0   5.3   5.5
 
-What is launched takes its turn in the hardware's queues, if their number is given. `benchmarks/stream_queues.py` shows
-how on an H200: CUDA deals graphs out to them one after the other, whatever their streams, and one graph waits behind
-another of the same queue, but not behind its last kernels: a queue looks some way ahead. Of graphs of 100 kernels one
-waits for another, of those of 2 none does. How far it looks is the most that this allows; further would fit the sweep
-of Paella's CNNs better (side runs, not kept), so it is not quite what the hardware does; and it was chosen by one such
-sweep, of which it therefore predicts nothing. Segments that follow another of their job stay in its queue here, which
-nobody has looked at.
+Jobs that are confined to windows of SMs compete less, and the less the more jobs there are. This rule has one number,
+fitted to one sweep on the H200 in which 24 jobs reached 1.19 times the throughput without windows. Its validity for
+more jobs is not known, and no more are let in.
+
+If the number of hardware queues is given, launches wait in them. `benchmarks/stream_queues.py` shows the behaviour of
+an H200: CUDA assigns graphs to queues one after the other, regardless of their streams. A graph waits behind another
+graph of the same queue, but not behind its last kernels, since a queue looks some way ahead: graphs of 100 kernels wait
+for each other, graphs of 2 kernels do not. The modelled look-ahead is the largest that this benchmark allows. A larger
+one would fit the sweep of Paella's CNNs better, so the model is not exact; and because it was fitted to one sweep, it
+cannot predict that sweep. Later segments of a job are assumed to stay in the job's queue; this was not measured.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ NO_PRIORITY = -(1 << 40)
 
 @part
 def least_ns(f: Fluid) -> float:
-    """Less of something is nothing, and late in simulated time would not move the clock."""
+    """The smallest time step: a smaller one counts as zero, and would not move the clock late in simulated time."""
     return float(max(1e-3, 4.5e-16 * f.sim[0].now_ns))
 
 
 @part
 def holds_ns(f: Fluid, s: State, lane: int) -> float:
-    """How much of what a lane has launched others of its queue wait for, in time alone."""
+    """The part of a lane's launched work, as time alone, for which other lanes of its queue wait."""
     a = s.lane[lane]
     m, size = a.model, a.size
     return float(f.left[lane] - s.tuning[0].deep_kernels * f.work[m, size, f.work.shape[2] - 1] / f.kernels[m, size])
@@ -53,14 +56,14 @@ def holds_ns(f: Fluid, s: State, lane: int) -> float:
 
 @part
 def is_before(f: Fluid, other: int, lane: int) -> bool:
-    """Whether it was dealt to the same queue, sooner."""
+    """Whether another lane was assigned to the same queue earlier."""
     apart = f.order[lane] - f.order[other]
     return bool(apart > 0 and apart % f.sim[0].queues == 0)
 
 
 @part
 def line_up(f: Fluid, s: State) -> None:
-    """Who waits in a hardware queue."""
+    """Determines which lanes wait in a hardware queue."""
     sim = f.sim[0]
     if sim.queues == 0:
         return
@@ -75,7 +78,7 @@ def line_up(f: Fluid, s: State) -> None:
 
 @part
 def next_in_queue(f: Fluid, s: State) -> float:
-    """How long it takes until a graph has so few kernels left that others need not wait for it any more."""
+    """The time until some graph has so few kernels left that others no longer wait for it."""
     sim = f.sim[0]
     found = np.inf
     if sim.queues > 0:
@@ -93,14 +96,14 @@ def runs(f: Fluid, lane: int) -> bool:
 
 @part
 def used(f: Fluid, s: State, lane: int, what: int) -> float:
-    """Part of a resource that what runs of a lane takes at rate 1."""
+    """The fraction of a resource that a lane's running segment takes at rate 1."""
     segment = f.work.shape[2] - 1 if f.segment[lane] == WHOLE else f.segment[lane]
     return float(f.use[s.lane[lane].model, s.lane[lane].size, segment, what])
 
 
 @part
 def share(f: Fluid, s: State) -> None:
-    """Everybody's rate, from what all want."""
+    """Computes all rates from all demands."""
     sim = f.sim[0]
     line_up(f, s)
     slots = memory = issue = compute = 0.0
@@ -123,8 +126,8 @@ def share(f: Fluid, s: State) -> None:
 
 @part
 def prefer(f: Fluid, s: State) -> None:
-    """Streams of higher priority: their blocks are placed first, but blocks that run are not sent away. So each lane
-    gets some of what it would have if priorities were all that counts, and else what it has without them.
+    """Applies stream priorities: blocks of higher priority are placed first, but running blocks are not removed. So
+    each lane's rate lies between the rate under strict priorities and the rate without priorities.
     """
     sim = f.sim[0]
     top, least = NO_PRIORITY, -NO_PRIORITY
@@ -165,10 +168,10 @@ def prefer(f: Fluid, s: State) -> None:
 
 @part
 def issue_level(f: Fluid, s: State, common: float) -> float:
-    """Max-min: the level at which those above it fill what the others leave. Who waits has no part in it."""
+    """The max-min level: lanes above it share the capacity that the others leave. Waiting lanes have no part."""
     last = f.work.shape[2] - 1
     level = 0.0
-    while True:  # upwards, from below every fair part: each round but the last settles at least one
+    while True:  # upwards, from below every fair part: each round but the last settles at least one lane
         below = 0.0
         above = 0
         for k in range(f.sim[0].running):
@@ -190,16 +193,14 @@ def issue_level(f: Fluid, s: State, common: float) -> float:
 
 @part
 def share_measured(f: Fluid, s: State) -> None:
-    """Rates of programs whose part of the GPU was measured: all together keep it busy as if they did not know of each
-    other, and each gets its part of that by what it wants.
-    """
+    """Rates of programs with measured demand: they fill the GPU as if independent, and share it by demand."""
     core = s.core[0]
     sim = f.sim[0]
     idle = 1.0
     wants = 0.0
     last = f.work.shape[2] - 1
     apart = 1.0
-    if core.windows > 0 and not core.whole_always:  # where the hardware decides, nobody keeps to one
+    if core.windows > 0 and not core.whole_always:  # where the hardware decides, no job is confined
         apart += s.tuning[0].apart_share * max(0, sim.running - s.tuning[0].roomy_jobs)
     for k in range(sim.running):
         lane = f.run[k]
@@ -222,7 +223,7 @@ def share_measured(f: Fluid, s: State) -> None:
         compute += used(f, s, lane, COMPUTE) * f.rate[lane]
     if max(memory, compute) <= 1.0:
         return
-    for k in range(sim.running):  # who takes much of what all want more of than there is
+    for k in range(sim.running):  # lanes with a large part of an oversubscribed resource
         lane = f.run[k]
         if runs(f, lane) and f.busy[s.lane[lane].model, s.lane[lane].size] > 0.0:
             slower = 1.0 + min(1.0, 2.0 * used(f, s, lane, MEMORY)) * (max(1.0, memory) - 1.0)

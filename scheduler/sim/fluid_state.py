@@ -1,4 +1,4 @@
-"""The simulated GPU's tables at the grain of segments: what runs, what it takes, the load, and what came of it."""
+"""The simulated GPU's tables at the level of segments: running work, its resources, the load, and the results."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from paellapy.scheduler.core.tables import COMPLETION, SUBMISSION, Table, Words
 
 SLOTS, MEMORY, ISSUE, COMPUTE = range(4)
 BATCH = 256
-# The end of Fluid.report: what the GPU gives when several jobs share it, what answers took against what was predicted,
-# requests that wait or run.
+# The last entries of Fluid.report: the gain in throughput when several jobs share the GPU, the actual ÷ the predicted
+# time of answers, and the number of live requests.
 GAIN, FACTOR, LIVE = -3, -2, -1
-MODELS_PRIORITY = -(1 << 31)  # a request without a priority of its own
+MODELS_PRIORITY = -(1 << 31)  # stands for a request without its own priority
 
 SIM = np.dtype(  # [1]
     [
         ("now_ns", "f8"),
         ("core_free_ns", "f8"),  # when the core, which launches one graph after the other, can decide again
-        ("horizon_ns", "f8"),  # closed-loop clients ask until then
-        ("launch_ns", "f8"),  # the host's, for each launch
+        ("horizon_ns", "f8"),  # closed-loop clients send requests until then
+        ("launch_ns", "f8"),  # the host's time for each launch
         ("segment_gap_ns", "f8"),  # between two graphs of a stream
-        ("resume_ns", "f8"),  # a launch's way to the GPU, for a lane that ran dry
+        ("resume_ns", "f8"),  # latency of a launch, for a lane that ran out of work
         ("bin_ns", "f8"),
-        ("running", "i8"),  # lanes in Fluid.run
+        ("running", "i8"),  # number of lanes in Fluid.run
         ("next_arrival", "i8"),
         ("records", "i8"),
-        ("free", "i8"),  # request rows in Fluid.free
+        ("free", "i8"),  # number of request rows in Fluid.free
         ("timers", "i8"),
-        ("events", "i8"),  # segments done
-        ("news", "i8"),  # 1: something for the core to see
-        ("queues", "i8"),  # of the hardware; 0: one for every job
+        ("events", "i8"),  # completed segments
+        ("news", "i8"),  # 1: there is an event for the core
+        ("queues", "i8"),  # number of hardware queues; 0: one for every job
         ("launched", "i8"),
-        # what answers took against what was predicted, newer ones more: of a GPU that a router sends requests to
+        # actual and predicted times of answers, with more weight on newer ones, for a GPU behind a router
         ("actual_ns", "f8"),
         ("predicted_ns", "f8"),
-        ("orders", "i8"),  # of the core's about weights, that were carried out
-        ("line", "i8"),  # models in Fluid.line
-        ("copied", "i8"),  # chunks of the first of them
-        ("chunk_at_ns", "f8"),  # when the next is there
+        ("orders", "i8"),  # the core's orders about weights that were carried out
+        ("line", "i8"),  # number of models in Fluid.line
+        ("copied", "i8"),  # copied chunks of the first of them
+        ("chunk_at_ns", "f8"),  # when the next chunk arrives
     ],
     align=True,
 )
@@ -55,12 +55,12 @@ RECORD = np.dtype(
         ("priority", "i4"),
         ("batch", "i4"),
         ("status", "i4"),
-        ("source", "i4"),  # closed-loop client it came from, or NONE
+        ("source", "i4"),  # closed-loop client that sent it, or NONE
         ("arrival_ns", "i8"),
         ("deadline_ns", "i8"),
         ("started_ns", "i8"),
         ("finish_ns", "i8"),
-        ("predicted_ns", "f8"),  # how long it was to take, by the router that sent it; else 0
+        ("predicted_ns", "f8"),  # its time as predicted by its router; otherwise 0
     ],
     align=True,
 )
@@ -79,7 +79,7 @@ LOOP_CLIENT = np.dtype([("think_ns", "i8"), ("model", "i4"), ("priority", "i4"),
 
 
 class Programs(NamedTuple):
-    """What the programs take of the GPU: see the same fields of `Fluid`."""
+    """The GPU resources of the programs: see the same fields of `Fluid`."""
 
     use: Floats
     work: Floats
@@ -90,50 +90,51 @@ class Programs(NamedTuple):
 
 @table_set
 class Fluid(TableSet):
-    """The simulated GPU, its load, and what came of it."""
+    """The simulated GPU, its load, and the results."""
 
     sim: Table = table(SIM, 1)
-    # share of each resource at rate 1; the last row is the whole program's
+    # fraction of each resource at rate 1; the last row is for the whole program
     use: Floats = table(np.float64, "models", "sizes", "launches", 4)
     work: Floats = table(np.float64, "models", "sizes", "launches")  # time alone
-    # part of its time that a program wants the GPU, where that was measured; else 0
+    # fraction of its time for which a program wants the GPU, if measured; otherwise 0
     busy: Floats = table(np.float64, "models", "sizes")
-    copy: Floats = table(np.float64, "models")  # time it takes to copy a request's inputs into a lane
-    kernels: Floats = table(np.float64, "models", "sizes")  # of a whole program
-    run: Ints = table(np.int64, "lanes")  # lanes with something launched
-    segment: Ints = table(np.int64, "lanes")  # what runs, or WHOLE
+    copy: Floats = table(np.float64, "models")  # time to copy a request's inputs into a lane
+    kernels: Floats = table(np.float64, "models", "sizes")  # number of kernels of a whole program
+    run: Ints = table(np.int64, "lanes")  # lanes with launched work
+    segment: Ints = table(np.int64, "lanes")  # the running segment, or WHOLE
     behind: Ints = table(np.int64, "lanes")  # launches queued behind it
-    left: Floats = table(np.float64, "lanes")  # work
+    left: Floats = table(np.float64, "lanes")  # remaining work
     delay: Floats = table(np.float64, "lanes")  # until the launch reaches the GPU
     rate: Floats = table(np.float64, "lanes")
-    strict: Floats = table(np.float64, "lanes")  # the same if priorities were all that counts
-    order: Ints = table(np.int64, "lanes")  # its launch was the so-manieth
+    strict: Floats = table(np.float64, "lanes")  # the same under strict priorities
+    order: Ints = table(np.int64, "lanes")  # number of its launch, in order
     waits: Ints = table(np.int64, "lanes")  # 1: it waits for others in its hardware queue
-    idle: Ints = table(np.int64, "lanes")  # 1: the lane has been started and has run dry
+    idle: Ints = table(np.int64, "lanes")  # 1: the lane has started and has run out of work
     opened: Floats = table(np.float64, "lanes")  # when it last began to take requests
-    generation: Ints = table(np.int64, "lanes")  # the lane's own, at that time
+    generation: Ints = table(np.int64, "lanes")  # the lane's generation at that time
     arrivals: Table = table(ARRIVAL, "arrivals")  # by time
     clients: Table = table(LOOP_CLIENT, "clients")  # each has one request at a time
-    timer: Floats = table(np.float64, "timers")  # heap: when loop clients come back
+    timer: Floats = table(np.float64, "timers")  # heap of the times at which closed-loop clients return
     timer_id: Ints = table(np.int64, "timers")
-    free: Ints = table(np.int64, "requests")  # request rows
+    free: Ints = table(np.int64, "requests")  # free request rows
     records: Table = table(RECORD, "records")
-    asked: Table = table(ASKED, 1)  # scratch: the request that comes now, for admission,
-    message: Table = table(SUBMISSION, 1)  # and for the core
+    asked: Table = table(ASKED, 1)  # scratch: the arriving request, for admission
+    message: Table = table(SUBMISSION, 1)  # scratch: the arriving request, for the core
     taken: Table = table(COMPLETION, BATCH)  # scratch
-    allowance: Table = table(ALLOWANCE, "models")  # without rows everything is let in
-    report: Floats = table(np.float64, "reported")  # for routers: by model, when a new request would be done; the rest
-    line: Ints = table(np.int64, "models")  # whose weights come over the link, one after the other
-    chunk_word: Words = table(np.uint64, "models", "chunks")  # set when a chunk of weights has come
-    bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × jobs running
+    allowance: Table = table(ALLOWANCE, "models")  # without rows, every request is let in
+    # for routers: by model, when a new request would be done; then GAIN, FACTOR and LIVE
+    report: Floats = table(np.float64, "reported")
+    line: Ints = table(np.int64, "models")  # models whose weights arrive over the link, one after the other
+    chunk_word: Words = table(np.uint64, "models", "chunks")  # set when a chunk of weights has arrived
+    bins: Floats = table(np.float64, "bins", 4)  # time × occupancy of slots, memory and issue, and time × running jobs
 
 
 def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, bins: int) -> Fluid:
-    """An idle GPU and a load for it. Times and rows are the caller's to set; `bins` is an even number."""
+    """An idle GPU with a load. The caller sets times and rows; `bins` must be even."""
     lanes, rows = len(state.lane), len(state.request)
     ints = np.int64
     sim = np.zeros(1, SIM)
-    sim["news"] = 1  # the models are yet to be opened
+    sim["news"] = 1  # the models are not opened yet
     sim["actual_ns"] = sim["predicted_ns"] = 1.0
     message = np.zeros(1, SUBMISSION)
     message["kind"], message["lane"], message["slot"] = SUBMIT, NONE, NONE
@@ -177,5 +178,5 @@ def new_fluid(state: State, program: Programs, arrivals: Table, clients: Table, 
 
 
 def more_records(f: Fluid) -> Fluid:
-    """Room for twice as many."""
+    """Doubles the room for records."""
     return f._replace(records=np.concatenate([f.records, np.zeros_like(f.records)]))

@@ -1,6 +1,6 @@
-"""The load of a simulated GPU and what comes of it, for both models of one: arrivals, closed loops, records, occupancy.
+"""The load of a simulated GPU and its results, for both GPU models: arrivals, closed loops, records, occupancy.
 
-The fluid model has these functions in its own compiled loop; the block model calls the entry points at the end.
+The fluid model calls these functions in its own compiled loop; the block model calls the entry points at the end.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from paellapy.scheduler.core.rings import publish, take_into
 from paellapy.scheduler.core.state import State
 from paellapy.scheduler.sim.fluid_state import Fluid
 
-LEARN = 0.05  # weight of the newest answer in what a router learns of a GPU
+LEARN = 0.05  # weight of the newest answer in a router's averages
 
 
 @part
 def limit_ns(s: State, m: int, arrival: int, deadline: int) -> float:
-    """How long a request may take: until its deadline, or as long as its model aims at."""
+    """The time limit of a request: until its deadline, or its model's target."""
     return float(deadline - arrival if deadline < NEVER else s.model[m].target_ns)
 
 
 @part
 def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int, at: int, source: int) -> None:
-    """One request, recorded and submitted; refused where the tables are full."""
+    """Records and submits one request; refuses it if the tables are full."""
     sim = f.sim[0]
     n = sim.records
     record = f.records[n]
@@ -62,7 +62,7 @@ def arrive(f: Fluid, s: State, m: int, client: int, priority: int, deadline: int
 
 @part
 def back(f: Fluid, source: int, at: int) -> None:
-    """A closed-loop client thinks, then asks again."""
+    """Lets a closed-loop client think, then send its next request."""
     sim = f.sim[0]
     if source >= 0:
         again = at + max(f.clients[source].think_ns, 1)
@@ -73,7 +73,7 @@ def back(f: Fluid, source: int, at: int) -> None:
 
 @part
 def load(f: Fluid, s: State) -> bool:
-    """Submit all that is due; False when the records are full."""
+    """Submits all requests that are due; False when the records are full."""
     sim = f.sim[0]
     now = sim.now_ns
     while sim.next_arrival < f.arrivals.shape[0] and f.arrivals[sim.next_arrival].time_ns <= now:
@@ -97,7 +97,7 @@ def load(f: Fluid, s: State) -> bool:
 
 @part
 def next_load(f: Fluid) -> float:
-    """When the next request comes, or a closed-loop client is back."""
+    """When the next request comes, or a closed-loop client returns."""
     sim = f.sim[0]
     at = np.inf
     if sim.next_arrival < f.arrivals.shape[0]:
@@ -118,7 +118,8 @@ def next_for_core(s: State) -> float:
 
 @part
 def record_some(f: Fluid, s: State) -> int:
-    """Some completions into the records, how many: rows become free, closed-loop clients come back."""
+    """Moves some completions into the records and returns their number: rows become free, closed-loop clients return.
+    """
     sim = f.sim[0]
     n = take_into(s, 0, f.taken.ctypes.data, f.taken.shape[0])
     for k in range(n):
@@ -140,7 +141,7 @@ def record_some(f: Fluid, s: State) -> int:
 
 @part
 def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue: float, jobs: int) -> None:
-    """Add an interval to the bins. Where it goes beyond the last, two become one: they cover the whole run."""
+    """Adds an interval to the bins. Beyond the last bin, pairs are merged, so that bins cover the whole run."""
     sim = f.sim[0]
     n = f.bins.shape[0]
     end = since + ns
@@ -162,30 +163,30 @@ def occupy(f: Fluid, since: float, ns: float, slots: float, memory: float, issue
         b += 1
 
 
-# For a loop in Python.
+# Entry points for a loop in Python.
 
 
 @compiled
 def load_until(f: Fluid, s: State, now: float) -> bool:
-    """Submit all that is due by now; False when the records are full."""
+    """Submits all requests that are due by now; False when the records are full."""
     f.sim[0].now_ns = now
     return load(f, s)
 
 
 @compiled
 def next_news(f: Fluid, s: State) -> float:
-    """When there is something for the core, whatever the GPU does."""
+    """When there is something for the core to do, regardless of the GPU."""
     return float(min(next_load(f), next_for_core(s)))
 
 
 @compiled
 def record_batch(f: Fluid, s: State) -> int:
-    """As `record_some`: the completions are in `f.taken` until the next call."""
+    """As `record_some`; the completions stay in `f.taken` until the next call."""
     return record_some(f, s)
 
 
 @compiled
 def note_warps(f: Fluid, since: float, ns: float, share: float, jobs: int) -> None:
-    """Add an interval to the occupancy over time, in which this share of the warps was resident."""
+    """Adds an interval to the occupancy over time, in which this share of the warps was resident."""
     occupy(f, since, ns, share, 0.0, 0.0, jobs)
 

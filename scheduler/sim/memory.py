@@ -1,4 +1,4 @@
-"""More models than memory in simulated time: who is on the GPU at the start, and what came of it."""
+"""More models than memory in simulated time: the models on the GPU at the start, and counters of a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from paellapy.scheduler.core.state import State
 
 
 def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: int) -> None:
-    """Gives the core a budget. Models must have been installed, and nothing must have run."""
+    """Gives the core a memory budget. Models must be installed, and nothing may have run."""
     for each in models:
         if not 0 < each.weight_bytes <= memory_bytes:
             raise ProfileError(
-                f"{each.name} has weight_bytes={each.weight_bytes:,}, and memory_bytes={memory_bytes:,}: give every "
-                "model the bytes of its weights, and the GPU room for each of them alone"
+                f"{each.name} has weight_bytes={each.weight_bytes:,}, which must be above 0 and at most "
+                f"memory_bytes={memory_bytes:,}: set the model's weight_bytes, or raise memory_bytes"
             )
     staying = sum(each.weight_bytes for each in models if each.resident is True)
     largest = max((each.weight_bytes for each in models if each.resident is not True), default=0)
     if staying + largest > memory_bytes:
         raise ProfileError(
-            f"models that stay take {staying:,} bytes and the largest of the others {largest:,}: together more than "
-            f"memory_bytes={memory_bytes:,}"
+            f"models with resident=True take {staying:,} bytes and the largest other model {largest:,}: together more "
+            f"than memory_bytes={memory_bytes:,}; raise it, or keep fewer models resident"
         )
     manage(state, memory_bytes)
     first = sorted(range(len(models)), key=lambda m: models[m].resident is not True)
@@ -35,7 +35,7 @@ def manage_weights(state: State, models: Sequence[ModelProfile], memory_bytes: i
 
 
 def weight_counters(state: State) -> dict[str, int]:
-    """What a run did with its weights."""
+    """Counts of weight movements in a run."""
     r = state.residency[0]
     return {
         "weight_hits": int(state.weights["hits"].sum()),

@@ -1,9 +1,9 @@
 """Paella's eight models as profiles, from times and throughputs measured on an H200: simulate them anywhere.
 
-fp16, 224² images (inception_v3: 299²), as PyTorch runs them. Time alone and saturated throughput per batch size were
-measured for three of the models; the others have the time alone at batch 1, and take the rest from the three's mean.
-What a size takes of the GPU follows from both: n batches at once saturate it when n · share = 1. At batch 1 these
-models are bound by kernel issue, which gives their number of kernels.
+The models run in fp16 on 224² images (inception_v3: 299²), in PyTorch. Time alone and saturated throughput per batch
+size were measured for three of the models; the others have a measured time alone at batch 1, and take the rest from the
+mean of the three. The GPU share of a batch size follows from both: n batches at once saturate the GPU when n · share =
+1. At batch 1 these models are bound by kernel issue, which gives their number of kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from paellapy.instrument.device.parts import part
 from paellapy.scheduler.core.profiles import ModelProfile, ProfileError, SegmentProfile
 
-# Shares of Paella's figure 11.
+# Proportions of the models in Paella's figure 11.
 MIX = MappingProxyType(
     {
         "resnet18": 0.272,
@@ -51,15 +51,15 @@ MEASURED = MappingProxyType(
     }
 )  # fmt: skip
 SIZES = tuple(MEASURED["resnet18"])
-ISSUE_PER_S = 1.35e6  # kernels, all streams together
+ISSUE_PER_S = 1.35e6  # kernels per second over all streams
 KERNELS_PER_SEGMENT = 24
 BLOCK_WARPS = 8
 BLOCK_REGISTERS = BLOCK_WARPS * 32 * 32
-FOOTPRINT = 0.1  # of the block slots at batch 1; measured 5–18%
+FOOTPRINT = 0.1  # fraction of the block slots at batch 1; measured 5–18 %
 
 
 def _curve(name: str, batch: int) -> tuple[float, float]:
-    """Time alone in µs, and the share of the GPU one batch takes while it runs."""
+    """Time alone in µs, and the share of the GPU that one batch takes while it runs."""
     if name in MEASURED:
         us, rate = MEASURED[name][batch]
         return us, batch / (rate * us * 1e-6)
@@ -74,7 +74,7 @@ def _curve(name: str, batch: int) -> tuple[float, float]:
 def mix_profiles(
     batch: Sequence[int] = (1,), *, lanes: int = 16, target: float | None = 4.0, names: Sequence[str] = tuple(MIX)
 ) -> list[ModelProfile]:
-    """The models at these batch sizes (of 1, 2, 4, 8, 16, 32), aiming at `target` times their time alone.
+    """The models at these batch sizes (of 1, 2, 4, 8, 16, 32), with a target of `target` times their time alone.
 
     >>> [round(m.alone_ns() / 1e3) for m in mix_profiles(names=["resnet18", "googlenet"])]
     [340, 1005]
@@ -82,7 +82,7 @@ def mix_profiles(
     unknown = [size for size in batch if size not in SIZES]
     if unknown:
         sizes_there = ", ".join(map(str, SIZES))
-        raise ProfileError(f"the mix was not measured at batch size {unknown[0]}: there are {sizes_there}")
+        raise ProfileError(f"the mix was not measured at batch size {unknown[0]}: choose among {sizes_there}")
     gpu = part("h200")
     slots = gpu.sms * gpu.sm.warps / BLOCK_WARPS
     profiles = []

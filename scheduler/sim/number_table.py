@@ -1,4 +1,4 @@
-"""Tables of numbers on a terminal: a number is never cut, a name that does not fit is folded."""
+"""Tables of numbers on a terminal: numbers are never cut, and long names are wrapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def number_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> Table:
-    """The first column has names, the others numbers. `total`: the last row stands apart."""
+    """The first column has names, the others numbers. `total`: the last row is set apart."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -21,5 +21,6 @@ def number_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
         widest = max(len(text) for text in (*name.split("\n"), *(row[k] for row in rows)))
         table.add_column(name, justify="right", no_wrap=True, min_width=widest)
     for number, row in enumerate(rows, 1):
-        table.add_row(*map(Text, row), end_section=total and number == len(rows) - 1)  # Text: "[x]" is no markup
+        # Text, so that "[x]" is not read as markup
+        table.add_row(*map(Text, row), end_section=total and number == len(rows) - 1)
     return table

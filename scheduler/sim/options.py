@@ -1,4 +1,4 @@
-"""How a simulation runs: its grain, its seed, and what it changes of the policy, the host and the GPU."""
+"""Options of a simulation: its level of detail, its seed, and changes to the policy, the host and the GPU."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class SimulationOptions:
     """Options of `simulate`.
 
     `fidelity="segments"`: segments share the GPU like a fluid, a million events per second. `"blocks"`: every block of
-    every kernel on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's; `demand`
-    lets in jobs until together they would keep that many GPUs busy, however many they are. Where neither they nor the
-    policy say how many, it is as in an engine, if the models' demand was measured.
+    every kernel is placed on its SM, about a thousand times slower. `active` and `look_ahead` override the policy's
+    settings; `demand` admits any number of jobs up to a total demand of that many GPUs. If neither they nor the policy
+    limit the jobs, the limit is the engine's, provided that the models' demand was measured.
 
-    `queues`: of the hardware (CUDA has 8, paellapy sets 32), to which launches are dealt one after the other, and wait
-    there behind long graphs; left out, nobody does. With fidelity "blocks" it is streams that are dealt to them, and
-    only under the policy `streams`. `admission`: as in a server, requests that would miss their deadline, or their
-    model's target, are refused when they come ("queue full"); for open loads, and segments. `sm_windows`: jobs keep to
-    windows of SMs, as with `Engine(sm_windows=8)`, by a rule that was made for one sweep of eight windows on an H200;
-    for segments of models whose demand was measured (without windows). `tuning`: numbers of the scheduler, by name, for
-    experiments; the others are the part's own. `tenants`: shares and limits of clients that the workload names, as in
-    {"alice": Tenant(share=3, limit=0.5)}.
+    `queues`: number of hardware queues (CUDA has 8, paellapy sets 32) to which launches are assigned in turn, and where
+    they wait behind long graphs; without it, no launch waits. With fidelity "blocks", streams are assigned to the
+    queues, and only under the policy `streams`. `admission`: requests that would miss their deadline, or their model's
+    target, are refused on arrival ("queue full"), as in a server; only for open loads and fidelity "segments".
+    `sm_windows`: jobs are confined to windows of SMs, as with `Engine(sm_windows=8)`, by a rule fitted to one sweep of
+    eight windows on an H200; only for fidelity "segments" and models with a demand measured without windows. `tuning`:
+    the scheduler's tuning numbers by name, for experiments; the others are the part's own. `tenants`: shares and limits
+    of clients that the workload names, such as {"alice": Tenant(share=3, limit=0.5)}.
 
-    `memory_bytes`: of weights on the GPU. Others come over a link of `pcie_gbps` when they are asked for, and some
-    leave for them; models have `weight_bytes` then. Those given first are on the GPU when it starts, as far as they
-    fit. Left out, all weights are there.
+    `memory_bytes`: budget for weights on the GPU. Other weights arrive over a link of `pcie_gbps` on demand, and some
+    leave for them; models then need `weight_bytes`. At the start, the first models given are on the GPU, as far as they
+    fit. Without it, all weights are on the GPU.
     """
 
     fidelity: Fidelity = "segments"
@@ -59,34 +59,34 @@ class SimulationOptions:
 
     def __post_init__(self) -> None:
         if self.fidelity not in FIDELITIES:
-            raise ArgumentError(f"fidelity is {' or '.join(FIDELITIES)}, not {self.fidelity!r}")
+            raise ArgumentError(f"fidelity={self.fidelity!r}: it must be {' or '.join(FIDELITIES)}")
         if not isinstance(self.seed, int | np.integer) or self.seed < 0:
-            raise ArgumentError(f"the seed is {self.seed!r}: give a whole number of zero or more")
+            raise ArgumentError(f"seed={self.seed!r}: it must be an integer of at least 0")
         if self.queues is not None and not (isinstance(self.queues, int | np.integer) and self.queues >= 1):
-            raise ArgumentError(f"queues is {self.queues!r}: give a whole number from 1 up, or leave it out")
+            raise ArgumentError(f"queues={self.queues!r}: it must be an integer of at least 1, or None")
         if self.demand is not None and not (self.demand > 0 and math.isfinite(self.demand)):
-            raise ArgumentError(f"demand is {self.demand!r}: give GPUs to keep busy, more than 0, or leave it out")
+            raise ArgumentError(f"demand={self.demand!r}: it must be a number of GPUs above 0, or None")
         given = self.host_launch_ns
         if given is not None and not (given >= 0 and math.isfinite(given)):
-            raise ArgumentError(f"host_launch_ns is {given!r}: give nanoseconds, 0 or more")
+            raise ArgumentError(f"host_launch_ns={given!r}: it must be a finite number of at least 0")
         if self.memory_bytes is not None and not self.memory_bytes >= 1:
-            raise ArgumentError(f"memory_bytes is {self.memory_bytes!r}: give the bytes of weights that fit, or None")
+            raise ArgumentError(f"memory_bytes={self.memory_bytes!r}: it must be at least 1, or None")
         if self.pcie_gbps is not None and not (self.pcie_gbps > 0 and math.isfinite(self.pcie_gbps)):
-            raise ArgumentError(f"pcie_gbps is {self.pcie_gbps!r}: give gigabytes a second, more than 0")
+            raise ArgumentError(f"pcie_gbps={self.pcie_gbps!r}: it must be a number of GB/s above 0")
         if self.memory_bytes is not None and self.fidelity != "segments":
-            raise ArgumentError("memory_bytes is for fidelity 'segments': leave it out, or choose that")
+            raise ArgumentError("memory_bytes needs fidelity='segments': choose that, or leave memory_bytes out")
         least, most = codes.LEAST_WINDOWS, codes.WINDOWS
         if self.sm_windows != 0 and not least <= self.sm_windows <= most:
-            raise ArgumentError(f"sm_windows={self.sm_windows}: 0, for none, or {least} to {most}")
+            raise ArgumentError(f"sm_windows={self.sm_windows}: it must be 0, for none, or {least} to {most}")
 
     def tuning_for(self, gpu: Part) -> Tuning:
-        """The part's numbers with those that are set for this run."""
+        """The part's tuning numbers, with those that are set for this run."""
         found = Tuning.for_part(gpu.name, self.tuning)
         set_here = {"host_launch_ns": self.host_launch_ns, "link_gbps": self.pcie_gbps}
         return found.with_changes({name: value for name, value in set_here.items() if value is not None})
 
     def policy(self, given: str | Policy | Rank) -> Policy:
-        """The policy with what overrides it."""
+        """The policy with the options that override it."""
         found = find_policy(given)
         if self.active is not None:
             found = replace(found, active=self.active)
@@ -94,8 +94,8 @@ class SimulationOptions:
 
 
 def simulated_part(device: str) -> Part:
-    """The GPU that a device's name stands for."""
+    """The GPU for a device's name."""
     kind, _, name = device.partition(":")
     if kind != "virtual":
-        raise NoDeviceError(f"simulate runs on a virtual GPU, not on {device!r}: name one as in 'virtual:h200'")
+        raise NoDeviceError(f"device={device!r}: simulate needs a virtual GPU, such as 'virtual:h200'")
     return part(name or "h200")

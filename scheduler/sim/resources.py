@@ -1,4 +1,4 @@
-"""What the programs of a simulation take of the GPU: from profiles to the fluid model's tables."""
+"""The GPU resources of programs in a simulation: from profiles to the fluid model's tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from paellapy.scheduler.sim.fluid_state import ISSUE, MEMORY, Programs
 
 
 def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: Timing) -> Programs:
-    """Per segment, the share of each resource it takes alone, and its time; the last row is the whole program's."""
+    """For each segment, the share of each resource it takes alone, and its time; the last row is for the whole program.
+    """
     n, sizes, segments = state.segment.shape
     use = np.zeros((n, sizes, segments + 1, 4))
     work = np.zeros((n, sizes, segments + 1))
@@ -32,11 +33,11 @@ def resources(state: State, models: Sequence[ModelProfile], gpu: Part, timing: T
                 use[m, k, i] = np.minimum(found, 1.0)
                 work[m, k, i] = each.time_ns
             total = math.fsum(work[m, k, : len(program)])
-            if batch in model.demand:  # seen, not estimated: the whole keeps that part of the GPU busy
+            if batch in model.demand:  # measured, not estimated: the whole program keeps this part of the GPU busy
                 guess = (use[m, k, : len(program), :ISSUE + 1].max(axis=1) * work[m, k, : len(program)]).sum() / total
                 busy[m, k] = busy_alone(model.demand[batch], model.together.get(batch, TOGETHER))
                 use[m, k, : len(program), : ISSUE + 1] *= busy[m, k] / max(guess, 1e-9)
-                # Bandwidth and arithmetic were measured apart from that, where they are known.
+                # Bandwidth and arithmetic were measured separately, where they are known.
                 for i, each in enumerate(program):
                     use[m, k, i, MEMORY] = each.memory or use[m, k, i, MEMORY]
             use[m, k, -1] = (use[m, k, : len(program)] * work[m, k, : len(program), None]).sum(axis=0) / total

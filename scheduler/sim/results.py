@@ -1,4 +1,4 @@
-"""What came of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; as a table."""
+"""The results of a run, simulated or real: latencies, slowdowns, targets met, throughput, occupancy; as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelResult:
     name: str
     submitted: int
     completed: int
-    refused: int  # when they came
+    refused: int  # refused on arrival
     throughput: float  # completed per second
     p50_ms: float
     p90_ms: float
@@ -33,50 +33,51 @@ class ModelResult:
     mean_ms: float
     slowdown_p50: float  # latency ÷ time alone at batch 1
     slowdown_p99: float
-    within_target: float  # of those with a deadline, or else a target: refused or late is not within; NaN without
+    # fraction of requests with a deadline or target that met it; refused and late ones did not; NaN without any
+    within_target: float
     mean_batch: float
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run. `jobs` has one row per request (fluid.RECORD): model, arrival, start, finish, status, batch, …"""
+    """The results of one run. `jobs` has one row per request (fluid.RECORD): model, arrival, start, finish, …"""
 
     policy: str
     device: str
     models: Sequence[ModelProfile]
     jobs: Table
     seconds: float  # from 0 to the last completion
-    occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), jobs running
+    occupancy: NDArray[np.float64] = field(repr=False)  # [bins, 4]: slots, memory, issue (0 … 1), running jobs
     bin_ms: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
-    admission: bool = False  # whether what would be late was to be refused
-    trace: EngineTrace | None = field(default=None, repr=False)  # of every block, where it was asked for
+    admission: bool = False  # whether requests that would be late were refused
+    trace: EngineTrace | None = field(default=None, repr=False)  # of every block, if it was asked for
     clients: tuple[str, ...] = ()  # names, by the numbers in `jobs`
-    # whose the GPU's time was: "busy" of "", "models" and "clients" by name
+    # GPU time by user: "busy" of "", and "models" and "clients" by name
     gpu_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
     plot = Above()
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:
-        """Of completed requests."""
+        """Latencies of completed requests."""
         done = self.jobs[self.jobs["status"] == OK]
         latency: NDArray[np.float64] = (done["finish_ns"] - done["arrival_ns"]) / 1e6
         return latency
 
     def model(self, name: str | None = None) -> ModelResult:
-        """Figures of one model; of all together without a name."""
+        """Figures of one model, or of all models together without a name."""
         names = [each.name for each in self.models]
         if name is not None and name not in names:
-            raise ArgumentError(f"no model {name!r} in this run: there are {', '.join(names)}")
+            raise ArgumentError(f"no model {name!r} in this run: the models are {', '.join(names)}")
         if name is None:
             return self._figures("all", self.jobs)
         return self._figures(name, self.jobs[self.jobs["model"] == names.index(name)])
 
     def tenant(self, name: str) -> ModelResult:
-        """Figures of one client's requests, for whichever models."""
+        """Figures of one client's requests, over all models."""
         if name not in self.clients:
-            raise ArgumentError(f"no client {name!r} in this run: there are {', '.join(self.clients)}")
+            raise ArgumentError(f"no client {name!r} in this run: the clients are {', '.join(self.clients)}")
         return self._figures(name, self.jobs[self.jobs["client"] == self.clients.index(name)])
 
     @property
@@ -84,14 +85,15 @@ class Results:
         return [self.tenant(name) for name in self.clients]
 
     def gpu_share(self, name: str) -> float:
-        """Part of the time that the GPU was busy for a client, or for a model of this name."""
+        """The fraction of the GPU's busy time that went to the client or the model of this name."""
         for had in (self.gpu_ms.get("clients", {}), self.gpu_ms.get("models", {})):
             if name in had:
                 return had[name] / max(self.gpu_ms["busy"][""], 1e-9)
-        raise ArgumentError(f"no client and no model {name!r} in this run")
+        known = ", ".join([*self.gpu_ms.get("clients", {}), *self.gpu_ms.get("models", {})])
+        raise ArgumentError(f"no client and no model {name!r} in this run: there are {known}")
 
     def compare(self, *others: Results) -> Comparison:
-        """This run and others of the same models or clients, side by side: the ratios are to this one."""
+        """This run and others of the same models or clients, side by side; ratios are relative to this run."""
         return Comparison((self, *others))
 
     def _figures(self, name: str, jobs: Table) -> ModelResult:
@@ -101,7 +103,7 @@ class Results:
         ms = (done["finish_ns"] - done["arrival_ns"]) / 1e6
         slow = ms * 1e6 / alone[done["model"]]
         limit = np.where(jobs["deadline_ns"] < NEVER, jobs["deadline_ns"] - jobs["arrival_ns"], np.inf) / 1e6
-        limit = np.where(np.isfinite(limit), limit, target[jobs["model"]])  # a request's own deadline goes first
+        limit = np.where(np.isfinite(limit), limit, target[jobs["model"]])  # a request's own deadline takes precedence
         met = (ms <= limit[jobs["status"] == OK]).sum()
         with_target = np.isfinite(limit).sum()
 
@@ -134,11 +136,11 @@ class Results:
 
     @property
     def has_limits(self) -> bool:
-        """Whether there is anything to be late for: a target of a model's, or a request's deadline."""
+        """Whether any model has a target, or any request a deadline."""
         return any(each.target_ms is not None for each in self.models) or bool((self.jobs["deadline_ns"] < NEVER).any())
 
     def statuses(self) -> dict[str, int]:
-        """How many requests ended in which way."""
+        """The number of requests by how they ended."""
         numbers, counts = np.unique(self.jobs["status"], return_counts=True)
         return {STATUS[k]: int(n) for k, n in zip(numbers, counts, strict=True)}
 
@@ -177,7 +179,7 @@ class Results:
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks: the table."""
+        """HTML for notebooks: the table."""
         from rich.console import Console
 
         console = Console(width=110, record=True, file=io.StringIO())
@@ -187,13 +189,13 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs side by side. `str()` of it is a table."""
+    """Runs side by side; `str()` gives a table."""
 
     runs: tuple[Results, ...]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One for each run and each client, or each model where there is one client; ratios to the first run's."""
+        """One row per run and client, or per run and model with one client; ratios are to the first run."""
         found: list[dict[str, Any]] = []
         for run in self.runs:
             for each in run.per_tenant if len(run.clients) > 1 else run.per_model:

@@ -1,4 +1,4 @@
-"""`simulate`: a workload on a simulated GPU, under the same core and policies that run a real one. Timing only.
+"""`simulate`: a workload on a simulated GPU, under the same core and policies as on a real one. Timing only.
 
     from paellapy.scheduler.sim.mix import MIX, mix_profiles
     result = simulate(mix_profiles(), Lognormal(4000, MIX, duration=2), "srpt")
@@ -37,8 +37,8 @@ from paellapy.scheduler.sim.results import Results
 from paellapy.scheduler.sim.trace import OwnKernels, TracedGpu
 from paellapy.scheduler.sim.workload import Workload, WorkloadError
 
-MAX_ROWS = 1 << 17  # requests waiting at a time; beyond, the simulated front end refuses
-BINS = 400  # at most, of the time that a run takes
+MAX_ROWS = 1 << 17  # requests waiting at a time; the simulated front end refuses further ones
+BINS = 400  # most bins into which the time of a run is divided
 
 
 def simulate(
@@ -50,11 +50,11 @@ def simulate(
     kernels: OwnKernels | None = None,
     **options: Any,
 ) -> Results:
-    """Run the workload to its end in simulated time.
+    """Runs the workload to its end in simulated time.
 
     `options` are the fields of `SimulationOptions`: `fidelity`, `seed`, `active`, `look_ahead`, `demand`, `queues`,
     `admission`, `sm_windows`, `host_launch_ns`, `tenants`, `memory_bytes`, `pcie_gbps`. With fidelity "blocks" and the
-    models' own `kernels` the result has a `trace`.
+    models' own `kernels`, the result has a `trace`.
 
     >>> from paellapy.scheduler.core.profiles import ModelProfile, SegmentProfile
     >>> from paellapy.scheduler.sim.workload import Poisson
@@ -67,7 +67,7 @@ def simulate(
     chosen, gpu = asked.policy(policy), simulated_part(device)
     names = [each.name for each in models]
     if not models or len(set(names)) < len(names):
-        raise ProfileError(f"simulate needs models with names of their own, not {names}")
+        raise ProfileError(f"the models' names are {names}: give at least one model, each with a different name")
     arrivals, clients, tenants = _load(workload, models, asked.seed)
     _check(asked, models, clients)
     state = new_core(models, len(arrivals) + len(clients), len(tenants))
@@ -110,9 +110,7 @@ def _counters(state: st.State, f: fluid.Fluid, asked: SimulationOptions) -> dict
 
 
 def _load(workload: Workload, models: Sequence[ModelProfile], seed: int) -> tuple[Table, Table, list[str]]:
-    """Arrivals, closed-loop clients, and the names of all clients by their numbers. Requests without a priority of
-    their own have their model's.
-    """
+    """Arrivals, closed-loop clients, and all clients' names by number. Requests default to their model's priority."""
     names = [each.name for each in models]
     arrivals, clients = workload.arrivals(names, seed), workload.loop_clients(names)
     priorities = np.array([each.priority for each in models])
@@ -130,15 +128,15 @@ def _give_tenants(state: st.State, clients: Sequence[str], asked: SimulationOpti
     unknown = set(asked.tenants) - set(clients)
     if unknown:
         raise ArgumentError(
-            f"no client of the workload is named {min(unknown)!r}: there are {', '.join(clients)}; name one as in "
-            "ClosedLoop(…, client='alice')"
+            f"no client of the workload is named {min(unknown)!r}; its clients are {', '.join(clients)}. Name one, "
+            "as in ClosedLoop(…, client='alice')"
         )
     for name, tenant in checked_tenants(asked.tenants).items():
         give_tenant(state, clients.index(name), name, tenant)
 
 
 def _gpu_times(state: st.State, models: Sequence[ModelProfile], clients: Sequence[str]) -> dict[str, dict[str, float]]:
-    """In which something ran, and whose it was."""
+    """The GPU's busy time, by model and by client."""
     return {
         "busy": {"": float(state.core["gpu_ns"][0]) / 1e6},
         "models": {each.name: float(state.model["gpu_ns"][m]) / 1e6 for m, each in enumerate(models)},
@@ -147,25 +145,25 @@ def _gpu_times(state: st.State, models: Sequence[ModelProfile], clients: Sequenc
 
 
 def _check(asked: SimulationOptions, models: Sequence[ModelProfile], clients: Table) -> None:
-    """What the options ask for that this load or these models cannot have."""
+    """Raises an error for options that this load or these models do not support."""
     if asked.admission and (len(clients) or asked.fidelity != "segments"):
         raise WorkloadError(
-            "admission needs an open-loop workload (Poisson, Lognormal, TraceWorkload) and fidelity='segments': leave "
-            "admission out, or choose these"
+            "admission needs an open-loop workload (Poisson, Lognormal, TraceWorkload) and fidelity='segments': choose "
+            "these, or leave admission out"
         )
     if asked.sm_windows and (asked.fidelity != "segments" or not all(each.demand for each in models)):
         raise ArgumentError(
             "sm_windows needs fidelity='segments' and profiles with a measured demand, as engine.model_profile(name) "
-            "gives them: leave sm_windows out, or choose these"
+            "returns them: choose these, or leave sm_windows out"
         )
 
 
 def _check_all_done(state: st.State, policy: Policy) -> None:
-    """Nothing happens any more: then nobody may be waiting."""
+    """Raises PolicyError if requests still wait although nothing will happen any more."""
     if stuck := int(state.core["live"][0]):
         raise PolicyError(
-            f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and nothing "
-            "more happens after which it could be asked; let it return a time in ns, or give the policy a `tick`"
+            f"policy {policy.name} leaves {stuck} requests waiting for ever: `admit` refuses all of them, and no later "
+            "event would ask it again; let `admit` return a time in ns, or give the policy a `tick`"
         )
 
 
@@ -180,7 +178,8 @@ def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) 
             sizes=max(len(each.sizes) for each in models),
             batch=max(max(each.batch) for each in models),
             segments=max(len(program) for program in programs),
-            # The ring is sized by rows, and takes the opening of every model before the core first looks.
+            # The ring is sized by rows, and must hold an OPEN_MODEL message for every model before the core's first
+            # step.
             requests=min(requests + len(models), MAX_ROWS),
             clients=max(clients, 1),
             inputs=1,
@@ -191,7 +190,7 @@ def new_core(models: Sequence[ModelProfile], requests: int, clients: int = 256) 
 def prepare(
     state: st.State, models: Sequence[ModelProfile], policy: Policy, gpu: Part, asked: SimulationOptions
 ) -> None:
-    """The core as an engine would have it: the GPU, the policy, and the models open."""
+    """The core as in an engine: with the GPU's capacity, the policy, and the models open."""
     state.core["windows"][0] = asked.sm_windows
     state.tuning[:] = asked.tuning_for(gpu).row()
     timing = Timing.for_part(gpu)
@@ -220,7 +219,7 @@ def fluid_of(
     clients: Table,
     asked: SimulationOptions,
 ) -> fluid.Fluid:
-    """The simulated GPU with its load, before anything has happened."""
+    """The simulated GPU with its load, before the first event."""
     timing = Timing.for_part(gpu)
     f = fluid.new_fluid(state, resources(state, models, gpu, timing), arrivals, clients, BINS)
     if asked.admission:
@@ -233,7 +232,7 @@ def fluid_of(
         state.tuning[name][0] for name in ("host_launch_ns", "segment_gap_ns")
     )
     f.sim["resume_ns"][0] = timing.launch_ns
-    for k in range(len(clients)):  # a nanosecond apart: whoever is served first has come first
+    for k in range(len(clients)):  # a nanosecond apart, so that clients have a defined order
         heap_push.py_func(f.timer, f.timer_id, 0, k, float(k), k)  # type: ignore[attr-defined]
     f.sim["timers"][0] = len(clients)
     return f

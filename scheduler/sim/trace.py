@@ -1,4 +1,4 @@
-"""Simulated time with the models' own kernels: every block of a simulation on its SM, as an engine's trace has it."""
+"""Simulated time with the models' own kernels: every block of a simulation on its SM, as in an engine's trace."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from paellapy.scheduler.sim.blocks import BlocksGpu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnKernels:
-    """What loaded models launch, for a simulation of their profiles in the same order."""
+    """The kernels of loaded models, for a simulation of their profiles in the same order."""
 
     device: VirtualDevice
-    pieces: dict[tuple[int, int, int], Piece]  # model, size, segment or WHOLE
+    pieces: dict[tuple[int, int, int], Piece]  # by model, size, and segment or WHOLE
 
     @classmethod
     def of(cls, engine: Engine, names: Sequence[str]) -> OwnKernels:
@@ -46,7 +46,7 @@ class OwnKernels:
 
 
 def _copied(piece: Piece) -> Piece:
-    """For another SM model: a program remembers where its costs lie in the tables of one."""
+    """A copy for another SM model: a program stores where its costs are in the tables of one model."""
     return Piece(
         piece.items,
         [replace(s, commands=s.commands.copy(), epoch=-1) if isinstance(s, Program) else s for s in piece.steps],
@@ -54,7 +54,7 @@ def _copied(piece: Piece) -> Piece:
 
 
 class TracedGpu(BlocksGpu):
-    """The SM model under a simulation, launching what the models launch, and recording all of it."""
+    """The SM model in a simulation that launches the models' own kernels and records every block."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TracedGpu(BlocksGpu):
         self._entries.append(entry.copy())
 
     def trace(self, policy: str) -> EngineTrace:
-        """What ran, once `run` is done."""
+        """The trace of the run, once `run` is done."""
         device = self._own.device
         facts = DeviceFacts(device.title, device.sm_ids, device.limits.warps, device.capability, versions())
         found = EngineTrace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), facts)

@@ -17,12 +17,12 @@ TRAINED = ("resnet18", "transformer")
 
 
 def training_profiles(*names: str) -> list[ModelProfile]:
-    """One captured step each, named "resnet18 training" and so on; without names, all of them.
+    """Profiles of one captured step each, named "resnet18 training" and so on; all of them without names.
 
     >>> [each.name for each in training_profiles()]
     ['resnet18 training', 'transformer training']
     """
     unknown = [name for name in names if name not in TRAINED]
     if unknown:
-        raise ProfileError(f"no training of {unknown[0]!r} was recorded: there are {', '.join(TRAINED)}")
+        raise ProfileError(f"no training step of {unknown[0]!r} is recorded: choose among {', '.join(TRAINED)}")
     return [each for name in names or TRAINED for each in load_profiles(_FOLDER / f"{name}_training.json")]

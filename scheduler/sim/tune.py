@@ -1,8 +1,8 @@
-"""`tune`: which models go to which GPU, and the batches each may form, chosen together by simulated runs.
+"""`tune`: chooses the GPU and the largest batch of each model together, by simulated runs.
 
-After IADeep (SC'23): batch sizes and neighbours are one question, since a larger batch takes more of the GPU that it
-shares. IADeep predicts interference with a learnt model; here the simulator says what a choice comes to. Choices are
-changed one at a time, as long as they get better.
+After IADeep (SC'23): batch sizes and neighbours must be chosen together, since a larger batch takes more of the GPU
+that it shares. IADeep predicts interference with a learned model; here the simulator evaluates each choice. Choices are
+changed one at a time, as long as the result improves.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paellapy.scheduler.policies.policy import Policy, Rank
 from paellapy.scheduler.sim.simulate import simulate
 from paellapy.scheduler.sim.workload import Lognormal
 
-ITERATIONS, PATIENCE = 50, 10  # IADeep's
+ITERATIONS, PATIENCE = 50, 10  # IADeep's values
 _WORST = 1e4  # slowdown of requests that were not answered
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One model: the largest batch that it may form, and its GPU, from 0."""
+    """The choice for one model: the largest batch that it may form, and its GPU, from 0."""
 
     batch: int
     gpu: int
@@ -34,8 +34,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found. `cost` is the mean over requests of their model's p99 slowdown; `first_cost` that of the start:
-    the smallest batches, the load spread evenly. `history` has the best cost after each iteration.
+    """The result of `tune`. `cost` is the mean over requests of their model's p99 slowdown; `first_cost` is the cost at
+    the start: the smallest batches, with the load spread evenly. `history` has the best cost after each iteration.
     """
 
     choices: Mapping[str, Choice]
@@ -60,14 +60,14 @@ class Tuned:
 
 
 class _Search:
-    """Runs of single GPUs, each simulated once however often it is asked for."""
+    """Simulated runs of single GPUs, each made only once."""
 
     def __init__(self, models: Mapping[str, ModelProfile], rates: Mapping[str, float], run: Mapping[str, Any]) -> None:
         self.models, self.rates, self.run = models, rates, run
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[float, float]]] = {}
 
     def _gpu(self, members: tuple[tuple[str, int], ...]) -> dict[str, tuple[float, float]]:
-        """Slowdown (p99) and answers a second of each model on one GPU."""
+        """The p99 slowdown and the answers per second of each model on one GPU."""
         if members not in self._known:
             profiles = [_up_to(self.models[name], batch) for name, batch in members]
             mix = {name: self.rates[name] for name, _ in members}
@@ -103,7 +103,8 @@ def _key(choices: Mapping[str, Choice]) -> tuple[tuple[str, int, int], ...]:
 
 
 def _spread(models: Mapping[str, ModelProfile], rates: Mapping[str, float], gpus: int) -> dict[str, Choice]:
-    """The smallest batches; the heaviest models first, each to the GPU with the least load so far."""
+    """The starting point: the smallest batches; the heaviest models first, each on the GPU with the least load so far.
+    """
     load = [0.0] * gpus
     found = {}
     for name in sorted(models, key=lambda name: -rates[name] * models[name].alone_ns(min(models[name].batch))):
@@ -117,7 +118,7 @@ def _spread(models: Mapping[str, ModelProfile], rates: Mapping[str, float], gpus
 def _changes(
     choices: Mapping[str, Choice], models: Mapping[str, ModelProfile], gpus: int, slow: Mapping[str, float]
 ) -> Iterator[dict[str, Choice]]:
-    """Every choice that differs in one thing, for the slowest models first."""
+    """Every choice that differs in one respect, for the slowest models first."""
     for name in sorted(choices, key=lambda name: -slow[name]):
         now, sizes = choices[name], models[name].batch
         at = sizes.index(now.batch)
@@ -127,7 +128,7 @@ def _changes(
         for gpu in range(gpus):
             if gpu != now.gpu:
                 yield {**choices, name: replace(now, gpu=gpu)}
-        for other in choices:  # change places
+        for other in choices:  # swap GPUs
             if choices[other].gpu != now.gpu:
                 there = choices[other].gpu
                 swapped = {name: replace(now, gpu=there), other: replace(choices[other], gpu=now.gpu)}
@@ -145,10 +146,10 @@ def tune(
     patience: int = PATIENCE,
     **run: Any,
 ) -> Tuned:
-    """Batch sizes and placement for models that are asked for `rates` times a second, under lognormal gaps.
+    """Chooses batch sizes and placement for models with `rates` requests per second, under lognormal gaps.
 
     `run`: `seconds` (0.5) and `sigma` (1.5) of the load, and its `seed` (0). The search ends after `iterations`, or
-    when `patience` of them in a row have found nothing better. Memory is not looked at.
+    when `patience` of them in a row have found nothing better. Memory limits are not considered.
 
     >>> from paellapy.scheduler.sim.mix import mix_profiles
     >>> some = [each for each in mix_profiles((1, 4)) if each.name in ("resnet18", "resnet50")]
@@ -157,11 +158,11 @@ def tune(
     """
     known = {each.name: each for each in models}
     if not known or set(rates) != set(known) or not all(0 < rate < math.inf for rate in rates.values()):
-        raise ArgumentError(f"tune needs a rate above zero for each of {', '.join(known)}; given: {dict(rates)}")
+        raise ArgumentError(f"rates={dict(rates)}: tune needs a rate above 0 for each of {', '.join(known)}")
     if gpus < 1 or iterations < 1 or patience < 1:
-        raise ArgumentError(f"gpus={gpus}, iterations={iterations}, patience={patience}: give whole numbers from 1 up")
+        raise ArgumentError(f"gpus={gpus}, iterations={iterations}, patience={patience}: each must be at least 1")
     if unknown := set(run) - {"seconds", "sigma", "seed"}:
-        raise ArgumentError(f"tune has no option {min(unknown)!r}: there are seconds, sigma and seed")
+        raise ArgumentError(f"tune has no option {min(unknown)!r}: the options are seconds, sigma and seed")
     search = _Search(known, rates, {"policy": policy, "device": device, "seconds": 0.5, "sigma": 1.5, "seed": 0, **run})
     best = _spread(known, rates, gpus)
     cost = first = search.cost(best)

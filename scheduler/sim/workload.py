@@ -1,6 +1,6 @@
-"""Workloads: when which model is asked for. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
+"""Workloads: arrival times of requests. Open loops (Poisson, lognormal, traces) and closed loops, by seed.
 
-Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: alike
+Poisson(4000, {"resnet18": 3, "resnet50": 1}, duration=10)     # requests per second, mixed 3 : 1; a list: equal parts
 Lognormal(4000, mix, duration=10, sigma=1.5) + ClosedLoop("batch_model", clients=16, client="alice")
 TraceWorkload.from_csv("trace.csv")                             # columns t, model[, deadline, priority, client]
 """
@@ -24,7 +24,7 @@ from paellapy.scheduler.sim.fluid_state import ARRIVAL, LOOP_CLIENT, MODELS_PRIO
 
 Mix = str | Mapping[str, float] | Sequence[str]
 Row = tuple[float, str, float | None, int | None, int | str]
-# Beyond, nearly all gaps are next to nothing, and the rate is not the one asked for: at 7, 4000 requests are 500,000.
+# Above this, nearly all gaps are close to zero, and the rate deviates from the given one: at 7, 4000 becomes 500,000.
 MOST_SIGMA = 5.0
 
 
@@ -33,24 +33,24 @@ class WorkloadError(PaellaError, ValueError):
 
 
 class Workload(ABC):
-    """Something that asks for models. `a + b` is both at once."""
+    """A source of requests for models. `a + b` combines two."""
 
     @abstractmethod
     def arrivals(self, models: Sequence[str], seed: int) -> Table:
-        """Requests that come at times of their own (ARRIVAL), by time."""
+        """Requests with fixed arrival times (ARRIVAL), by time."""
 
     def loop_clients(self, models: Sequence[str]) -> Table:
-        """Clients that ask again when they are answered (LOOP_CLIENT)."""
+        """Clients that send their next request after each answer (LOOP_CLIENT)."""
         return np.zeros(0, LOOP_CLIENT)
 
     def clients_named(self) -> dict[int, str | None]:
-        """Whose the requests are: the numbers in the column `client`, and their names; None: it has none."""
+        """The clients of the requests: the numbers in the column `client`, with their names or None."""
         return {0: None}
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """How long it goes on."""
+        """The duration of the workload."""
 
     def __add__(self, other: Workload) -> Workload:
         return Mixed((self, other))
@@ -58,7 +58,9 @@ class Workload(ABC):
 
 def _index(models: Sequence[str], name: str) -> int:
     if name not in models:
-        raise WorkloadError(f"the workload asks for model {name!r}, which is not there: there are {', '.join(models)}")
+        raise WorkloadError(
+            f"the workload requests model {name!r}, which does not exist; the models are {', '.join(models)}"
+        )
     return list(models).index(name)
 
 
@@ -67,12 +69,12 @@ def _priority(priority: int | None) -> int:
 
 
 def _weights(mix: Mix) -> dict[str, float]:
-    """By model; names alone have equal shares."""
+    """Weights by model; models given by name only have equal weights."""
     if isinstance(mix, Mapping):
         return dict(mix)
     names = [mix] if isinstance(mix, str) else mix
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise WorkloadError(f"a mix of {mix!r}: give a model's name, a list of them, or a weight for each as a dict")
+        raise WorkloadError(f"mix={mix!r}: it must be a model's name, a list of names, or a dict of weights by name")
     return {name: float(names.count(name)) for name in names}
 
 
@@ -80,7 +82,7 @@ def _choose(models: Sequence[str], mix: Mix, n: int, random: np.random.Generator
     weights = _weights(mix)
     numbers_only = all(isinstance(w, int | float | np.number) and math.isfinite(w) and w >= 0 for w in weights.values())
     if not weights or not numbers_only or not sum(weights.values()):
-        raise WorkloadError(f"a mix of {weights}: give weights of zero or more, not all zero")
+        raise WorkloadError(f"mix={weights}: the weights must be at least 0, and not all 0")
     numbers = np.array([_index(models, name) for name in weights])
     p = np.array(list(weights.values()))
     return numbers[random.choice(len(numbers), n, p=p / p.sum())]
@@ -95,14 +97,16 @@ class _OpenLoop(Workload):
     duration: float = 1.0
     deadline_ms: float | None = None
     priority: int | None = None  # None: the model's
-    clients: int = 1  # requests are of one or the other of so many
-    client: str | None = None  # whose they are
+    clients: int = 1  # number of clients among which the requests are divided
+    client: str | None = None  # name of the client
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and self.duration > 0 and math.isfinite(self.rate * self.duration)):
-            raise WorkloadError(f"{self.rate} requests per second for {self.duration} s: both must be above zero")
+            raise WorkloadError(f"rate={self.rate} and duration={self.duration}: both must be finite and above 0")
         if self.clients < 1 or (self.deadline_ms is not None and not self.deadline_ms > 0):
-            raise WorkloadError("a workload has at least one client, and a deadline_ms above zero or none")
+            raise WorkloadError(
+                f"clients={self.clients} must be at least 1, and deadline_ms={self.deadline_ms} above 0 or None"
+            )
 
     @abstractmethod
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
@@ -148,14 +152,14 @@ class Poisson(_OpenLoop):
 
 @dataclass(frozen=True, slots=True)
 class Lognormal(_OpenLoop):
-    """Bursty arrivals: lognormal gaps. Sigma 1.5 and 2 are what Paella is evaluated with."""
+    """Bursty arrivals: lognormal gaps. Paella is evaluated with sigma 1.5 and 2."""
 
     sigma: float = 1.5
 
     def __post_init__(self) -> None:
-        _OpenLoop.__post_init__(self)  # not super(): with slots, the class is made anew
+        _OpenLoop.__post_init__(self)  # not super(): with slots, the class is created anew
         if not 0 <= self.sigma <= MOST_SIGMA:
-            raise WorkloadError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
+            raise WorkloadError(f"sigma={self.sigma}: it must be from 0 (even gaps) to {MOST_SIGMA:g}")
 
     def gaps(self, n: int, random: np.random.Generator) -> NDArray[np.float64]:
         return random.lognormal(-(self.sigma**2) / 2, self.sigma, n)
@@ -163,18 +167,21 @@ class Lognormal(_OpenLoop):
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop(Workload):
-    """Several that ask, wait for the answer, think, and ask again, for `duration` seconds, all for one client."""
+    """Clients that send a request, wait for the answer, think, and repeat, for `duration` seconds, under one name."""
 
     model: str
     clients: int = 1
     think_ms: float = 0.0
     duration: float = 1.0
     priority: int | None = None
-    client: str | None = None  # whose requests they are; another loop's are another's
+    client: str | None = None  # name of the client; each loop without a name is a client of its own
 
     def __post_init__(self) -> None:
         if self.clients < 1 or self.think_ms < 0 or not self.duration > 0:
-            raise WorkloadError("a closed loop has at least one client, think_ms of zero or more, and a duration")
+            raise WorkloadError(
+                f"clients={self.clients} must be at least 1, think_ms={self.think_ms} at least 0, "
+                "duration={self.duration} above 0"
+            )
 
     @property
     def seconds(self) -> float:
@@ -196,9 +203,9 @@ class ClosedLoop(Workload):
 
 @dataclass(frozen=True, slots=True)
 class Background(Workload):
-    """A background job: one step after the other, for as long as what it runs beside goes on.
+    """A background job: one step after the other, for as long as the workloads beside it last.
 
-    `gap_us` is what the host takes between two steps.
+    `gap_us` is the host's time between two steps.
 
     >>> (Poisson(250, "net", duration=2) + Background("train")).seconds
     2
@@ -207,11 +214,11 @@ class Background(Workload):
     model: str
     priority: int | None = -1  # None: the model's
     gap_us: float = 60.0
-    duration: float = 0.0  # of a job alone
+    duration: float = 0.0  # of a job that runs alone
 
     def __post_init__(self) -> None:
         if self.gap_us < 0 or self.duration < 0:
-            raise WorkloadError("a background job has a gap_us and a duration of zero or more")
+            raise WorkloadError(f"gap_us={self.gap_us} and duration={self.duration}: both must be at least 0")
 
     @property
     def seconds(self) -> float:
@@ -237,9 +244,9 @@ def _row(row: Mapping[str, str | None], where: str) -> Row:
 
 def _check_times(at: float, deadline: float | None) -> None:
     if not (math.isfinite(at) and at >= 0):
-        raise ValueError(f"a request at {at} s: times are finite numbers of zero or more")
+        raise ValueError(f"the arrival time is {at} s, and must be finite and at least 0")
     if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
-        raise ValueError(f"a deadline after {deadline} ms: give a finite number above zero, or none")
+        raise ValueError(f"the deadline is {deadline} ms, and must be finite and above 0, or None")
 
 
 def _checked(row: Row, where: str) -> Row:
@@ -247,20 +254,20 @@ def _checked(row: Row, where: str) -> Row:
         at, model, deadline, priority, client = row
         _check_times(at, deadline)
         if not isinstance(model, str):
-            raise ValueError(f"the model is {model!r}, not a name")
+            raise ValueError(f"the model is {model!r}, and must be a name")
         if not isinstance(client, int | np.integer | str):
-            raise ValueError("the client is a whole number or a name")
+            raise ValueError("the client must be an integer or a name")
         if not (priority is None or isinstance(priority, int | np.integer)):
-            raise ValueError("the priority is a whole number, or None")
+            raise ValueError("the priority must be an integer, or None")
     except (TypeError, ValueError) as e:
         form = "(seconds, model, deadline in ms or None, priority or None, client)"
-        raise WorkloadError(f"{where} is {row!r}, and rows are {form}: {e}") from e
+        raise WorkloadError(f"{where} is {row!r}, but a row must be {form}: {e}") from e
     return row
 
 
 @dataclass(frozen=True, slots=True)
 class TraceWorkload(Workload):
-    """Arrivals as recorded: (seconds, model, deadline in ms from then or None, priority, client) each, in any order."""
+    """Recorded arrivals: (seconds, model, deadline in ms after that or None, priority, client) each, in any order."""
 
     rows: tuple[Row, ...]
 
@@ -277,14 +284,14 @@ class TraceWorkload(Workload):
                 reader = csv.DictReader(file)
                 missing = " and ".join(sorted({"t", "model"} - set(reader.fieldnames or ())))
                 if missing:
-                    raise WorkloadError(f"{path} has no column {missing}: its first line names them")
+                    raise WorkloadError(f"{path} has no column {missing}: its first line must name the columns")
                 for number, row in enumerate(reader, 2):
                     rows.append(_row(row, f"{path}, line {number}"))
         except OSError as e:
             reason = e.strerror or e
-            raise WorkloadError(f"{path} cannot be read ({reason}): name a CSV file with columns t and model") from e
+            raise WorkloadError(f"{path} cannot be read ({reason}): give a CSV file with columns t and model") from e
         except (UnicodeDecodeError, csv.Error) as e:
-            raise WorkloadError(f"{path} is not a text of comma-separated values: {e}") from e
+            raise WorkloadError(f"{path} is not a file of comma-separated values: {e}") from e
         return cls(tuple(rows))
 
     @property
@@ -300,7 +307,7 @@ class TraceWorkload(Workload):
         return found
 
     def _numbers(self) -> dict[int | str, int]:
-        """Clients that are numbers keep them; names have the numbers after those."""
+        """Numbers of all clients: clients given as numbers keep them, and names get the numbers after those."""
         given = {each[4] for each in self.rows}
         whole = sorted(each for each in given if not isinstance(each, str))
         numbers: dict[int | str, int] = {each: int(each) for each in whole}
@@ -330,7 +337,7 @@ class Mixed(Workload):
         return np.concatenate(self._renumbered([each.loop_clients(models) for each in self.parts]))
 
     def _places(self) -> list[dict[int, int]]:
-        """For each part, which of all clients each of its own is: those of one name are one, the others all differ."""
+        """For each part, the overall number of each of its clients: clients of the same name are one."""
         known: dict[str, int] = {}
         places, n = [], 0
         for each in self.parts:

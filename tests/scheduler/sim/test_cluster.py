@@ -85,13 +85,13 @@ def test_a_failed_gpu_gets_nothing_and_its_requests_are_sent_again():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gpus": 0}, "one or more"),
-        ({"router": "best"}, "choose predicted"),
+        ({"gpus": 0}, "gpus=0"),
+        ({"router": "best"}, "predicted"),
         ({"stale_ms": 0}, "stale_ms"),
         ({"speeds": ()}, "speeds"),
         ({"gpus": 2, "placement": [["short"]]}, "has 1 GPUs"),
-        ({"gpus": 1, "placement": [["other"]]}, "other, of which there is no profile"),
-        ({"gpus": 1, "failures": [Failure(3, 0.1)]}, "not there"),
+        ({"gpus": 1, "placement": [["other"]]}, "other.* no profile"),
+        ({"gpus": 1, "failures": [Failure(3, 0.1)]}, "no GPU 3"),
     ],
 )
 def test_clusters_without_sense_are_refused(options, said):
@@ -100,5 +100,5 @@ def test_clusters_without_sense_are_refused(options, said):
 
 
 def test_closed_loops_are_refused():
-    with pytest.raises(WorkloadError, match="open loads"):
+    with pytest.raises(WorkloadError, match="closed loops"):
         simulate_cluster(BOTH, ClosedLoop("short"), gpus=2)

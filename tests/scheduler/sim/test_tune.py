@@ -43,7 +43,7 @@ def test_the_search_ends() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="a rate above zero for each of a"):
+    with pytest.raises(ArgumentError, match="a rate above 0 for each of a"):
         tune([net("a", 100)], {"b": 100})
     with pytest.raises(ArgumentError, match="gpus=0"):
         tune([net("a", 100)], {"a": 100}, 0)
