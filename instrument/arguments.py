@@ -1,7 +1,7 @@
 """Kernel arguments: from Python objects to values and to the facts a kernel is specialised on.
 
-A handler turns one argument into `(value, key)`: what is packed into the launch, and a small hashable such that equal
-keys mean equal machine code. Handlers run on every launch, so they do as little as possible.
+A handler turns one argument into `(value, key)`: the value for the launch, and a small hashable key; equal keys mean
+equal machine code. Handlers run on every launch, so they do as little as possible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "float8_e4m3fnuz": "fp8e4b8", "float8_e5m2fnuz": "fp8e5b16",
 }  # fmt: skip
 
-# struct codes of scalar parameters in the kernel's parameter buffer; 16-bit floats travel as their bits.
+# Struct codes of scalar parameters in the kernel's parameter buffer; 16-bit floats are passed as their bits.
 STRUCT_CODES = {
     "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp16": "e", "fp32": "f", "fp64": "d",
@@ -74,9 +74,9 @@ class PointerKey:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A host-side tensor descriptor as a launch takes it: a tile's way through an array."""
+    """A host-side tensor descriptor in the form that a launch takes: the position of a tile in an array."""
 
-    base: Any  # the array's memory, as the device's handler gives it
+    base: Any  # the array's memory, as the device's handler returns it
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     nan_padding: bool = False
@@ -100,12 +100,12 @@ def triton_dtype(dtype: Any) -> str:
     name = str(getattr(dtype, "name", dtype)).rsplit(".", 1)[-1]
     found = DTYPES.get(name, name if name in DTYPES.values() else None)
     if found is None:
-        raise ArgumentError(f"kernels take no arrays of {name}; use one of {', '.join(DTYPES)}")
+        raise ArgumentError(f"a kernel cannot take arrays of {name}; use one of {', '.join(DTYPES)}")
     return found
 
 
 def of_int(value: int) -> tuple[int, int]:
-    """1 is compiled in; otherwise what matters is divisibility by 16 and the width (as `triton.jit` does it)."""
+    """1 is compiled in; for other integers, only divisibility by 16 and the width matter (as in `triton.jit`)."""
     if value == 1:
         return value, 1
     even = 0 if value & 15 else 1
@@ -115,7 +115,7 @@ def of_int(value: int) -> tuple[int, int]:
         return value, 4 + even
     if 0 <= value < 0x10000000000000000:
         return value, 6 + even
-    raise ArgumentError(f"integer argument {value} does not fit 64 bits")
+    raise ArgumentError(f"integer argument {value} does not fit in 64 bits")
 
 
 def of_float(value: float) -> tuple[float, str]:
@@ -159,22 +159,22 @@ class Handlers(dict[type, Handler]):
             return self._descriptor(value)
         if kind.__name__ == "TensorWrapper" and kind.__module__.startswith("triton."):
             return self._reinterpreted(value)
-        if kind.__module__.startswith("triton."):  # tl.constexpr, a @triton.jit function: constants in a tuple
+        if kind.__module__.startswith("triton."):  # tl.constexpr, or a @triton.jit function: constants in a tuple
             return value, (kind, getattr(value, "cache_key", None) or repr(value))
         if isinstance(value, tuple):
             items = [(self.get(type(v)) or self.missing)(v) for v in value]
             values, keys = [v for v, _ in items], tuple(k for _, k in items)
             return (kind(*values) if hasattr(value, "_fields") else tuple(values)), keys
-        base = next((b for b in (int, float) if isinstance(value, b)), None)  # an enum's member, numpy.float64
+        base = next((b for b in (int, float) if isinstance(value, b)), None)  # an enum member, or numpy.float64
         handler = SCALARS[base] if base else self._find(kind)
         if handler is None:
-            remedy = "; pass its value, .item()" if hasattr(kind, "item") else ""
+            remedy = "; pass its value with .item()" if hasattr(kind, "item") else ""
             raise ArgumentError(f"a kernel takes arrays, numbers, bool and None, not {kind.__name__}{remedy}")
         self[kind] = handler
         return handler(value)
 
     def _reinterpreted(self, given: Any) -> tuple[Any, PointerKey]:
-        """What `triton.reinterpret(array, dtype)` made: the same memory under another element type."""
+        """The result of `triton.reinterpret(array, dtype)`: the same memory under another element type."""
         value, key = (self.get(type(given.base)) or self.missing)(given.base)
         dtype = triton_dtype(given.dtype)
         if isinstance(value, np.ndarray):

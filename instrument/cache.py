@@ -1,4 +1,4 @@
-"""Compiled results on disk: one file per key, written atomically, so that a second process starts warm."""
+"""Compiled results on disk: one file per key, written atomically, so that a second process starts faster."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where compiled results live: $PAELLAPY_CACHE_DIR, else the user's cache directory."""
+    """The folder of compiled results: $PAELLAPY_CACHE_DIR, otherwise the user's cache directory."""
     if configured := os.environ.get("PAELLAPY_CACHE_DIR"):
         return Path(configured)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "paellapy"
     try:
         return Path.home() / ".cache" / "paellapy"
-    except RuntimeError:  # a container's user without a home
+    except RuntimeError:  # a user without a home directory, as in some containers
         return Path(tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
 
 
 @functools.cache
 def trusted(folder: Path) -> bool:
-    """Whether nobody else can have put something there: what is read from it is run."""
+    """Whether no other user can have written to the folder: files from it are executed."""
     try:
         found = folder.stat()
-    except OSError:  # there is none yet
+    except OSError:  # the folder does not exist yet
         return True
     others = found.st_mode & 0o002 or (found.st_mode & 0o020 and found.st_gid != os.getgid())
     if found.st_uid in (os.getuid(), 0) and not others:
         return True
     warnings.warn(
-        f"{folder} can be written by others, so nothing compiled is kept there: chmod go-w it, or set "
+        f"{folder} can be written by other users, so no compiled results are kept there: run chmod go-w on it, or set "
         "PAELLAPY_CACHE_DIR to a folder of your own",
         stacklevel=2,
     )
@@ -42,7 +42,7 @@ def trusted(folder: Path) -> bool:
 
 
 def digest(*parts: str | bytes) -> str:
-    """A key for results that depend on nothing but `parts`."""
+    """A key for results that depend only on `parts`."""
     h = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -52,19 +52,19 @@ def digest(*parts: str | bytes) -> str:
 
 
 def read(key: str) -> bytes | None:
-    """What was stored under `key`, or None."""
+    """The data stored under `key`, or None."""
     if not trusted(cache_dir()):
         return None
     try:
         data = (cache_dir() / key[:2] / key).read_bytes()
     except OSError:
         return None
-    # A file cut short by a full disk must not be taken for a result.
+    # A file truncated by a full disk must not be taken for a result.
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 
 def write(key: str, data: bytes) -> None:
-    """Stores `data` under `key`. A cache that cannot be written costs time, not correctness: errors are ignored."""
+    """Stores `data` under `key`. Errors are ignored: without a cache, only time is lost."""
     folder = cache_dir() / key[:2]
     if not trusted(cache_dir()):
         return

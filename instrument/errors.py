@@ -1,4 +1,4 @@
-"""`PaellaError`, the base of all errors of ours, and those of kernels, traces and devices: one class per cause."""
+"""`PaellaError`, the base of all our errors, and the errors of kernels, traces and devices: one class per cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LaunchError(PaellaError):
 
 
 class NoDeviceError(PaellaError):
-    """The device asked for is not there."""
+    """The requested device does not exist."""
 
 
 class TraceError(PaellaError):

@@ -1,8 +1,8 @@
-"""How many of the GPU's hardware queues this process uses.
+"""The number of the GPU's hardware queues that this process uses.
 
-Launches share 8 of them unless CUDA is told otherwise, and in one queue what comes behind a long graph waits for it.
-CUDA reads the number when a process first uses a GPU, which other libraries may do before an engine does: so it is set
-when paellapy is imported. Whoever has chosen a number keeps it.
+Launches share 8 of them by default, and work in a queue waits for a long graph in front of it. CUDA reads the number
+when a process first uses a GPU, which other libraries may do before an engine does. So the number is set when paellapy
+is imported, unless the user has already chosen one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import warnings
 
 VARIABLE, ALL = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 
-_late = False  # the GPU was in use before the number was set
+_late = False  # whether the GPU was in use before the number was set
 
 
 def ask_for_all() -> None:
-    """Has this process use every queue, unless a number was chosen."""
+    """Lets this process use every queue, unless a number was already chosen."""
     global _late
     if VARIABLE not in os.environ:
         _late = gpu_in_use()
@@ -25,18 +25,18 @@ def ask_for_all() -> None:
 
 
 def warn_if_few() -> None:
-    """Says so where it was too late: requests would be slow in bursts, and nobody would know why."""
+    """Warns if it was too late to set the number: requests would be slow in bursts for no visible reason."""
     if _late:
         warnings.warn(
             "this process used the GPU before paellapy was imported: its launches share 8 of the GPU's hardware queues "
             f"and wait for each other there in bursts. Import paellapy first, or set {VARIABLE}={ALL} before anything "
             "uses the GPU",
-            stacklevel=5,  # whoever makes the engine
+            stacklevel=5,  # the caller that creates the engine
         )
 
 
 def gpu_in_use() -> bool:
-    """Whether something in this process has a context on a GPU. Loads and starts nothing."""
+    """Whether any code in this process has a context on a GPU. Loads and starts nothing."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:

@@ -1,6 +1,6 @@
 """The layouts shared by device code, host code, simulator and plots. Each exists once, here.
 
-Sizes and offsets are what the PTX passes, the launcher and the virtual GPU are generated from.
+The PTX passes, the launcher and the virtual GPU are generated from these sizes and offsets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 # block starts and filled when it ends, so slots are in order of start. Times are the low 32 bits of %globaltimer (ns).
 RING_RECORD = np.dtype([("start_lo", "<u4"), ("end_lo", "<u4"), ("block", "<u4"), ("launch", "<u4")])
 
-# One SM's counters. Each packs blocks in its low bits and warps from WARP_SHIFT on, so one `red` keeps both. They lie
-# on cache lines of their own and 256 bytes from the next SM's: on an H200 that costs a softmax 1.7 %, 64 bytes 2.2 %.
+# One SM's counters. Each packs blocks in its low bits and warps from WARP_SHIFT on, so that one `red` updates both.
+# They lie on separate cache lines, 256 bytes from the next SM's: on an H200, reporting then costs a softmax 1.7 %; with
+# 64 bytes, 2.2 %.
 SM_LINE = np.dtype(
     {
         "names": ["started", "tail", "ended"],
@@ -27,8 +28,8 @@ SM_LINE = np.dtype(
 
 WARP_SHIFT = 32
 
-# What a launch tells the kernel: passed by value as the last kernel parameter, or by pointer where a foreign launcher
-# packs the parameters. `magic` tells a descriptor of ours from a scratch buffer of somebody else's.
+# A launch's message to the kernel: passed by value as the last kernel parameter, or by pointer where a foreign launcher
+# packs the parameters. `magic` distinguishes our descriptors from other scratch buffers.
 DESCRIPTOR = np.dtype(
     [
         ("lines", "<u8"),  # SM_LINE[n_sm]
@@ -41,26 +42,27 @@ DESCRIPTOR = np.dtype(
         ("grid_x", "<u4"),
         ("grid_y", "<u4"),
         ("grid_z", "<u4"),
-        ("epoch", "<u4"),  # preempt: this launch's number; its blocks do not run while the flag is not below it
-        ("range_mask", "<u4"),  # bytes of a lane's ring of events, less one
-        ("flag", "<u8"),  # preempt: a word of the device's memory
-        ("left", "<u8"),  # preempt: how many blocks did not run, and which: a counter, then one word a block
+        ("epoch", "<u4"),  # preempt: this launch's number; its blocks run only while the flag is below it
+        ("range_mask", "<u4"),  # bytes of a lane's ring of events, minus one
+        ("flag", "<u8"),  # preempt: a word of device memory
+        # preempt: the number of blocks that did not run, then their numbers: a counter, then one word per block
+        ("left", "<u8"),
         ("todo", "<u8"),  # slice and preempt: the blocks to run, one word each; null: those from `first` on
-        ("ranges", "<u8"),  # events of ranges: per block and lane RANGE_HEAD, then RANGE_EVENT[…]; null: none wanted
+        ("ranges", "<u8"),  # events of ranges: per block and lane RANGE_HEAD, then RANGE_EVENT[…]; null: not recorded
     ]
 )
-LEFT_HEAD_BYTES = 128  # the counter has a cache line of its own
-# A flag has copies, a cache line each, and every block reads one of them: all blocks of a short kernel start at once,
-# and the part of L2 that holds a line answers them one after the other.
+LEFT_HEAD_BYTES = 128  # the counter has its own cache line
+# A flag has several copies, each on its own cache line, and every block reads one of them: all blocks of a short kernel
+# start at once, and the part of L2 that holds a line answers them one after the other.
 FLAG_COPIES = 16  # a power of two
 FLAG_COPY_BYTES = 128
 MAGIC = 0x5041454C4C415059  # "PAELLAPY"
 
-# An event: a range begins or ends. The clock is the SM's (32 bits), the tag the range's number in its kernel.
+# An event: a range begins or ends. `clock` is the SM's (32 bits), `tag` the range's number in its kernel.
 RANGE_EVENT = np.dtype([("clock", "<u4"), ("tag", "<u4")])
 RANGE_END = 1 << 31
-# What lies before a lane's events. `used` counts bytes, those overwritten too. The other fields are of the block, and
-# its first lane alone has them; `start_lo` is that of the block's RING_RECORD.
+# The header of a lane's events. `used` counts bytes, including overwritten ones. The other fields concern the block,
+# and only its first lane has them; `start_lo` is that of the block's RING_RECORD.
 RANGE_HEAD = np.dtype([("used", "<u4"), ("clock_end", "<u4"), ("clock_start", "<u4"), ("start_lo", "<u4")])
 
 # One range of a finished trace, on the time line of its block.
@@ -70,9 +72,9 @@ RANGE = np.dtype(
         ("block", "<u4"),
         ("kernel", "<u2"),
         ("sm", "<u2"),
-        ("range", "<u2"),  # which of the trace's names
-        ("warp", "<u2"),  # WHOLE_BLOCK, or the warp that noted it
-        ("depth", "<u2"),  # ranges around it
+        ("range", "<u2"),  # index into the trace's names
+        ("warp", "<u2"),  # WHOLE_BLOCK, or the warp that recorded it
+        ("depth", "<u2"),  # number of ranges around it
         ("pad", "<u2"),
         ("start_ns", "<i8"),
         ("end_ns", "<i8"),
@@ -93,7 +95,7 @@ BLOCK = np.dtype(
     ]
 )
 
-# One launch of a finished trace: what ran, with which resources, and when the host asked for it (device clock).
+# One launch of a finished trace: the kernel, its resources, and when the host submitted it (device clock).
 LAUNCH = np.dtype(
     [
         ("launch", "<u4"),
@@ -110,7 +112,7 @@ LAUNCH = np.dtype(
     ]
 )
 
-# What is known of a launch beyond its record: of its machine code, and, where blocks are evaluated, of its work.
+# Further facts about a launch: of its machine code, and, where blocks are evaluated, of its work.
 WORK = np.dtype(
     [
         ("launch", "<u4"),

@@ -1,4 +1,4 @@
-"""Which versions of what are installed: for traces, benchmark results and `paellapy doctor`."""
+"""The versions of installed packages: for traces, benchmark results and `paellapy doctor`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _installed() -> tuple[tuple[str, str], ...]:
         try:
             found.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:
-            if package == "paellapy":  # run from its source tree, uninstalled
+            if package == "paellapy":  # run from its source tree without being installed
                 found.append((package, "0+source"))
     return tuple(found)
 
 
 def versions() -> dict[str, str]:
-    """Package → version, of those that are installed; paellapy itself is always among them."""
+    """Package → version, for installed packages; paellapy itself is always included."""
     return dict(_installed())

@@ -1,1 +1,1 @@
-"""Kernels: written in Triton or CUDA C, compiled, launched, preempted; and those that PyTorch launches itself."""
+"""Kernels: written in Triton or CUDA C, compiled, launched, preempted; and kernels that PyTorch launches itself."""

@@ -1,4 +1,4 @@
-"""`@triton.autotune` and `@triton.heuristics` without Triton's own driver: timed on the device at hand."""
+"""`@triton.autotune` and `@triton.heuristics` without Triton's own driver: timed on the current device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime.errors import AutotunerError
 from paellapy.instrument.device.base import Device
 from paellapy.instrument.errors import ArgumentError, PaellaError
 
-# Launches a kernel once with these keywords and whatever the tuner given beside them adds.
+# Launches a kernel once with these keywords and the keywords that the given tuner adds.
 Trial = Callable[["Tuner", dict[str, Any]], Any]
 
 _WARMUPS, _REPEATS = 2, 5
@@ -79,7 +79,7 @@ class Tuner:
         finally:
             wrapper.nargs = None
         if not pruned:
-            raise ArgumentError("the autotuner's early_config_prune left no configuration to try")
+            raise ArgumentError("the autotuner's early_config_prune left no configuration: it must keep at least one")
         return pruned
 
 
@@ -111,7 +111,7 @@ def _fastest(
                         best = min(best, end.elapsed_ns(start))
             except ArgumentError:
                 raise
-            except PaellaError as e:  # too much shared memory for this GPU, say: the others may fit
+            except PaellaError as e:  # for example, too much shared memory for this GPU: other configurations may fit
                 failure = e
             keep.after()
             times.append(best)
@@ -123,7 +123,7 @@ def _fastest(
 
 
 class _Restorer:
-    """`reset_to_zero` and `restore_value`: trials must leave the arguments as they were."""
+    """`reset_to_zero` and `restore_value`: trials must leave the arguments unchanged."""
 
     def __init__(self, device: Device, wrapper: Autotuner, named: dict[str, Any]) -> None:
         self.device = device
@@ -150,7 +150,7 @@ def _snapshot(array: Any) -> Any:
 def _overwrite(array: Any, value: Any) -> None:
     if hasattr(array, "copy_"):  # a torch tensor
         array.zero_() if isinstance(value, int) else array.copy_(value)
-    elif hasattr(array, "set"):  # an array of ours, or CuPy's
+    elif hasattr(array, "set"):  # an array of ours, or of CuPy
         import numpy as np
 
         array.set(np.zeros(array.shape, array.dtype) if isinstance(value, int) else value)

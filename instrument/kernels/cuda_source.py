@@ -1,4 +1,4 @@
-"""CUDA C front end: source → PTX with NVRTC (no GPU needed), parameters read back from the PTX.
+"""CUDA C front end: compiles source to PTX with NVRTC (no GPU needed), and reads the parameters from the PTX.
 
 Takes a string, a `cupy.RawKernel` or a `cupy.RawModule`.
 """
@@ -23,18 +23,18 @@ from paellapy.instrument.kernels.triton_source import target_capability
 from paellapy.instrument.ptx.compiled import Source
 from paellapy.instrument.ptx.module import Function, Module
 
-# PTX parameter types → struct codes. NVRTC writes every 32-bit integer as .u32, so signs are folded when packing.
+# PTX parameter types → struct codes. NVRTC declares every 32-bit integer as .u32, so signs are folded when packing.
 _CODES = {"8": "B", "16": "H", "32": "I", "64": "Q"}
 
 
 class CudaSource:
-    """CUDA C source with one entry picked by name (or by a C++ name expression such as "scale<float>")."""
+    """CUDA C source with one entry, chosen by name or by a C++ name expression such as "scale<float>"."""
 
     def __init__(self, source: str, name: str, options: Sequence[str] = ()) -> None:
         if not isinstance(source, str):
             raise ArgumentError(f"CUDA source must be a string, not {type(source).__name__}")
         if isinstance(options, str):
-            raise ArgumentError(f"compiler options are a list, as in options=[{options!r}]")
+            raise ArgumentError(f"options={options!r}: compiler options must be a list, as in options=[{options!r}]")
         self.text, self.name, self.options = source, name, tuple(options)
         self.has_ranges = cuda_has_ranges(source)
         self._sources: dict[tuple[str, bool], Source] = {}
@@ -44,7 +44,7 @@ class CudaSource:
         """From a `cupy.RawKernel`, or a `cupy.RawModule` and the name of an entry."""
         wanted = name or getattr(raw, "name", None)
         if wanted is None:
-            raise ArgumentError("a cupy.RawModule holds several kernels: say which with name=…")
+            raise ArgumentError("a cupy.RawModule holds several kernels: choose one with name=…")
         return cls(raw.code, wanted, raw.options)
 
     def source(self, target: str, marked: bool = False) -> Source:
@@ -77,7 +77,7 @@ class CudaSource:
 
 def compile_to_ptx(text: str, name: str, options: Sequence[str], target: str) -> tuple[str, str]:
     """PTX and the entry's lowered name, cached on disk."""
-    target_capability(target)  # refuses what is none
+    target_capability(target)  # refuses an unknown target
     arch = target.replace("sm_", "compute_")
     flags = [f"--gpu-architecture={arch}", "-lineinfo", *options, *(f"-I{d}" for d in _include_dirs())]
     version = ".".join(map(str, _check(_nvrtc().nvrtcVersion())))
@@ -112,8 +112,8 @@ def _compile(text: str, name: str, flags: Sequence[str]) -> tuple[str, str]:
 
 
 def _room(size: int) -> bytes:
-    """Bytes for NVRTC to write to. One more than it takes: all bytes objects of length one and the same value are one
-    object, so that writing to it would change them everywhere in the process.
+    """A buffer for NVRTC to write to. It has one byte more than needed: CPython shares all one-byte bytes objects of
+    the same value, so that writing to one would change them everywhere in the process.
     """
     return bytes(size + 1)
 
@@ -134,7 +134,7 @@ def _nvrtc() -> Any:
 
 def _check(result: tuple[Any, ...]) -> Any:
     if int(result[0]):
-        raise CompileError(f"NVRTC failed: {result[0]}")
+        raise CompileError(f"NVRTC failed with {result[0]}")
     return result[1] if len(result) == 2 else result[1:]
 
 
@@ -171,7 +171,7 @@ def _param_code(texts: list[str]) -> str:
 def bind_values(name: str, codes: Sequence[str], args: Sequence[Any], handlers: Any) -> list[Any]:
     """Arguments → values of the parameter buffer, checked against the kernel's parameters."""
     if len(args) != len(codes):
-        raise ArgumentError(f"kernel {name!r} takes {len(codes)} arguments, got {len(args)}")
+        raise ArgumentError(f"kernel {name!r} takes {len(codes)} arguments, but {len(args)} were given")
     return [_bind_one(name, i, code, arg, handlers) for i, (code, arg) in enumerate(zip(codes, args, strict=True))]
 
 

@@ -1,4 +1,4 @@
-"""`Kernel`: what `pp.kernel` returns. Binds arguments, picks the variant the moment asks for, launches it.
+"""`Kernel`: the object that `pp.kernel` returns. It binds arguments, selects a variant of the kernel, and launches it.
 
 A kernel exists in variants: plain, or reporting at some level, whole or sliced. Outside a trace it runs at its own
 level; inside `trace()` it runs at level `trace`. `kernel.preemptible` launches variants that can be preempted.
@@ -44,12 +44,12 @@ class Kernel:
 
     def __init__(self, report: Report | None, exits: Exits) -> None:
         self.report, self.exits = report, exits
-        PassConfig(report, exits=exits)  # what is unknown is refused here, not at the first launch
+        PassConfig(report, exits=exits)  # an unknown level is refused here, not at the first launch
         self._launchers: dict[Any, Launcher] = {}
-        self._waves: dict[Any, Wave] = {}  # how long a wave of a preemptible variant takes
+        self._waves: dict[Any, Wave] = {}  # duration of a wave of each preemptible variant
 
     name: str
-    _launched = "[grid]"  # how, beside its name
+    _launched = "[grid]"  # launch syntax, shown after the kernel's name
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
@@ -87,22 +87,22 @@ class TritonKernel(Kernel):
         self._tuner = Tuner(wrappers, self.arg_names) if wrappers else None
         if exits == "count-out":
             raise InstrumentError(
-                f"threads of Triton kernel {self.name!r} cannot be counted out: that needs static shared memory, which "
-                "would move Triton's own off its alignment. Leave exits= out: Triton's blocks end together."
+                f"exits='count-out' is not possible for Triton kernel {self.name!r}: it needs static shared memory, "
+                "which would misalign Triton's own. Leave exits= out: the threads of a Triton block end together."
             )
         self.__doc__, self.__name__, self.__module__ = self.fn.__doc__, self.name, self.fn.__module__
         self.__qualname__ = self.fn.__qualname__
         stand_in()
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the function has that the decorator was put on: `params`, `src`, `cache_key`, …"""
+        """Attributes of the decorated function that are not ours: `params`, `src`, `cache_key`, …"""
         if name.startswith("__") or name in ("fn", "_source", "_tuner"):
             raise AttributeError(name)
         if name == "best_config":
             raise AttributeError(f"kernel {self.name!r} has not been tuned: launch it under @triton.autotune first")
         return getattr(self.fn, name)
 
-    # -- the names of a `@triton.jit` function, for wrappers and scripts that know nothing of us
+    # -- the names of a `@triton.jit` function, for wrappers and scripts that do not know paellapy
 
     def run(self, *args: Any, grid: Grid, warmup: bool = False, **kwargs: Any) -> Any:
         """As `kernel[grid](…)`; with `warmup` the kernel is compiled and not launched."""
@@ -192,7 +192,7 @@ class TritonKernel(Kernel):
         key = (*key, *sorted((o, tuple(v.items()) if isinstance(v, dict) else v) for o, v in options.items()))
         try:
             hash(key)
-        except TypeError:  # a list, say: no option takes one
+        except TypeError:  # for example a list, which no option takes
             triton_source.split_options(options, self.name, self.arg_names)
             raise
         return key
@@ -224,14 +224,14 @@ class TritonKernel(Kernel):
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for any target, without a GPU and without launching.
 
-        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned). `target="sm_90"`,
-        `report=` (the kernel's own level if left out, None for the plain kernel) and `sliced=True` say what to make;
-        where the kernel has a parameter of such a name, write it with an underscore behind: `target_="sm_90"`.
+        Arrays may be given as such, or as their type: "*fp32", "*fp16:16" (16-byte aligned). `target="sm_90"` names the
+        target, `report=` the level (default: the kernel's own; None: the plain kernel), and `sliced=True` asks for the
+        sliced kernel. If the kernel has a parameter of such a name, append an underscore to ours: `target_="sm_90"`.
         """
         return self._compile_variant(args, kwargs, self._own(kwargs, "report", self.report))
 
     def _own(self, kwargs: dict[str, Any], name: str, default: Any) -> Any:
-        """Takes a keyword of ours out of those that are for the kernel."""
+        """Takes one of our keywords out of the kernel's."""
         if f"{name}_" in kwargs:
             return kwargs.pop(f"{name}_")
         return default if name in self.arg_names else kwargs.pop(name, default)
@@ -248,9 +248,9 @@ class TritonKernel(Kernel):
         return source.build(PassConfig(report, sliced, self.exits))
 
     def theoretical_occupancy(self, *args: Any, **kwargs: Any) -> Occupancy:
-        """Blocks of this kernel an SM can hold, and which resource is the limit.
+        """Blocks of this kernel that an SM can hold, and the resource that limits them.
 
-        It describes the plain kernel; `.reporting` is the same of the kernel as it reports.
+        The result is for the plain kernel; its `.reporting` is for the reporting kernel.
         """
         compiled = self.compile(*args, **kwargs)
         target = self._own(kwargs, "target", None)
@@ -280,7 +280,9 @@ class CudaKernel(Kernel):
 
     def _configuration(self, given: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         if not isinstance(given, tuple) or len(given) not in (2, 3):
-            raise ArgumentError(f"launch CUDA kernel {self.name!r} as kernel[grid, block](…): both are needed")
+            raise ArgumentError(
+                f"launch CUDA kernel {self.name!r} as {self.name}[grid, block](…): grid and block are both needed"
+            )
         grid, block, *rest = given
         return _as_grid(grid), _as_grid(block), int(rest[0]) if rest else 0
 
@@ -324,7 +326,10 @@ class CudaKernel(Kernel):
 
     def _refuse_keywords(self, kwargs: dict[str, Any]) -> None:
         if kwargs:
-            raise ArgumentError(f"CUDA kernel {self.name!r} takes arguments by position, not as {next(iter(kwargs))}=…")
+            raise ArgumentError(
+                f"CUDA kernel {self.name!r} takes arguments by position only: pass {next(iter(kwargs))} without its "
+                "name"
+            )
 
     def compile(
         self, target: str | None = None, report: Report | Literal["own"] | None = "own", sliced: bool = False
@@ -336,7 +341,7 @@ class CudaKernel(Kernel):
     def theoretical_occupancy(
         self, block: int | tuple[int, ...], shared_bytes: int = 0, target: str | None = None
     ) -> Occupancy:
-        """Blocks of this kernel an SM can hold, and which resource is the limit; as of Triton kernels."""
+        """Blocks of this kernel that an SM can hold, and the resource that limits them; as for Triton kernels."""
         limits = self._limits(target) if target else Device.current().limits
         threads = functools.reduce(lambda a, b: a * b, _as_grid(block))
         return _beside(limits, threads, self.compile(target), shared_bytes)
@@ -359,19 +364,19 @@ def kernel(
     report: Report | None = "count",
     exits: Exits = "auto",
 ) -> Any:
-    """Makes a kernel report which block runs on which SM, when.
+    """Makes a kernel report which block runs on which SM, and when.
 
-    As a decorator over `@triton.jit` (also over `@triton.autotune`), bare or with options; from CUDA source with
-    `source=` and `name=`; or from a `cupy.RawKernel` or `cupy.RawModule`. `report` is what it reports outside a trace:
-    "count" (live occupancy), "notify" (its last block has started), "trace" is for inside one, None is nothing.
+    Use it as a decorator over `@triton.jit` (also over `@triton.autotune`), with or without options; with CUDA source
+    in `source=` and `name=`; or with a `cupy.RawKernel` or `cupy.RawModule`. `report` is its level outside a trace:
+    "count" (live occupancy), "notify" (its last block has started), or None (nothing). "trace" records need a trace.
     """
     if report == "trace":
-        report = None  # records need a trace to go to; inside one every kernel reports them
+        report = None  # records need a trace to go to; inside a trace every kernel reports them
     if source is not None:
         if fn is not None:
-            raise ArgumentError("pp.kernel takes a function or CUDA source, not both")
+            raise ArgumentError("pp.kernel takes a function or source=…, not both")
         if name is None:
-            raise ArgumentError("say which kernel of the source to take: name=…")
+            raise ArgumentError("pp.kernel needs the name of a kernel in the source: name=…")
         return CudaKernel(CudaSource(source, name, options), report, exits)
     if options:
         raise ArgumentError("options= are for the compiler of CUDA source: give source=… too")
@@ -380,14 +385,14 @@ def kernel(
             raise ArgumentError(f"name={name!r} picks a kernel from CUDA source: give source=… too")
         return functools.partial(kernel, report=report, exits=exits)
     if isinstance(fn, Kernel):
-        raise ArgumentError(f"kernel {fn.name!r} is a pp.kernel already")
+        raise ArgumentError(f"kernel {fn.name!r} is already a pp.kernel: apply pp.kernel once")
     if type(fn).__module__.partition(".")[0] == "cupy" and hasattr(fn, "code"):
         return CudaKernel(CudaSource.from_cupy(fn, name), report, exits)
     return TritonKernel(fn, report, exits)
 
 
 def _beside(limits: Any, threads: int, compiled: Compiled, shared_bytes: int = 0) -> Occupancy:
-    """Occupancy of the plain kernel, with that of the reporting one beside it."""
+    """Occupancy of the plain kernel, together with that of the reporting one."""
     plain = compiled.source.build(PassConfig())
     found = [
         occupancy(limits, threads, each.registers, each.shared_bytes + shared_bytes, each.source.cluster)
@@ -401,7 +406,7 @@ def _everything(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Takes the values that travel: without tuples and descriptors by index, which is quick."""
+    """Selects the values passed to the kernel: by index, which is fast, without tuples and descriptors."""
     signature = facts["signature"]
     if any(isinstance(kind, (tuple, list)) or kind.startswith("tensordesc") for kind in signature.values()):
         return functools.partial(triton_source.launch_values, signature, facts["tiles"], device.tile)
@@ -414,7 +419,7 @@ def _picker(facts: dict[str, Any], values: Sequence[Any], device: Device) -> Cal
 
 
 def _as_type(value: Any) -> Any:
-    """A dtype, or a MockTensor of Triton's, as the type of an aligned array."""
+    """A dtype, or Triton's MockTensor, as the type of an aligned array."""
     dtype = getattr(value, "dtype", value if type(value).__name__ == "dtype" else None)
     if dtype is None or isinstance(value, np.generic) or type(value).__module__.startswith("triton.language"):
         return value

@@ -1,13 +1,13 @@
-"""`kernel.preemptible[grid](…)`: a launch that can be taken off the GPU and put back, with every block run once.
+"""`kernel.preemptible[grid](…)`: a launch that can be stopped and resumed; every block runs exactly once.
 
     launch = kernel.preemptible[grid](x, out, n)
     launch.preempt()     # blocks that have not started will not run
-    launch.left          # which those are, once it is known
+    launch.left          # the numbers of these blocks, once they are known
     launch.resume()      # runs them
     launch.synchronize()
 
-What is submitted to the stream behind such a launch starts when the launch is over, preempted or not. Submit what needs
-its results once it is `done`, or under the same flag: then it is preempted too, and resumed after it.
+Work that is submitted to the stream behind such a launch starts when the launch is over, preempted or not. Submit work
+that needs its results once it is `done`, or under the same flag: then it is preempted too, and resumed after it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from paellapy.instrument.kernels.turnaround import Turnaround, Wave
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A kernel with its arguments: what is launched, by which launcher, and what is known of its waves."""
+    """A kernel with its arguments: its launchers, and the measurements of its waves."""
 
     name: str
     work: Work
-    launcher: Callable[[bool], Launcher]  # of the whole grid, or (True) of any of its blocks
-    wave_blocks: Callable[[], int]  # that the GPU holds at once
+    launcher: Callable[[bool], Launcher]  # launches the whole grid, or (True) any of its blocks
+    wave_blocks: Callable[[], int]  # blocks that the GPU holds at once
     waves: dict[Any, Wave]  # measured so far
-    key: Any  # of this kernel in `waves`
-    arguments: Any  # kept as long as blocks may read them
+    key: Any  # key of this kernel in `waves`
+    arguments: Any  # kept alive as long as blocks may read them
 
 
 class Source(Protocol):
@@ -50,8 +50,8 @@ class Source(Protocol):
 class Preemptible:
     """A kernel whose launches can be preempted: `preemptible[grid](…)`.
 
-    `preemptible(flag=…)` launches under a flag of yours, which may be shared by many launches; without one each launch
-    has its own. `preemptible(turnaround=…)` launches in slices, so that the GPU is free within that time.
+    `preemptible(flag=…)` launches under a given flag, which many launches may share; without it, each launch has its
+    own. `preemptible(turnaround=…)` launches in slices, so that the GPU is free within that time.
     """
 
     kernel: Source
@@ -72,14 +72,14 @@ class Preemptible:
 
 
 class PreemptibleLaunch:
-    """A launch that can be preempted and resumed, any number of times. Made by `kernel.preemptible[grid](…)`.
+    """A launch that can be preempted and resumed any number of times. Made by `kernel.preemptible[grid](…)`.
 
-    One with a turnaround goes on to its next slice when somebody asks for `done` or waits for it.
+    A launch with a turnaround continues with its next slice when `done` is read or the launch is waited for.
     """
 
     def __init__(self, prepared: Prepared, flag: Flag, turnaround: Turnaround | None) -> None:
         self._prepared, self.flag, self._turnaround = prepared, flag, turnaround
-        self._run: Run | None = None  # the run under way, or the last one if it was preempted
+        self._run: Run | None = None  # the current run, or the last one if it was preempted
         self._parts: deque[Part] = deque()  # slices not launched yet
         total = prepared.work.blocks
         if total:
@@ -90,18 +90,21 @@ class PreemptibleLaunch:
         return f"<launch of {self._prepared.name}, preemptible: {'done' if self.done else 'not done'}>"
 
     def preempt(self) -> None:
-        """Keeps blocks that have not started from running. Returns at once; blocks see it a few µs later.
+        """Keeps blocks that have not started from running. Returns at once; blocks see the flag a few µs later.
 
         Other launches under the same flag are preempted too.
         """
         self.flag.set()
 
     def resume(self) -> None:
-        """Runs the blocks that are left, on the stream of the launch."""
+        """Runs the remaining blocks, on the stream of the launch."""
         if self._run is not None and not self._run.over():
             if not self.flag.catches(self._run.epoch):
-                raise LaunchError(f"the launch of {self._prepared.name!r} is running: there is nothing to resume")
-            self._run.wait()  # what is left of it only looks at the flag and leaves
+                raise LaunchError(
+                    f"the launch of {self._prepared.name!r} is running, so there is nothing to resume: preempt() it "
+                    "first"
+                )
+            self._run.wait()  # its remaining blocks only look at the flag and leave
         self._go_on(held=False)
 
     @property
@@ -113,7 +116,7 @@ class PreemptibleLaunch:
 
     @property
     def left(self) -> NDArray[np.int64]:
-        """The numbers of the blocks that have not run, in order. Waits for those that have started."""
+        """The numbers of the blocks that have not run, in order. Waits for the blocks that have started."""
         found = [np.arange(first, first + count) for first, count in self._parts]
         if self._run is not None:
             self._run.wait()
@@ -121,7 +124,8 @@ class PreemptibleLaunch:
         return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
     def synchronize(self) -> None:
-        """Waits until every block has run. Raises LaunchError if the launch is preempted: it would wait for ever."""
+        """Waits until every block has run. Raises LaunchError if the launch is preempted, since it would wait for ever.
+        """
         while self._run is not None:
             self._run.wait()
             before = self._run
@@ -129,11 +133,11 @@ class PreemptibleLaunch:
             if self._run is before:
                 raise LaunchError(
                     f"the launch of {self._prepared.name!r} was preempted with {len(self.left)} blocks left: "
-                    "resume() it before you wait for it"
+                    "call resume() before synchronize()"
                 )
 
     def _go_on(self, *, held: bool) -> None:
-        """After a run: launches what it has left, or the next slice. `held`: not if it was preempted."""
+        """After a run: launches its remaining blocks, or the next slice. `held`: not if the run was preempted."""
         run = self._run
         if run is None:
             return
@@ -156,7 +160,7 @@ class PreemptibleLaunch:
         self._run = prepared.launcher(not whole).under(self.flag, prepared.work, blocks)
 
     def _slices(self, first: int, total: int) -> tuple[Part, ...]:
-        """Slices that keep the turnaround. A kernel that was never measured begins with one wave."""
+        """Slices that keep the turnaround. A kernel that was not measured yet starts with one wave."""
         if self._turnaround is None:
             return ((first, total),)
         wave = self._prepared.waves.get(self._prepared.key)
@@ -166,7 +170,7 @@ class PreemptibleLaunch:
         return ((first, one), (first + one, total - one)) if total > one else ((first, one),)
 
     def _learn(self, run: Run) -> None:
-        """Measures a wave by a run that was not preempted, and cuts the rest accordingly."""
+        """Measures a wave by a run that was not preempted, and cuts the remaining blocks accordingly."""
         prepared = self._prepared
         if self._turnaround is None or prepared.key in prepared.waves:
             return

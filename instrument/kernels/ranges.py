@@ -1,7 +1,7 @@
 """Ranges in Triton kernels: `pp.range_begin("load")`, `pp.range_end("load")`, and `with pp.range("mma"):`.
 
-Outside a trace they compile to nothing: the machine code is that of the kernel without them. Inside one the kernel is
-compiled anew with markers (markers.py), which the range pass turns into events.
+Outside a trace they compile to nothing: the machine code is that of the kernel without them. Inside a trace the kernel
+is compiled again with markers (markers.py), which the range pass turns into events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _marking = _Marking()
 
 @contextlib.contextmanager
 def marking(on: bool) -> Iterator[None]:
-    """Whether ranges leave markers in what this thread compiles."""
+    """Whether ranges leave markers in kernels that this thread compiles."""
     before, _marking.on = _marking.on, on
     try:
         yield
@@ -39,20 +39,20 @@ def marking(on: bool) -> Iterator[None]:
 
 @core.builtin  # type: ignore[untyped-decorator]
 def range_begin(name: Any, per_warp: Any = False, _semantic: Any = None) -> None:
-    """In a Triton kernel: a range of this name begins. `per_warp`: every warp notes it, not only the first."""
+    """In a Triton kernel: begins a range of this name. `per_warp`: every warp records it, not only the first."""
     _mark(True, name, per_warp, _semantic)
 
 
 @core.builtin  # type: ignore[untyped-decorator]
 def range_end(name: Any, per_warp: Any = False, _semantic: Any = None) -> None:
-    """In a Triton kernel: the range of this name ends."""
+    """In a Triton kernel: ends the range of this name."""
     _mark(False, name, per_warp, _semantic)
 
 
 class range:
     """In a Triton kernel: `with pp.range("mma"):` is a range around these statements."""
 
-    __triton_builtin__ = True  # Triton's search for what a kernel depends on passes it by
+    __triton_builtin__ = True  # makes Triton's dependency search skip it
 
     def __init__(self, name: Any, per_warp: Any = False, _semantic: Any = None) -> None:
         if _semantic is None:
@@ -75,7 +75,8 @@ _OURS = (range_begin, range_end, range)
 def _mark(begins: bool, name: Any, per_warp: Any, semantic: Any) -> None:
     marker = Marker(begins, bool(core._unwrap_if_constexpr(per_warp)), core._unwrap_if_constexpr(name))
     if _marking.on:
-        # Triton's assembly has to have a result. Not pure, so that it keeps its place among loads and stores.
+        # Triton's inline assembly must have a result. It is not pure, so that it keeps its place among loads and
+        # stores.
         text = f"{marker.ptx} mov.u32 $0, 0;"
         core.inline_asm_elementwise(text, "=r", [], core.int32, False, 1, _semantic=semantic)
 
@@ -102,12 +103,12 @@ def _resolve(dotted: str, scope: Any) -> Any:
     found = scope.get(root)
     for name in rest:
         if not isinstance(found, ModuleType):
-            return found  # a method of a tensor, say
+            return found  # for example a method of a tensor
         found = getattr(found, name, None)
     return found
 
 
-# What CUDA C has: macros, so that the name reaches the assembly as text.
+# Macros for CUDA C, so that the name reaches the assembly as text.
 CUDA_PRELUDE = r"""
 #ifdef PAELLAPY_RANGES
 #define PAELLAPY_MARK(what, name) asm volatile(".pragma \"paellapy " what " " name "\";" ::: "memory")

@@ -1,7 +1,7 @@
 """Kernels that Triton compiles and launches itself (PyTorch code, `torch.compile`), instrumented through its hooks.
 
 Triton asks a hook to edit its compilation stages and, per launch, an allocator for the hidden `profile_scratch`
-pointer. The pass runs in the first; the second hands out a launch descriptor from a table in device memory
+pointer. The pass runs in the first; the second returns a launch descriptor from a table in device memory
 (torch_rows.py). The kernels stay compiled for `trace`; outside a trace they get a descriptor that tells them to write
 nothing, unless they go into a CUDA graph, which may be replayed in a trace.
 """
@@ -29,11 +29,11 @@ _active: _Hook | None = None
 
 
 def instrument_torch(enable: bool = True) -> None:
-    """Makes every Triton kernel compiled from now on report inside `pp.trace()`, whoever launches it.
+    """Makes every Triton kernel compiled from now on report inside `pp.trace()`, whichever code launches it.
 
-    Kernels that were compiled before keep running unreported; a trace names them in `t.unseen`. What `torch.compile`
-    has on disk from plain runs is not used: the instrumentation is part of Inductor's keys. Inductor compiles in this
-    process meanwhile, and launches through Triton.
+    Kernels that were compiled before run unreported; a trace names them in `t.unseen`. Caches that `torch.compile` left
+    on disk from plain runs are not used, because the instrumentation is part of Inductor's keys. While this is enabled,
+    Inductor compiles in this process, and launches through Triton.
     """
     global _active
     if not enable:
@@ -55,18 +55,18 @@ class _Hook:
         self._rows: Rows | None = None
         self._before: Any = None
         self._warps: dict[str, int] = {}
-        self._pending = threading.local()  # the launch between its descriptor and its name
+        self._pending = threading.local()  # the launch whose descriptor was requested and whose name is not known yet
 
     def install(self) -> None:
         if knobs.runtime.add_stages_inspection_hook is not None:
             raise InstrumentError(
-                "another tool (Proton, perhaps) has hooked Triton's compilation already; stop it before "
-                "calling pp.instrument_torch()"
+                "another tool, possibly Proton, has already hooked Triton's compilation; stop it before calling "
+                "pp.instrument_torch()"
             )
         knobs.runtime.add_stages_inspection_hook = self.stages
         if TRITON_VERSION < (3, 7):
-            # 3.6 leaves the hook out of its cache keys and would return the plain binary. This option is in the key of
-            # kernels that are launched; the key of the cache on disk, which Inductor goes to directly, we extend.
+            # Triton 3.6 leaves the hook out of its cache keys and would return the plain binary. This option is in the
+            # key of launched kernels; the key of the cache on disk, which Inductor uses directly, is extended below.
             self._before = knobs.compilation.instrumentation_mode, compiler.get_cache_key
             knobs.compilation.instrumentation_mode = "paellapy"
             compiler.get_cache_key = self._cache_key
@@ -89,7 +89,7 @@ class _Hook:
         Device.at_traces.remove(self.begin_trace)
 
     def stages(self, *args: Any) -> Any:
-        """Triton's hook: without arguments the cache key (3.7 and later), else the stages to edit."""
+        """Triton's hook: without arguments it returns the cache key (3.7 and later), otherwise it edits the stages."""
         ours = getattr(compiling, "plain", False)
         if not args:
             return ("", "") if ours else (self.key, self.hash)
@@ -105,12 +105,12 @@ class _Hook:
         def ptx_stage(source: Any, metadata: dict[str, Any]) -> str:
             ptx = make_ptx(source, metadata)
             if metadata.get("profile_scratch_size"):
-                return ptx  # Proton instruments this kernel: the slot is taken
+                return ptx  # Proton instruments this kernel and uses the slot
             exits: passes.Exits = "spare-barrier" if is_warp_specialised(ptx) else "barrier"
             try:
                 reported = passes.apply(ptx, PassConfig("trace", exits=exits, pointer_param=-1))
             except PaellaError:
-                return ptx  # a kernel that cannot be instrumented still has to run
+                return ptx  # a kernel that cannot be instrumented must still run
             # One byte per block: the allocator is then asked for as many bytes as there are blocks.
             metadata["profile_scratch_size"] = 1
             metadata["profile_scratch_align"] = 8
@@ -120,14 +120,15 @@ class _Hook:
         return ptx_stage
 
     def begin_trace(self, device: Any, session: Any) -> None:
-        """A trace begins on a device; on another one than the GPU, Triton launches nothing itself."""
+        """Begins a trace on a device; Triton itself launches only on a GPU."""
         if isinstance(device, Device.kinds["cuda"]):
             with self._lock:
                 self._rows = self._rows or Rows(device)
                 self._rows.begin(session)
 
     def descriptor(self, size: int, alignment: int, stream: int | None) -> int:
-        """Triton's allocator: the address of this launch's descriptor. A plain int is what the launchers take."""
+        """Triton's allocator: the address of this launch's descriptor, as a plain int, which Triton's launchers accept.
+        """
         device = Device.open("cuda")
         with self._lock:
             self._rows = rows = self._rows or Rows(device)
@@ -140,7 +141,7 @@ class _Hook:
             return rows.address(row)
 
     def entered(self, launch_metadata: Any) -> None:
-        """Triton's launch hook: tells the kernel's name, after the descriptor was asked for."""
+        """Triton's launch hook: receives the kernel's name, after the descriptor was requested."""
         pending = getattr(self._pending, "launch", None)
         if pending is None or self._rows is None:
             return
@@ -156,7 +157,7 @@ class _Hook:
 
 
 class _InductorSettings:
-    """Inductor's settings while kernels are instrumented; `restore` puts back what was there."""
+    """Inductor's settings while kernels are instrumented; `restore` brings back the previous ones."""
 
     def __init__(self, tag: str) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -165,8 +166,8 @@ class _InductorSettings:
             from torch.compiler import config as compiler_config
         except ImportError:
             return  # no PyTorch, or one without its compiler: nothing to set
-        # Part of the key of every cache of torch.compile. Without it a graph compiled in a plain run brings its plain
-        # kernels along.
+        # Part of the key of every cache of torch.compile. Without it, a graph compiled in a plain run would bring its
+        # plain kernels along.
         before = getattr(compiler_config, "cache_key_tag", None)
         if before is not None:
             self._set(compiler_config, "cache_key_tag", f"{before}paellapy-{tag}")
@@ -174,7 +175,7 @@ class _InductorSettings:
             self._set(inductor, "force_disable_caches", True)
         self._set(inductor, "compile_threads", 1)  # other processes do not have the hook
         if hasattr(inductor, "use_static_cuda_launcher"):
-            self._set(inductor, "use_static_cuda_launcher", False)  # it passes no descriptor
+            self._set(inductor, "use_static_cuda_launcher", False)  # the static launcher passes no descriptor
 
     def _set(self, config: Any, name: str, value: Any) -> None:
         self._before.append((config, name, getattr(config, name)))

@@ -1,8 +1,8 @@
 """Descriptors of launches that Triton makes itself: rows of one table in device memory, filled when a trace begins.
 
-Nothing is copied and nobody waits at a launch, so that launches can be captured. A row that went into a CUDA graph is
-never given to another launch: the graph's replays read it for as long as the graph lives. Each trace gives it a new
-number, and tells its replays by that.
+A launch needs no copy and no wait, so launches can be captured. A row that went into a CUDA graph is never given to
+another launch: the graph's replays read it for as long as the graph lives. Each trace gives it a new number, by which
+it recognises the replays.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from paellapy.instrument.records import DESCRIPTOR, MAGIC
 
-_TABLE = 8192  # rows; a trace takes this many launches of PyTorch's kernels, less those in graphs
+_TABLE = 8192  # rows: the most launches of PyTorch's kernels in a trace, minus those in graphs
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A launch, as traces note it."""
+    """The facts about a launch that traces record."""
 
     kernel: str
     blocks: int
@@ -40,7 +40,7 @@ class Rows:
         self._in_graphs: dict[int, Facts | None] = {}
 
     def begin(self, session: Any) -> None:
-        """A trace begins, on an idle GPU: every row gets a number of it, and the place of its rings."""
+        """Begins a trace on an idle GPU: every row gets a launch number of the trace, and the address of its rings."""
         rows, device = self._host, self._device
         rows["lines"], rows["rings"] = device.lines.ptr, device.rings.ptr
         rows["ring_mask"] = device.rings.shape[1] - 1
@@ -53,7 +53,7 @@ class Rows:
                 session.may_replay(int(rows["launch"][row]), facts)
 
     def take(self, in_graph: bool) -> int:
-        """A row for a launch, for good where it goes into a graph; 0 if none is left."""
+        """A row for a launch, permanently if it goes into a graph; 0 if none is left."""
         while self._next in self._in_graphs:
             self._next += 1
         if self._next > _TABLE:
@@ -64,7 +64,7 @@ class Rows:
         return row
 
     def name(self, row: int, facts: Facts) -> None:
-        """Says which launch a row was taken for."""
+        """Records the launch for which a row was taken."""
         if row in self._in_graphs:
             self._in_graphs[row] = facts
 

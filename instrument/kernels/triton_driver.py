@@ -1,4 +1,4 @@
-"""Triton's driver where there is no GPU: what Triton's own tools ask for, answered by the virtual GPU.
+"""Triton's driver where there is no GPU: it answers Triton's own tools for the virtual GPU.
 
 Triton looks for a driver when its autotuner times a kernel, when `triton.testing` measures, and when a script asks for
 the active device or its properties. Without a GPU it finds none and fails; with `stand_in()` it finds this one.
@@ -17,11 +17,11 @@ from triton.backends.driver import DriverBase
 from paellapy.instrument.device.base import Device, Event
 from paellapy.instrument.errors import LaunchError
 
-_TIMES = 3  # the virtual GPU takes the same time every time, but for the first
+_TIMES = 3  # repetitions: the virtual GPU takes the same time in every run but the first
 
 
 class VirtualDriver(DriverBase):  # type: ignore[misc]
-    """Answers for the device that `pp.Device.current()` is."""
+    """A driver for the device `pp.Device.current()`."""
 
     def __init__(self) -> None:
         self.utils = _Utils()
@@ -31,7 +31,7 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        raise LaunchError(f"the virtual GPU has no launcher in C++ to pass a {ty} to")
+        raise LaunchError(f"the virtual GPU has no C++ launcher, which the argument type {ty} would need")
 
     def get_current_target(self) -> GPUTarget:
         major, minor = Device.current().capability
@@ -46,18 +46,18 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         return 0
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """Does nothing: there is only one device."""
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         return Device.current().capability
 
     def get_current_stream(self, device: int = 0) -> int:
-        """Asked for by Triton's own launch, which cannot run here."""
+        """Called by Triton's own launch, which cannot run here."""
         caller = sys._getframe(1).f_locals.get("self")
         name = getattr(caller, "__name__", "a kernel")
         raise LaunchError(
-            f"kernel {name!r} is not a pp.kernel, and there is no GPU for Triton to run it on: put @pp.kernel above "
-            "its @triton.jit, and it runs on the virtual GPU"
+            f"kernel {name!r} is not a pp.kernel, and there is no GPU on which Triton could run it: put @pp.kernel "
+            "above its @triton.jit to run it on the virtual GPU"
         )
 
     def get_benchmarker(self) -> Callable[..., Any]:
@@ -67,10 +67,10 @@ class VirtualDriver(DriverBase):  # type: ignore[misc]
         return _Interface
 
     def get_empty_cache_for_benchmark(self) -> None:
-        """The virtual GPU's L2 is taken to be warm; there is nothing to clear."""
+        """Returns nothing to clear: the virtual GPU's L2 is assumed to be warm."""
 
     def clear_cache(self, cache: None) -> None:
-        """Nothing to clear."""
+        """Does nothing."""
 
 
 class _Utils:
@@ -84,7 +84,7 @@ class _Utils:
             "multiprocessor_count": opened.sm_count,
             "warpSize": 32,
             "sm_clock_rate": int(1000 * part.clock_mhz) if part else 0,
-            # Triton takes bandwidth to be clock × bus width × 2 / 8; only the product is known of a part.
+            # Triton computes bandwidth as clock × bus width × 2 / 8; only the product is known for a part.
             "mem_clock_rate": int(part.bandwidth_gbps * 1e6 * 8 / 2 / 4096) if part else 0,
             "mem_bus_width": 4096,
         }
@@ -104,14 +104,14 @@ class _TimedEvent:
             self._event.synchronize()
 
     def elapsed_time(self, later: _TimedEvent) -> float:
-        """Milliseconds."""
+        """Time in milliseconds."""
         if self._event is None or later._event is None:
-            raise LaunchError("an event that was never recorded has no time: call record() on both")
+            raise LaunchError("elapsed_time needs two recorded events: call record() on both first")
         return later._event.elapsed_ns(self._event) / 1e6
 
 
 class _Interface:
-    """What `triton.testing` uses of `torch.cuda`."""
+    """The parts of `torch.cuda` that `triton.testing` uses."""
 
     Event = _TimedEvent
 
@@ -129,7 +129,7 @@ class _Interface:
 
 
 def _benchmark(call: Callable[[], Any], quantiles: Sequence[float] | None = None, **_: Any) -> Any:
-    """A kernel's time on the virtual GPU, in milliseconds: what Triton's autotuner compares."""
+    """A kernel's time on the virtual GPU, in milliseconds, for Triton's autotuner."""
     device, times = Device.current(), []
     session, device.session = device.session, None  # trials are not part of a trace
     try:
@@ -146,7 +146,7 @@ def _benchmark(call: Callable[[], Any], quantiles: Sequence[float] | None = None
 
 
 def stand_in() -> None:
-    """Lets Triton find this driver where it finds no other. Nothing is looked for before Triton asks."""
+    """Lets Triton find this driver where it finds no other. Nothing is searched before Triton asks."""
     module: Any = sys.modules["triton.runtime.driver"]
     search = module._create_driver
     if getattr(search, "stands_in", False):

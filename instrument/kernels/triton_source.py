@@ -1,6 +1,6 @@
 """Triton front end: from a `@triton.jit` function and arguments to plain PTX, without PyTorch and without a GPU.
 
-Arguments are specialised by Triton's own rules (its native routine is asked on the slow path); `triton.compile` makes
+Arguments are specialised by Triton's own rules (its native routine is called on the slow path); `triton.compile` makes
 the PTX; our passes and `ptxas` follow in compiled.py. Because the passes run outside Triton's pipeline, Triton's cache
 only ever holds the plain kernel.
 """
@@ -46,7 +46,8 @@ from paellapy.instrument.kernels.triton_stages import Stage, Translated, transla
 from paellapy.instrument.ptx.compiled import Draft, Source
 
 TRITON_VERSION = tuple(int(re.sub(r"\D.*", "", part) or 0) for part in triton.__version__.split(".")[:2])
-# Launch options, and what they must be: Triton takes some that no GPU can run, and fails on others far from the cause.
+# Launch options and their allowed values: Triton accepts some that no GPU can run, and fails on others far from the
+# cause.
 _LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_warps": ("a power of two from 1 to 32", lambda v: v in (1, 2, 4, 8, 16, 32)),
     "num_stages": ("an integer, 0 or more", lambda v: isinstance(v, int) and v >= 0),
@@ -58,16 +59,16 @@ _LAUNCH_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "launch_cooperative_grid": ("True or False", lambda v: isinstance(v, bool)),
     "extern_libs": ("a dictionary of paths", lambda v: v is None or isinstance(v, dict)),
 }
-# Whatever else Triton's compiler for NVIDIA takes is passed on; what only other vendors' compilers take has no meaning.
+# Other options of Triton's compiler for NVIDIA are passed on; options of other vendors' compilers have no meaning here.
 _PASSED_ON = frozenset(f.name for f in fields(CUDAOptions)) - {"arch", "backend_name", "warp_size"}
 _MEANINGLESS = frozenset(f.name for f in fields(HIPOptions)) - _PASSED_ON - {"arch", "backend_name", "warp_size"}
-# Kernels of our own are compiled plain even while torch_hook instruments everybody else's: set in this thread then.
+# Our own kernels are compiled plain even while torch_hook instruments all others; this thread then sets a flag here.
 compiling = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """What Triton's specialisation looks at in an array."""
+    """The attributes of an array that Triton's specialisation reads."""
 
     dtype: str
     aligned: bool
@@ -100,7 +101,7 @@ class TritonSource:
         return self._sources[cache_key]
 
     def misuse(self, handlers: Handlers, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """What is wrong with a call that `bind` refused, in the kernel's own terms."""
+        """The error for a call that `bind` refused, in the kernel's own terms."""
         named = {n: v for n, v in kwargs.items() if n in self.arg_names}
         takes = f"it takes {', '.join(self.arg_names) or 'no arguments'}"
         try:
@@ -146,7 +147,7 @@ class TritonSource:
     def draft(
         self, values: Sequence[Any], key: tuple[Any, ...], options: dict[str, Any], target: str, marked: bool = False
     ) -> Draft:
-        """The kernel as TTIR, and a way to the rest."""
+        """The kernel as TTIR, and a function that compiles the rest."""
         cache_key = (key, target, marked)
         if cache_key in self._sources:
             return Draft.of(self._sources[cache_key])
@@ -169,9 +170,9 @@ class TritonSource:
             signature, constants, attrs = self.specialise(values, key[: len(self.arg_names)])
         except (TypeError, OverflowError) as e:
             raise ArgumentError(f"kernel {self.name!r}: {e}") from None
-        # Asking for the default by name keeps Triton 3.9 from warning that 3.10 will change it.
+        # Naming the default keeps Triton 3.9 from warning that 3.10 will change it.
         options = {"enable_fp_fusion": True, **options}
-        # As `triton.jit` does it: @triton.jit(debug=True) and TRITON_DEBUG=1 make device_assert check.
+        # As in `triton.jit`: @triton.jit(debug=True) and TRITON_DEBUG=1 enable device_assert.
         options["debug"] = bool(options.get("debug", self.fn.debug) or knobs.runtime.debug)
         return _Work(signature, constants, attrs, options, target_capability(target), marked)
 
@@ -186,7 +187,7 @@ class TritonSource:
                 return translate(source, work.arch, work.options, last, "ranges" if work.marked else "")
         except CompilationError as e:
             raise _refused(f"kernel {self.name!r} does not compile:\n{e}", e) from e.__cause__
-        except Exception as e:  # whatever Triton's passes raise
+        except Exception as e:  # any error of Triton's passes
             raise CompileError(
                 f"kernel {self.name!r} does not compile for sm_{work.arch} with {work.options}:\n{e}"
             ) from e
@@ -195,10 +196,10 @@ class TritonSource:
 
 
 def _refused(message: str, error: CompilationError) -> CompileError:
-    """A CompileError that is also of the kind Triton raised: who waits for that one gets it."""
+    """A CompileError that is also of Triton's own class, for callers that catch that one."""
 
     def reduce(self: CompileError) -> tuple[type[CompileError], tuple[Any, ...]]:
-        return CompileError, self.args  # for pickle, which finds no class that is made here
+        return CompileError, self.args  # for pickle, which cannot find a class made at run time
 
     body = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__reduce__": reduce}
     made: CompileError = type("CompileError", (CompileError, type(error)), body)(message)
@@ -208,7 +209,7 @@ def _refused(message: str, error: CompilationError) -> CompileError:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One specialisation, as Triton's compiler takes it."""
+    """One specialisation, in the form that Triton's compiler takes."""
 
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -222,7 +223,7 @@ def target_capability(target: str) -> int:
     """ "sm_90" → 90."""
     found = re.fullmatch(r"sm_(\d{2,3})[af]?", target)
     if found is None:
-        raise ArgumentError(f"unknown target {target!r}; name one as in 'sm_90'")
+        raise ArgumentError(f"unknown target {target!r}; it must have the form 'sm_90'")
     return int(found[1])
 
 
@@ -233,9 +234,10 @@ def _source_of(made: Translated, work: _Work) -> Source:
     if not work.options["enable_fp_fusion"]:
         flags.append("--fmad=false")
     if TRITON_VERSION >= (3, 7):
-        flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7: a bug of ptxas 13
+        flags.append("--regAllocOptLevel=2")  # Triton's own setting since 3.7, because of a bug in ptxas 13
     tiles = list(meta["tensordesc_meta"] or ())
-    codes = [*_flat_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]  # and global_scratch, profile_scratch
+    # the last two: global_scratch, profile_scratch
+    codes = [*_flat_codes(list(work.signature.values()), bool(tiles)), "Q", "Q"]
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.M)
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     return Source(
@@ -265,14 +267,15 @@ def _source_of(made: Translated, work: _Work) -> Source:
 
 
 def _label(meta: dict[str, Any], signature: dict[str, Any], constants: dict[Any, Any]) -> str:
-    """Names a specialisation by what decides how long a block takes, the same under every version of Triton."""
+    """A name for a specialisation, from the facts that decide a block's duration; equal under every version of Triton.
+    """
     types = [t for t in signature.values() if isinstance(t, str) and t.startswith("*")]
     values = [repr(v) for path, v in sorted(constants.items()) if v is not None and v != 1]
     return f"{meta['name']}[{','.join(types)}][{','.join(values)}]x{meta['num_warps']}"
 
 
 def is_warp_specialised(ptx: str) -> bool:
-    """Warp-specialised kernels give registers from one group of warps to another, or wait at counted barriers."""
+    """Whether a kernel is warp-specialised: groups of warps exchange registers, or wait at counted barriers."""
     return "setmaxnreg" in ptx or re.search(r"\bbar(rier)?\.sync(\.aligned)?\s+\d+\s*,\s*\d+", ptx) is not None
 
 
@@ -284,7 +287,7 @@ def _triton_ptxas(arch: int) -> str | None:
 
 
 def _flat_codes(types: Sequence[Any], tiles: bool) -> list[str]:
-    """`tiles`: descriptors travel as the 128 bytes of a CUtensorMap; before sm_90 in their parts."""
+    """The struct codes. `tiles`: descriptors are passed as the 128 bytes of a CUtensorMap; before sm_90 in parts."""
     codes: list[str] = []
     for kind in types:
         if isinstance(kind, (tuple, list)):
@@ -300,16 +303,19 @@ def _flat_codes(types: Sequence[Any], tiles: bool) -> list[str]:
         elif kind in STRUCT_CODES:
             codes.append(STRUCT_CODES[kind])
         else:
-            raise ArgumentError(f"kernel parameters of type {kind} cannot be passed from here")
+            raise ArgumentError(
+                f"kernel parameters of type {kind} are not supported: pass arrays, numbers, tuples or tensor "
+                "descriptors"
+            )
     return codes
 
 
 def launch_values(
     signature: dict[str, Any], tiles: Sequence[Any], tile: Callable[[Descriptor, Any], Any], values: Sequence[Any]
 ) -> list[Any]:
-    """The values that travel to the kernel: constants dropped, tuples flattened, descriptors in their parts.
+    """The values that are passed to the kernel: without constants, with tuples flattened and descriptors in parts.
 
-    `tile` makes of a descriptor, and what the compiler says about it, what the device's kernels take.
+    `tile` converts a descriptor, with the compiler's facts about it, to the form that the device's kernels take.
     """
     facts = iter(tiles)
 
@@ -330,7 +336,7 @@ def _stand_in(value: Any, fact: Any) -> Any:
     if isinstance(fact, PointerKey):
         return _Array(fact.dtype, fact.aligned)
     if isinstance(fact, DescriptorKey):
-        # Triton's own class, because its specialisation looks for it; without its checks, which want a tensor.
+        # Triton's own class, because its specialisation checks for it; created without its checks, which need a tensor.
         stand_in = object.__new__(TensorDescriptor)
         stand_in.base, stand_in.block_shape = _Array(fact.dtype, True), list(fact.block_shape)
         stand_in.shape, stand_in.strides = list(value.shape), list(value.strides)
@@ -347,10 +353,10 @@ Binder = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]]
 
 def _generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, Any]]]:
     """`bind(handlers, *args, **kwargs)` → (values, key, launch options), and `named(*args, **kwargs)` → the arguments
-    by name as they were given, both written out for this signature.
+    by name as they were given, both generated for this signature.
 
-    Written out, because binding by `inspect` costs more than the launch itself. Names of its own begin with `_pp_`, so
-    that no parameter hides them.
+    They are generated because binding by `inspect` costs more than the launch itself. Our own names start with `_pp_`,
+    so that no parameter hides them.
     """
     arguments, lines, values, keys = [], [], [], []
     scope: dict[str, Any] = {"_pp_simple": (int, bool, str, type(None)), "_pp_constant_key": _constant_key}
@@ -369,7 +375,7 @@ def _generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, A
                 scope[f"_pp_default{i}"] = param.default
                 arguments.append(f"{name}=_pp_default{i}")
         if fn.params[i].is_constexpr:
-            # 1 and True are equal but not the same constant.
+            # 1 and True are equal, but not the same constant.
             values.append(name)
             simple = f"{name} if {name}.__class__ in _pp_simple else _pp_constant_key({name})"
             keys.append(f"({name}.__class__, {simple})")
@@ -389,7 +395,7 @@ def _generate_binder(fn: JITFunction) -> tuple[Binder, Callable[..., dict[str, A
 
 
 def _constant_key(value: Any) -> Any:
-    """A constant as part of a key: what is equal in Python (0.0 and -0.0, (1,) and (True,)) need not be the same."""
+    """A constant as part of a key: values that Python considers equal (0.0 and -0.0, (1,) and (True,)) may differ."""
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, tuple):
@@ -399,7 +405,9 @@ def _constant_key(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise ArgumentError(f"a constant is a number, string, tuple, type or function, not {value!r:.60}") from None
+        raise ArgumentError(
+            f"a constant must be a number, string, tuple, type or function, not {value!r:.60}"
+        ) from None
     return value
 
 
@@ -419,7 +427,7 @@ class TypeHandlers(Handlers):
             return {"i32": (2, 2), "i64": (1 << 40 | 1, 4), "u64": (1 << 63 | 1, 6)}[kind]
         if kind in ("fp32", "u1"):
             return (0.5, kind) if kind == "fp32" else (False, kind)
-        raise ArgumentError(f"unknown argument type {text!r}; say '*fp32', 'i32', 'fp32', …")
+        raise ArgumentError(f"unknown argument type {text!r}; use '*fp32', 'i32', 'fp32' or similar")
 
     @staticmethod
     def _find(kind: type) -> Handler | None:
@@ -430,7 +438,7 @@ class TypeHandlers(Handlers):
 
 
 def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
-    """The `JITFunction` inside `@triton.autotune` and `@triton.heuristics`, and those wrappers, outermost first."""
+    """The `JITFunction` inside `@triton.autotune` and `@triton.heuristics`, and these wrappers, outermost first."""
     wrappers: list[Any] = []
     while isinstance(fn, (Autotuner, Heuristics)):
         wrappers.append(fn)
@@ -442,14 +450,15 @@ def unwrap(fn: Any) -> tuple[JITFunction, list[Any]]:
         )
     if fn.is_gluon():
         raise ArgumentError(
-            f"{fn.__name__!r} is a Gluon kernel, and pp.kernel takes Triton kernels: on a real GPU, "
+            f"{fn.__name__!r} is a Gluon kernel, but pp.kernel takes Triton kernels: on a real GPU, "
             "pp.instrument_torch() traces Gluon kernels that PyTorch code launches"
         )
     return fn, wrappers
 
 
 def split_options(options: dict[str, Any], name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Checks what is left over after binding: launch options, nothing else. Gives back those that mean something."""
+    """Checks the keywords that are left after binding, which must be launch options; returns those that have an effect.
+    """
     unknown = [o for o in options if o not in _PASSED_ON | _MEANINGLESS]
     if unknown:
         raise ArgumentError(

@@ -1,7 +1,7 @@
-"""Triton's compiler, run as far as a result is wanted: to TTIR, which the virtual GPU evaluates, or to PTX.
+"""Runs Triton's compiler only as far as needed: to TTIR, which the virtual GPU evaluates, or to PTX.
 
-`triton.compile` goes all the way to machine code. Ours comes from `ptxas` after the passes, so its last stage would be
-done twice; and where only results are wanted, all stages after the first one are for nothing. Results are kept on disk.
+`triton.compile` goes all the way to machine code. Ours comes from `ptxas` after the passes, so that last stage would
+run twice; and where only results are needed, all stages after the first are unnecessary. Results are kept on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.compiler import compiler
 from paellapy.instrument import cache
 
 Stage = Literal["ttir", "ptx"]
-# What a launcher must know of a kernel, by the names of Triton's metadata, and what it is where Triton does not say.
+# Facts about a kernel that a launcher needs, by the names of Triton's metadata, with defaults for missing ones.
 _FACTS = {
     "name": "", "num_warps": 4, "num_stages": 3, "num_ctas": 1, "shared": 0, "global_scratch_size": 0,
     "global_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": False, "tensordesc_meta": None,
@@ -31,7 +31,7 @@ _FACTS = {
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A kernel as text; `ptx` and most facts are there only where the compiler went as far as that."""
+    """A kernel as text; `ptx` and most facts exist only if the compiler went that far."""
 
     ttir: str
     ptx: str
@@ -39,9 +39,9 @@ class Translated:
 
 
 def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, variant: str = "") -> Translated:
-    """Runs the stages up to `last` on an `ASTSource`, or takes what an earlier run left on disk.
+    """Runs the stages up to `last` on an `ASTSource`, or takes the result of an earlier run from disk.
 
-    `variant` names what makes the result differ and neither the source nor the options say.
+    `variant` distinguishes results that differ although source and options are equal.
     """
     target = GPUTarget("cuda", arch, 32)
     if _wanted_by_others(options) and not variant:
@@ -66,9 +66,9 @@ def translate(source: Any, arch: int, options: dict[str, Any], last: Stage, vari
 
 @functools.cache
 def installed() -> str:
-    """Tells this installation of Triton from others.
+    """Identifies this installation of Triton.
 
-    Triton's own key for that is a hash of its library of several hundred megabytes, which takes a second or two.
+    Triton's own key is a hash of its library of several hundred megabytes, which takes a second or two.
     """
     root = Path(triton.__file__).parent
     files = [*(root / "_C").glob("libtriton*"), *(f for d in ("compiler", "backends", "language", "runtime")
@@ -78,7 +78,7 @@ def installed() -> str:
 
 
 def _wanted_by_others(options: dict[str, Any]) -> bool:
-    """Whether somebody wants to see or to replace what comes between the stages: only `triton.compile` does that."""
+    """Whether intermediate results are to be dumped or overridden, which only `triton.compile` can do."""
     asked = knobs.compilation
     return bool(asked.override or asked.dump_ir or asked.always_compile or asked.listener or options.get("ir_override"))
 
@@ -88,13 +88,13 @@ def _by_triton(source: Any, target: GPUTarget, options: dict[str, Any]) -> Trans
     return Translated(built.asm["ttir"], built.asm["ptx"], _facts(built.metadata._asdict()))
 
 
-# Kernels that got as far as TTIR: the virtual GPU evaluates it, and asks for the rest when it places the blocks.
+# Kernels compiled as far as TTIR: the virtual GPU evaluates it, and requests the rest when it places the blocks.
 _begun: dict[str, Iterator[tuple[str, Translated]]] = {}
 _MOST_BEGUN = 32
 
 
 def _run(source: Any, target: GPUTarget, backend: Any, options: Any) -> Iterator[tuple[str, Translated]]:
-    """One stage of Triton's compiler after the other, with what there is of the kernel by then."""
+    """Runs one stage of Triton's compiler after the other, and yields the kernel after each."""
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

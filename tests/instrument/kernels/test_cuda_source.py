@@ -171,7 +171,7 @@ def bound(code: str, arg: Any) -> Any:
 
 @pytest.mark.parametrize("n", [0, 2, 4])
 def test_the_number_of_arguments_must_fit(n: int) -> None:
-    with pytest.raises(ArgumentError, match=rf"'k' takes 3 arguments, got {n}"):
+    with pytest.raises(ArgumentError, match=rf"'k' takes 3 arguments, but {n}"):
         bind_values("k", CODES, [0] * n, HANDLERS)
 
 

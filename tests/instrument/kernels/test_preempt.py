@@ -89,7 +89,7 @@ def test_blocks_that_have_not_started_are_left_and_run_on_resume(device: Any) ->
     assert not launch.done
     assert np.array_equal(np.union1d(left, job.ran()), np.arange(job.grid[0]))
     assert not np.isin(left, job.ran()).any()
-    with pytest.raises(LaunchError, match=f"'plus' was preempted with {len(left)} blocks left: resume"):
+    with pytest.raises(LaunchError, match=f"'plus' was preempted with {len(left)} blocks left: .*resume"):
         launch.synchronize()
     launch.resume()
     launch.synchronize()
@@ -116,7 +116,7 @@ def test_it_can_be_preempted_any_number_of_times(device: Any) -> None:
 
 def test_a_launch_that_runs_cannot_be_resumed(device: Any) -> None:
     launch = Job().launch()
-    with pytest.raises(LaunchError, match="'plus' is running: there is nothing to resume"):
+    with pytest.raises(LaunchError, match=r"'plus' is running.* nothing to resume"):
         launch.resume()
     launch.synchronize()
 
