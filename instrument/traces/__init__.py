@@ -1,1 +1,1 @@
-"""Traces: the records of blocks read from the rings, put on one time line, summed up and kept in files."""
+"""Traces: block records read from the rings, placed on one time line, summarized, and stored in files."""

@@ -1,6 +1,6 @@
-"""Methods that a package above adds to a class of ours: `t.plot()` is drawn by paellapy, which we must not import.
+"""Methods that a package above adds to our classes: `t.plot()` is part of paellapy, which we must not import.
 
-The package above says where such a method lives (`add_methods`), and it is imported when it is first used.
+The package above registers the place of such a method (`add_methods`); it is imported on first use.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _homes: dict[tuple[str, str], str] = {}
 
 
 def add_methods(owner: str, homes: dict[str, str]) -> None:
-    """The class of this name has these methods, each with the place of its function: "package.module:function"."""
+    """Adds methods to the class of this name, each with the place of its function: "package.module:function"."""
     _homes.update({(owner, name): module for name, module in homes.items()})
 
 
 class Above:
-    """Stands in a class for a method that is added from above."""
+    """A placeholder in a class for a method that a package above adds."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner.__name__, name
@@ -27,7 +27,9 @@ class Above:
     def __get__(self, found: Any, owner: type | None = None) -> Callable[..., Any]:
         home = _homes.get((self._owner, self._name))
         if home is None:
-            raise AttributeError(f"{self._owner}.{self._name} comes with the package paellapy: import it first")
+            raise AttributeError(
+                f"{self._owner}.{self._name} is provided by the package paellapy: import paellapy first"
+            )
         module, _, name = home.partition(":")
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function if found is None else MethodType(function, found)

@@ -1,4 +1,4 @@
-"""`t.explain()`: what limits each kernel of a trace, in words, with the figures behind every claim."""
+"""`t.explain()`: explains in words what limits each kernel of a trace, with the figures behind every claim."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paellapy.instrument.records import Records
 from paellapy.instrument.traces.above import Above
 from paellapy.instrument.traces.summary import KernelSummary, Traced, allowed_by, readable_time, residency_of
 
-_WORTH_SAYING = 0.05  # of a kernel's time
+_WORTH_SAYING = 0.05  # smallest share of a kernel's time that is worth a claim
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing that limits a kernel. `share` of its time is about what it costs; for a roof, what is reached of it."""
+    """One limit of a kernel. `share` is about the part of its time that it costs; for a roof, the part reached."""
 
     about: str
     says: str
@@ -32,7 +32,7 @@ class Claim:
 class KernelExplanation:
     kernel: str
     span_ns: int
-    claims: tuple[Claim, ...]  # the weightiest first
+    claims: tuple[Claim, ...]  # the largest first
 
     def __str__(self) -> str:
         head = f"{self.kernel} ({readable_time(self.span_ns)} from first block to last)"
@@ -43,7 +43,7 @@ class KernelExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All kernels of a trace. `print` it, or `plot()` it."""
+    """Explanations for all kernels of a trace. `print` it, or `plot()` it."""
 
     kernels: tuple[KernelExplanation, ...]
     plot = Above()
@@ -58,7 +58,7 @@ class Explanation:
 
 
 def explain(trace: Any) -> Explanation:
-    """What limits the kernels of a trace."""
+    """The limits of the kernels of a trace."""
     found = []
     for summary in trace.summary().kernels:
         numbers = [i for i, name in enumerate(trace.kernels) if name == summary.kernel]
@@ -82,11 +82,11 @@ def _waves(trace: Any, k: KernelSummary, launches: Records) -> Iterator[Claim]:
     per_launch = int(launches["blocks"].mean())
     figures = {"blocks per launch": per_launch, "waves": round(k.waves, 2), "tail": round(k.tail_share, 3)}
     if k.waves < 1:
-        says = f"{per_launch:,} blocks a launch fill {k.waves:.0%} of what the SMs hold. Smaller tiles make more."
+        says = f"{per_launch:,} blocks per launch fill {k.waves:.0%} of the SMs. Smaller tiles give more blocks."
         yield Claim("small grid", says, 1 - k.waves, figures)
     elif k.tail_share >= _WORTH_SAYING:
         last = k.waves % 1 or 1.0
-        says = f"after the first SM has run dry, {k.tail_share:.0%} of the time is left: {k.waves:.2f} waves, the last"
+        says = f"the first SM is idle for the last {k.tail_share:.0%} of the time: {k.waves:.2f} waves, the last"
         yield Claim("tail", f"{says} {last:.0%} full.", k.tail_share, figures)
 
 
@@ -108,7 +108,7 @@ def _occupancy(trace: Traced, launches: Records) -> Iterator[Claim]:
     plain = _plain_occupancy(trace, launch)
     if plain is not None and plain.blocks_per_sm > allowed.blocks_per_sm:
         lost = 1 - allowed.blocks_per_sm / plain.blocks_per_sm
-        says = f"the plain kernel has {plain.blocks_per_sm} blocks per SM, this one {allowed.blocks_per_sm}: times here"
+        says = f"the plain kernel has {plain.blocks_per_sm} blocks per SM, this one {allowed.blocks_per_sm}: times"
         yield Claim("reporting", f"{says} are longer than without a trace.", lost, {"plain": plain.blocks_per_sm})
 
 
@@ -139,7 +139,7 @@ def _work(trace: Any, blocks: Records, launches: Records) -> Iterator[Claim]:
     if not len(work):
         return
     if spilled := int(work["spill_bytes"].max()):
-        says = f"{spilled:,} bytes of registers a thread go to memory and back; smaller tiles or more warps avoid that"
+        says = f"{spilled:,} bytes of registers per thread spill to memory; use smaller tiles or more warps"
         yield Claim("spills", f"{says}.", min(0.5, spilled / 512), {"bytes": spilled})
     part = _part(trace.device.name)
     span = float(_union_ns(blocks))

@@ -1,4 +1,4 @@
-"""Live counts: how many blocks and warps are on each SM right now, from kernels that report at level `count`."""
+"""Live counts: the numbers of blocks and warps on each SM now, from kernels that report at level `count`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Counts:
     ended: NDArray[np.int64]
     resident_blocks: NDArray[np.int64]
     resident_warps: NDArray[np.int64]
-    occupancy: NDArray[np.float64]  # resident warps / the most an SM can hold
+    occupancy: NDArray[np.float64]  # resident warps / the maximum of an SM
 
 
 def counts(device: Device | None = None) -> Counts:
@@ -43,7 +43,7 @@ def counts(device: Device | None = None) -> Counts:
 def _resident(started: NDArray[Any], ended: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Blocks and warps that started and did not end."""
     # The counters wrap, and the block counts carry into the warp counts above them; the difference of the packed words
-    # does neither. A line may be read between the two counters of a block: nothing is resident then, not -1.
+    # is not affected. A line may be read between the two counters of a block: then the count is 0, not -1.
     difference = (started - ended).view(np.int64)
     blocks = (difference + _HALF & _MASK) - _HALF
     return np.maximum(blocks, 0), np.maximum((difference - blocks) >> WARP_SHIFT, 0)

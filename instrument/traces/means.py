@@ -1,4 +1,4 @@
-"""Exact means over time: of what is present on each SM, or in each row of a picture."""
+"""Exact means over time: of the items present on each SM, or in each row of a picture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def time_means(
     last: int,
     bins: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """For each row and each of `bins` equal parts of [first, last]: the mean over time of the weights present.
+    """The mean over time of the weights present.
 
-    Exact, not sampled. Returns rows x bins, and the edges of the bins.
+    The means are for each row and each of `bins` equal parts of [first, last], and are exact, not sampled. Returns rows
+    x bins, and the edges of the bins.
     """
     # Relative to the first edge: ns since 1970 do not fit the 53 bits of a float.
     edges = np.array([(last - first) * i // bins for i in range(bins + 1)], np.int64)
@@ -28,7 +29,7 @@ def time_means(
     row = rows.astype(np.int64) * bins
     area = np.zeros((n_rows, bins))
     for sign, times in ((1, start_ns), (-1, end_ns)):
-        # Present from here on: part of this bin and the whole of every later one.
+        # Present from here on: for part of this bin and for all later ones.
         at = np.clip(times, first, last) - first
         bin_ = np.minimum(np.searchsorted(edges, at, side="right") - 1, bins - 1)
         part = np.bincount(row + bin_, weights * (edges[bin_ + 1] - at), area.size).reshape(area.shape)

@@ -1,4 +1,4 @@
-"""Ranges of a trace: from events that blocks left behind, or that the virtual GPU worked out, to spans of time."""
+"""Ranges of a trace: converts events that blocks recorded, or that the virtual GPU computed, to spans of time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class TracedRanges:
         return len(self.records)
 
     def of_blocks(self, blocks: Records) -> TracedRanges:
-        """Those of some blocks of the trace."""
+        """The ranges of some blocks of the trace."""
         wanted = np.unique(_place(blocks))
         return TracedRanges(self.records[np.isin(_place(self.records), wanted)], self.names, self.lost)
 
 
 def ranges_of(found: Iterable[Events], blocks: Records) -> TracedRanges:
-    """Puts the events of all launches onto the time lines of their blocks."""
+    """Places the events of all launches on the time lines of their blocks."""
     names: dict[str, int] = {}
     tables, lost = [], 0
     for events in found:
@@ -56,7 +56,7 @@ def ranges_of(found: Iterable[Events], blocks: Records) -> TracedRanges:
 
 
 def _rows(events: Events, blocks: Records) -> NDArray[np.int64]:
-    """The block of each event; -1 where the trace does not have it. Replays are told apart by when they began."""
+    """The block of each event; -1 if the trace does not have it. Replays are distinguished by their start times."""
     mine = np.flatnonzero(blocks["launch"] == events.launch)
     if events.start_lo is None:
         key, wanted = blocks["block"][mine].astype(np.uint64), events.block.astype(np.uint64)
@@ -72,10 +72,10 @@ def _rows(events: Events, blocks: Records) -> NDArray[np.int64]:
 
 
 def pair(events: Events) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Which events begin ranges, which end them, and how many ranges are around each.
+    """The events that begin ranges, the events that end them, and the number of ranges around each.
 
-    Events are in order within a lane (block and warp). An end closes the last open begin of its name: pairs of
-    neighbours are taken out until none is left.
+    Events are in order within a lane (block and warp). An end closes the last open begin of its name: neighbouring
+    pairs are removed until none is left.
     """
     lane = events.block.astype(np.int64) << 16 | events.warp
     ends = events.tag & RANGE_END != 0
@@ -99,17 +99,17 @@ def pair(events: Events) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[
 
 
 def _depths(lane: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Paired ranges that are open in the same lane when each begins."""
+    """The number of paired ranges that are open in the same lane when each begins."""
     step = np.zeros(len(lane), np.int64)
     step[begin], step[end] = 1, -1
     order = np.argsort(lane, kind="stable")
     depth = np.zeros(len(lane), np.int64)
-    depth[order] = np.cumsum(step[order])  # every lane's steps add up to 0
+    depth[order] = np.cumsum(step[order])  # the steps of every lane add up to 0
     return depth[begin] - 1
 
 
 def block_rows(records: Records, blocks: Records) -> NDArray[np.int64]:
-    """The row of each range's block: of several runs of one launch, the last that had begun."""
+    """The row of each range's block; if a launch ran several times, the block of the last run that had begun."""
     order = np.lexsort((blocks["start_ns"], blocks["block"], blocks["launch"]))
     ordered = blocks[order]
     first = np.concatenate(([0], np.flatnonzero(np.diff(_place(ordered))) + 1)) if len(ordered) else np.zeros(1, int)

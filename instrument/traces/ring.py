@@ -1,4 +1,4 @@
-"""From raw rings to blocks: takes what the device left in memory and puts every record on one 64-bit time line.
+"""From raw rings to blocks: reads the records that the device wrote and puts them on one 64-bit time line.
 
 A record holds only the low 32 bits of the clock, which wrap every 4.29 s. Three facts, all lower bounds, put the high
 bits back: slots are in order of start, a block starts after its launch was submitted, and a slot that was still free
@@ -18,13 +18,14 @@ from paellapy.instrument.records import BLOCK, RING_RECORD, Records
 
 WRAP_NS = 1 << 32
 
-# How far host and device may disagree on a bound. The error of a clock estimate is about 1 ms, drift between the two
-# clocks adds tens of ms over minutes, and order within a ring is off by µs; every ns here costs a ns of the 4.29 s.
+# The largest disagreement between host and device on a bound. The error of a clock estimate is about 1 ms, drift
+# between the two clocks adds tens of ms over minutes, and the order within a ring is off by µs. Every ns here costs a
+# ns of the 4.29 s.
 SLACK_NS = 1 << 28
 
 
 class Mark(NamedTuple):
-    """The tails as read at `ns` (device clock): slots from `tails[sm]` on started later, the others earlier."""
+    """The tails at the time `ns` (device clock): slots from `tails[sm]` on started later, the others earlier."""
 
     ns: int
     tails: NDArray[np.uint32]
@@ -37,11 +38,11 @@ class Decoded(NamedTuple):
 
 
 def decode(tails: NDArray[np.uint32], rings: Records, launches: Records, marks: Sequence[Mark] = ()) -> Decoded:
-    """Read the rings of all SMs: `tails` counts the records ever started in each ring of `rings[n_sm, capacity]`.
+    """Reads the rings of all SMs: `tails` counts the records ever started in each ring of `rings[n_sm, capacity]`.
 
     A block that ran for more than 4.29 s keeps its start and loses whole multiples of 4.29 s of its duration. Where
-    launches are replayed `submit_ns` says little: give a mark from the beginning of the trace, one from its end and
-    about one a second between. Without them an SM must not idle for 4 s, nor 2 s once its ring has overflowed.
+    launches are replayed, `submit_ns` says little: give a mark from the beginning of the trace, one from its end and
+    about one per second between. Without them an SM must not idle for 4 s, nor 2 s once its ring has overflowed.
 
     >>> from paellapy.instrument.records import LAUNCH
     >>> rings = np.zeros((1, 4), RING_RECORD)
@@ -83,27 +84,27 @@ def decode(tails: NDArray[np.uint32], rings: Records, launches: Records, marks: 
         out["sm"] = sm
         out["block"] = records["block"]
         out["start_ns"] = start_ns
-        out["end_ns"] = start_ns + (records["end_lo"] - records["start_lo"])  # unsigned: right across a wrap
+        out["end_ns"] = start_ns + (records["end_lo"] - records["start_lo"])  # unsigned: correct across a wrap
         filled += len(records)
     return Decoded(blocks[:filled], int((counts - held).sum()), int(held.sum()) - filled)
 
 
 class _Marks(NamedTuple):
-    """What the marks say about the records of one SM, given in order of their slots."""
+    """Bounds from the marks for the records of one SM, given in order of their slots."""
 
     slots: NDArray[np.int64]
     ns: NDArray[np.int64]
     tails: NDArray[np.int64]
 
     def around(self, back: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The marks before and after the slot reserved `back` slots earlier; far away where there is none."""
+        """The marks before and after the slot that was reserved `back` slots earlier; far away if there is none."""
         far = 1 << 62
         times = np.concatenate(([-far], self.ns, [far]))
         at = np.searchsorted(self.tails, self.slots - back, side="right")
         return times[at], times[at + 1]
 
     def pin(self, low: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The time between the marks around each slot, and whether there is just one."""
+        """The time between the marks around each slot, and whether it is unique."""
         before, after = self.around(0)
         earliest = before - SLACK_NS
         start = earliest + ((low - earliest) & (WRAP_NS - 1))
@@ -116,14 +117,14 @@ def _unwrap(low: NDArray[np.int64], submit_ns: NDArray[np.int64], marks: _Marks,
     Once a ring has overflowed, a slot can hold a record older than its place: its own block is still running, or an
     older, long block ended after it and wrote over it. Such a record must not shift the ones after it.
     """
-    # In a ring without overflow time only goes on. In one with, steps go the shorter way round the clock, so that the
-    # step into an older record and the step out of it cancel.
+    # In a ring without overflow, time only increases. In one with overflow, steps go the shorter way round the clock,
+    # so that the step into an older record and the step out of it cancel.
     backwards = WRAP_NS // 2 if overflow else SLACK_NS
     step = ((np.diff(low) + backwards) & (WRAP_NS - 1)) - backwards
     line = low[0] + np.concatenate((np.zeros(1, np.int64), np.cumsum(step)))
 
-    # Whole wraps that the steps could not show: as few as lift every record over its lower bounds. An older record
-    # was reserved one round of the ring before its place.
+    # Whole wraps that the steps could not show: the fewest that lift every record over its lower bounds. An older
+    # record was reserved one round of the ring before its place.
     floor = np.maximum(submit_ns, marks.around(overflow)[0]) - SLACK_NS
     start: NDArray[np.int64] = line + (np.maximum.accumulate(-((line - floor) >> 32)) << 32)
     if overflow and len(marks.ns):
@@ -139,7 +140,7 @@ def _check(tails: NDArray[np.uint32], rings: Records, marks: Sequence[Mark]) -> 
     if capacity < 1 or capacity & (capacity - 1):
         raise TraceError(f"a ring's capacity must be a power of two, not {capacity}: slots are taken with a mask")
     if any(np.shape(each) != (n_sm,) for each in (tails, *(mark.tails for mark in marks))):
-        raise TraceError(f"there must be one tail for each of the {n_sm} rings, at the end and in every mark")
+        raise TraceError(f"tails and every mark must have one tail for each of the {n_sm} rings")
     return n_sm, capacity
 
 
@@ -149,7 +150,7 @@ def _index(launches: Records) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     ids: NDArray[np.uint32] = launches["launch"][rows]
     repeated = ids[1:][ids[1:] == ids[:-1]]
     if len(repeated):
-        raise TraceError(f"launch {repeated[0]} is listed twice: a replayed launch keeps its one row")
+        raise TraceError(f"launch {repeated[0]} is listed twice: list a replayed launch once")
     return ids, rows
 
 

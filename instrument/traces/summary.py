@@ -1,4 +1,4 @@
-"""Numbers of a trace: blocks resident on each SM, and one row per kernel."""
+"""Figures of a trace: resident blocks on each SM, and one row per kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Facts(Protocol):
 
 
 class Traced(Protocol):
-    """A trace, as far as its numbers need it."""
+    """The parts of a trace that its figures need."""
 
     blocks: Records
     launches: Records
@@ -57,20 +57,21 @@ class Residency:
 @dataclass(frozen=True, slots=True)
 class KernelSummary:
     kernel: str
-    launches: int  # every replay counts
+    launches: int  # counting every replay
     blocks: int
     mean_ns: float
     median_ns: float
     max_ns: int
     span_ns: int  # from the first start to the last end
-    occupancy: float  # mean resident warps / maximum, where and while the kernel has a block on the SM
-    waves: float  # blocks of a launch / blocks that all SMs hold at once; on a part of unknown limits, held at most
-    tail_share: float  # share of a launch's time after the first of its SMs has run dry
+    occupancy: float  # mean resident warps / maximum, over the SMs and times with a block of the kernel
+    # blocks of a launch / blocks that all SMs hold at once; for a part with unknown limits, the most that were held
+    waves: float
+    tail_share: float  # fraction of a launch's time after the first of its SMs has run out of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RangeSummary:
-    """A range of a kernel, over all blocks and warps that noted it."""
+    """A range of a kernel, over all blocks and warps that recorded it."""
 
     kernel: str
     name: str
@@ -78,7 +79,7 @@ class RangeSummary:
     mean_ns: float
     median_ns: float
     max_ns: int
-    share: float  # of the time of the blocks (or warps) that noted it
+    share: float  # of the time of the blocks (or warps) that recorded it
 
     COLUMNS = ("kernel", "range", "times", "mean", "median", "max", "share of block")
 
@@ -89,7 +90,7 @@ class RangeSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One row per kernel that ran, and one per range of it. `print` it, or hand it to rich."""
+    """One row per kernel that ran, and one per range. `print` it, or pass it to rich."""
 
     title: str
     kernels: tuple[KernelSummary, ...]
@@ -136,10 +137,10 @@ class Summary:
                 else:
                     table.add_column(name, justify="right", no_wrap=True)
             for row in rows:
-                table.add_row(*map(Text, row))  # Text: a name such as `f[int]` is not markup
+                table.add_row(*map(Text, row))  # Text, so that a name such as `f[int]` is not read as markup
             if rows or columns is self.COLUMNS:
                 tables.append(table)
-        return Group(Text(self.title), *tables)  # a table's own title is no wider than the table
+        return Group(Text(self.title), *tables)  # the title of a rich table is no wider than the table
 
 
 def summarize(trace: Traced) -> Summary:
@@ -196,7 +197,7 @@ def _waves(trace: Traced, launch: Any, most_seen: int) -> float:
 
 
 def allowed_by(trace: Traced, launch: Any) -> Occupancy | None:
-    """What a launch's registers, shared memory and threads allow; None on a part we know no limits of."""
+    """The occupancy that a launch's registers, shared memory and threads allow; None for a part with unknown limits."""
     needs = (int(launch[name]) for name in ("warps", "registers", "shared_bytes"))
     return _allowed(trace.device.compute_capability, *needs)
 
@@ -210,14 +211,14 @@ def _allowed(capability: tuple[int, int], warps: int, registers: int, shared_byt
 
 
 def residency_of(blocks: Records, n_sm: int) -> Residency:
-    """The most and the mean number of these blocks that each SM held at a time."""
+    """The maximum and the mean number of these blocks that each SM held at a time."""
     time = np.concatenate((blocks["start_ns"], blocks["end_ns"]))
     sm = np.concatenate((blocks["sm"], blocks["sm"]))
     step = np.repeat(np.array([1, -1]), len(blocks))
-    # At one instant: ends, then starts, then ends of blocks shorter than a tick of the clock, which did run.
+    # At one instant: first ends, then starts, then ends of blocks shorter than a tick of the clock, which did run.
     order = np.concatenate((np.ones(len(blocks)), np.where(blocks["start_ns"] == blocks["end_ns"], 2, 0)))
     by = np.lexsort((order, time, sm))
-    time, sm, count = time[by], sm[by], np.cumsum(step[by])  # each SM's steps add up to 0
+    time, sm, count = time[by], sm[by], np.cumsum(step[by])  # the steps of each SM add up to 0
     lasted = np.diff(time, append=time[-1:])
     lasted[:-1][sm[1:] != sm[:-1]] = 0
     most = np.zeros(n_sm, np.int64)
@@ -231,7 +232,7 @@ def residency_of(blocks: Records, n_sm: int) -> Residency:
 
 
 def runs(blocks: Records) -> NDArray[np.int64]:
-    """A number for each block's run of its launch: replays of one launch have the same id, but never overlap."""
+    """The run of its launch that each block belongs to: replays of one launch have the same id, but never overlap."""
     n = len(blocks)
     order = np.lexsort((blocks["start_ns"], blocks["launch"]))
     ordered = blocks[order]
@@ -245,7 +246,7 @@ def runs(blocks: Records) -> NDArray[np.int64]:
     reach = np.maximum.accumulate(last_seen)
     cuts = [0]
     while (again := int(np.searchsorted(reach, cuts[-1]))) < n:
-        # This block ran already since the last cut, so a run begins between then and now: where the launch was quiet
+        # This block already ran since the last cut, so a run begins between then and now: where the launch was quiet
         # longest, because either end of a run may be missing from the trace.
         cut, seen = cuts[-1], int(last_seen[again])
         quiet = start[seen + 1 : again + 1] - np.maximum.accumulate(end[cut:again])[seen - cut :]
@@ -256,7 +257,7 @@ def runs(blocks: Records) -> NDArray[np.int64]:
 
 
 def times_launched(blocks: Records) -> int:
-    """Launches that these blocks are of; every replay counts."""
+    """The number of launches of these blocks, counting every replay."""
     return int(runs(blocks).max(initial=0))
 
 
@@ -275,7 +276,8 @@ def _tail_share(blocks: Records, run: NDArray[np.int64]) -> float:
 
 
 def counted(n: int, one: str, several: str | None = None) -> str:
-    """
+    """A number with its noun.
+
     >>> counted(1, "launch", "launches"), counted(4096, "block")
     ('1 launch', '4,096 blocks')
     """
@@ -283,7 +285,7 @@ def counted(n: int, one: str, several: str | None = None) -> str:
 
 
 def readable_time(ns: float) -> str:
-    """A time with the unit that suits it.
+    """A time with a fitting unit.
 
     >>> readable_time(1234)
     '1.23 µs'

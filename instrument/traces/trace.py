@@ -1,4 +1,4 @@
-"""A finished trace: which block ran on which SM, when; and the questions one asks of it first."""
+"""A finished trace: which block ran on which SM, and when; with methods for the most common questions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paellapy.instrument.traces.summary import (
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The part a trace was taken on, and the versions of what ran there ("driver", "triton", …)."""
+    """The part on which a trace was taken, and the versions of the software there ("driver", "triton", …)."""
 
     name: str
     n_sm: int
@@ -42,9 +42,9 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy2D:
-    """Occupancy over SMs and time. It is an array where NumPy wants one: `np.asarray(t.occupancy())`."""
+    """Occupancy over SMs and time. NumPy can use it as an array: `np.asarray(t.occupancy())`."""
 
-    resident: NDArray[np.float64]  # SM x time: mean resident warps in the bin / the most an SM can hold
+    resident: NDArray[np.float64]  # SM x time: mean resident warps in the bin / the maximum of an SM
     edges_ns: NDArray[np.int64]
 
     @property
@@ -56,14 +56,14 @@ class Occupancy2D:
 
 
 class Trace:
-    """What `with pp.trace() as t` leaves behind. Arrays are read-only; times are ns on the device's clock.
+    """The result of `with pp.trace() as t`. Arrays are read-only; times are ns on the device's clock.
 
     >>> device = DeviceFacts("toy", n_sm=2, max_warps_per_sm=64, compute_capability=(9, 0))
     >>> Trace(np.zeros(0, BLOCK), np.zeros(0, LAUNCH), (), device)
     <Trace toy: 0 blocks, 0 launches of 0 kernels in 0 ns, 0 dropped, 0 unfinished>
     """
 
-    # Pictures and the formats of other tools.
+    # Pictures, and exports to formats of other tools.
     plot = Above()
     plot_heatmap = Above()
     plot_gantt = Above()
@@ -98,12 +98,15 @@ class Trace:
         unfinished: int = 0,
         unseen: Sequence[str] = (),
     ) -> None:
-        """Replaces the contents: `trace()` hands a trace out when it starts and fills it when it ends.
+        """Replaces the contents: `trace()` returns a trace when it starts and fills it when it ends.
 
         `unseen` names kernels that ran meanwhile and do not report.
         """
         if blocks.dtype != BLOCK or launches.dtype != LAUNCH:
-            raise TraceError("a trace takes arrays of records.BLOCK and records.LAUNCH")
+            raise TraceError(
+                f"blocks of {blocks.dtype} and launches of {launches.dtype}: give arrays of records.BLOCK and "
+                "records.LAUNCH"
+            )
         self.blocks: Records = _frozen(blocks[np.lexsort((blocks["sm"], blocks["start_ns"]))])
         self.launches: Records = _frozen(launches[np.argsort(launches["launch"], kind="stable")])
         self.kernels = tuple(kernels)
@@ -124,13 +127,17 @@ class Trace:
         if not np.isin(blocks["launch"], ids).all():
             raise TraceError("a block belongs to a launch that is not listed: pass every launch of the trace")
         if any((each["kernel"] >= len(self.kernels)).any() for each in (blocks, launches)):
-            raise TraceError(f"a kernel index is beyond the {len(self.kernels)} kernel names given")
+            raise TraceError(
+                f"a kernel index exceeds the {len(self.kernels)} kernel names: pass a name for every kernel"
+            )
         if not 0 < self.device.n_sm <= 1 << 16 or self.device.max_warps_per_sm < 1:
-            raise TraceError(f"{self.device} is not a possible device: it needs SMs that hold warps")
+            raise TraceError(
+                f"{self.device} is not a possible device: n_sm must be 1 to 65536, and max_warps_per_sm at least 1"
+            )
         if (blocks["sm"] >= self.device.n_sm).any():
-            raise TraceError(f"a block ran on an SM that {self.device.name} with {self.device.n_sm} SMs does not have")
+            raise TraceError(f"a block has an SM number beyond the {self.device.n_sm} SMs of {self.device.name}")
         if (blocks["end_ns"] < blocks["start_ns"]).any():
-            raise TraceError("a block ends before it starts: its times were not put on one time line")
+            raise TraceError("a block ends before it starts: put its times on one time line first")
 
     def occupancy(
         self,
@@ -144,14 +151,16 @@ class Trace:
         first = first if start_ns is None else start_ns
         last = max(first, last) if end_ns is None else end_ns
         if bins < 1 or last < first:
-            raise TraceError(f"occupancy needs at least one bin and start_ns <= end_ns, not {bins}, {first}, {last}")
+            raise TraceError(
+                f"bins={bins}, start_ns={first}, end_ns={last}: occupancy needs at least one bin and start_ns <= end_ns"
+            )
         chosen = self._of_kernel(kernel)
         b, warps = self.blocks[chosen], self.warps[chosen]
         means, edges = time_means(b["sm"], b["start_ns"], b["end_ns"], warps, self.device.n_sm, first, last, bins)
         return Occupancy2D(means / self.device.max_warps_per_sm, edges)
 
     def residency(self, kernel: str | int | None = None) -> Residency:
-        """The most and the mean number of blocks that each SM held at a time."""
+        """The maximum and the mean number of blocks that each SM held at a time."""
         return residency_of(self.blocks[self._of_kernel(kernel)], self.device.n_sm)
 
     def summary(self) -> Summary:
@@ -159,7 +168,7 @@ class Trace:
         return summarize(self)
 
     def explain(self) -> Explanation:
-        """What limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`."""
+        """Explains what limits each kernel, in words: `print(t.explain())`; as a picture: `t.explain().plot()`."""
         return explain(self)
 
     def select(
@@ -169,9 +178,9 @@ class Trace:
         start_ns: int | None = None,
         end_ns: int | None = None,
     ) -> Trace:
-        """The blocks of a kernel or a launch, or those that were resident between two times.
+        """The blocks of a kernel or a launch, or the blocks that were resident between two times.
 
-        Records that were lost cannot be told apart, so `dropped` and `unfinished` stay those of the whole.
+        Lost records cannot be assigned, so `dropped` and `unfinished` stay those of the whole trace.
         """
         b, rows = self.blocks, np.ones(len(self.launches), bool)
         keep = self._of_kernel(kernel)
@@ -179,7 +188,7 @@ class Trace:
             rows &= np.isin(self.launches["kernel"], self._indices(kernel))
         if launch is not None:
             if launch not in self.launches["launch"]:
-                raise TraceError(f"there is no launch {launch} in this trace; see trace.launches")
+                raise TraceError(f"there is no launch {launch} in this trace; trace.launches lists all")
             keep &= b["launch"] == launch
             rows &= self.launches["launch"] == launch
         if start_ns is not None:
@@ -194,7 +203,7 @@ class Trace:
         return chosen
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to one compact file, for `Trace.load`: 3 to 6 bytes a block."""
+        """Writes the trace to one compact file, for `Trace.load`: 3 to 6 bytes per block."""
         facts = {
             "kernels": self.kernels,
             "device": asdict(self.device),
@@ -212,7 +221,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a file written by `save`, as the kind of trace it is. Nothing in the file is ever executed."""
+        """Reads a file written by `save`, as a trace of the right class. Nothing in the file is ever executed."""
 
         def build(blocks: Records, launches: Records, more: trace_file.Tables, facts: dict[str, Any]) -> Trace:
             given = facts["device"]
@@ -233,7 +242,7 @@ class Trace:
 
         return trace_file.read(Path(path), build)
 
-    # Traces that know more than blocks (an engine's) are kinds of their own, with tables of their own in the file.
+    # Traces with more than blocks, such as an engine's, have their own class, and their own tables in the file.
     _kinds: ClassVar[dict[str, type[Trace]]] = {}
 
     def __init_subclass__(cls, kind: str, **others: Any) -> None:
@@ -241,7 +250,7 @@ class Trace:
         Trace._kinds[kind] = cls
 
     def _more(self) -> tuple[trace_file.Tables, dict[str, Any]]:
-        """Tables and facts beyond those of every trace."""
+        """Tables and facts beyond those that every trace has."""
         return {}, {}
 
     def _take(self, more: trace_file.Tables, facts: Mapping[str, Any]) -> None:
@@ -269,10 +278,12 @@ class Trace:
         return int(self.blocks["start_ns"][0]), int(self.blocks["end_ns"].max())
 
     def _indices(self, kernel: str | int) -> list[int]:
-        """A name can stand for several kernels: the same source compiled with other constants."""
+        """A name can stand for several kernels: the same source compiled with different constants."""
         found = [i for i, name in enumerate(self.kernels) if kernel in (i, name)]
         if not found:
-            raise TraceError(f"there is no kernel {kernel!r} in this trace, only {', '.join(self.kernels) or 'none'}")
+            raise TraceError(
+                f"there is no kernel {kernel!r} in this trace; its kernels are {', '.join(self.kernels) or 'none'}"
+            )
         return found
 
     def _of_kernel(self, kernel: str | int | None) -> NDArray[np.bool_]:

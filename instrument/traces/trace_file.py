@@ -1,4 +1,4 @@
-"""The file a trace is kept in: 1 to 6 bytes a block, checked when read, and nothing in it is ever executed."""
+"""The file format of traces: 1 to 6 bytes per block, checked when read; nothing in it is ever executed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PREAMBLE = struct.Struct("<8sIIQI")
 
 
 def write(path: Path, blocks: Records, launches: Records, facts: Mapping[str, Any], more: Tables | None = None) -> None:
-    """Writes records.BLOCK, records.LAUNCH, `more` tables, and what JSON can say about them.
+    """Writes records.BLOCK, records.LAUNCH, `more` tables, and facts about them in JSON.
 
-    A file without more tables is of version 1, which every paellapy reads.
+    A file without more tables has version 1, which every paellapy reads.
     """
     meta = {"blocks": len(blocks), "launches": len(launches), **facts}
     if more:
@@ -42,7 +42,7 @@ def write(path: Path, blocks: Records, launches: Records, facts: Mapping[str, An
 
 
 def read(path: Path, build: Callable[[Records, Records, Tables, dict[str, Any]], T]) -> T:
-    """What `build` makes of blocks, launches, other tables and facts; facts it cannot use count as damage too."""
+    """The result of `build` from blocks, launches, other tables and facts; facts that it cannot use count as damage."""
     header, data = _read(path)
     try:
         meta = json.loads(header)
@@ -62,10 +62,10 @@ def read(path: Path, build: Callable[[Records, Records, Tables, dict[str, Any]],
 
 
 def _dtype(fields: Any) -> np.dtype[Any]:
-    """Of a table in the file: plain numbers only."""
+    """The dtype of a table in the file: plain integers only."""
     dtype = np.dtype([(str(name), str(kind)) for name, kind in fields])
     if any(dtype[name].kind not in "iu" for name in dtype.names or ()):
-        raise ValueError(f"a table of {fields}")
+        raise ValueError(f"a table has fields that are not integers: {fields}")
     return dtype
 
 
@@ -73,14 +73,16 @@ def _read(path: Path) -> tuple[bytes, bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+        raise TraceError(f"the trace {path} cannot be read: {error.strerror or error}") from error
     if content[: len(_MAGIC)] != _MAGIC:
-        raise TraceError(f"{path} is not a paellapy trace")
+        raise TraceError(f"{path} is not a paellapy trace: give a file that Trace.save wrote")
     if len(content) < _PREAMBLE.size:
         raise TraceError(f"{path} is truncated; copy or record it again")
     _, version, header_bytes, body_bytes, checksum = _PREAMBLE.unpack_from(content)
     if version > FORMAT_VERSION:
-        raise TraceError(f"{path} has format {version}, this paellapy reads up to {FORMAT_VERSION}: upgrade paellapy")
+        raise TraceError(
+            f"{path} has format {version}, but this paellapy reads up to {FORMAT_VERSION}: upgrade paellapy"
+        )
     body = content[_PREAMBLE.size :]
     if len(body) < body_bytes:
         raise TraceError(f"{path} is truncated: {body_bytes - len(body):,} bytes are missing; copy or record it again")
@@ -90,7 +92,8 @@ def _read(path: Path) -> tuple[bytes, bytes]:
 
 
 def _pack(records: Records) -> bytes:
-    """Columns of small numbers in planes of equal bytes, which zlib packs far better than the records themselves."""
+    """Columns of small numbers in planes of equal bytes, which zlib compresses far better than the records themselves.
+    """
     packed = []
     for name, width, count in _columns(records.dtype):
         values = np.ascontiguousarray(records[name]).view(f"<u{width}").reshape(len(records), count).T
@@ -99,13 +102,13 @@ def _pack(records: Records) -> bytes:
         else:
             steps = np.diff(values, axis=1, prepend=np.zeros((count, 1), values.dtype))
         signed = np.ascontiguousarray(steps).view(f"<i{width}")
-        small = (signed << 1) ^ (signed >> (8 * width - 1))  # zigzag: small whether positive or negative
+        small = (signed << 1) ^ (signed >> (8 * width - 1))  # zigzag: small for positive and negative numbers
         packed.append(small.view(np.uint8).reshape(-1, width).T.tobytes())
     return b"".join(packed)
 
 
 def _unpack(packed: bytes, dtype: np.dtype[Any]) -> Records:
-    """The inverse of `_pack`; unsigned arithmetic wraps, so every value comes back exactly."""
+    """The inverse of `_pack`; unsigned arithmetic wraps, so every value is restored exactly."""
     n, at = len(packed) // dtype.itemsize, 0
     records = np.zeros(n, dtype)
     for name, width, count in _columns(dtype):
@@ -122,7 +125,7 @@ def _unpack(packed: bytes, dtype: np.dtype[Any]) -> Records:
 
 
 def _columns(dtype: np.dtype[Any]) -> Iterator[tuple[str, int, int]]:
-    """Name, bytes of a number and numbers per record."""
+    """Name, bytes per number and numbers per record of each column."""
     for name in dtype.names or ():
         base = dtype[name].base
         yield name, base.itemsize, dtype[name].itemsize // base.itemsize

@@ -1,4 +1,4 @@
-"""`trace()`: records every block of every instrumented kernel launched inside, and turns it into a `Trace`."""
+"""`trace()`: records every block of every instrumented kernel launched inside, and makes a `Trace` of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST, _MOST = 16, 1 << 22
 
 
 class Session:
-    """The launches of one trace while it runs. Ids are never reused, so records of an earlier trace stand out."""
+    """The launches of one trace while it runs. Ids are never reused, so records of earlier traces are recognised."""
 
     _next_id = 1
     _captured: dict[int, tuple[str, tuple[Any, ...]]] = {}  # noqa: RUF012 - launches inside CUDA graphs: they may replay
@@ -35,8 +35,8 @@ class Session:
         self.begin_ns = device.clock_ns()
         self._compiled: dict[int, Compiled] = {}
         self.counted: dict[int, tuple[int, int, int]] = {}  # bytes, flops and tensor flops of evaluated launches
-        self.last = 0  # the launch noted last
-        self.unreported = 0  # blocks of launches for which there was no descriptor left
+        self.last = 0  # the latest recorded launch
+        self.unreported = 0  # blocks of launches for which no descriptor was left
         self._in_graphs: dict[int, tuple[str, tuple[Any, ...]]] = {}  # launches that PyTorch's graphs may replay
 
     def add(
@@ -49,7 +49,7 @@ class Session:
         blocks: int,
         stream: int,
     ) -> int:
-        """Notes a launch and gives it an id."""
+        """Records a launch and gives it an id."""
         launch = self.last = Session._next_id
         Session._next_id += 1
         shared = shared_bytes + compiled.code.static_shared_bytes
@@ -63,17 +63,18 @@ class Session:
         return launch
 
     def reserve(self, count: int) -> NDArray[np.uint32]:
-        """Ids for launches that somebody else will make."""
+        """Ids for launches that other code will make."""
         first = Session._next_id
         Session._next_id += count
         return np.arange(first, first + count, dtype=np.uint32)
 
     def add_foreign(self, launch: int, facts: Any) -> None:
-        """Notes a launch made by Triton's own launcher, under a number from `reserve`."""
+        """Records a launch made by Triton's own launcher, under a number from `reserve`."""
         self.note(facts.kernel, self._foreign(launch, facts))
 
     def may_replay(self, launch: int, facts: Any) -> None:
-        """A launch in a CUDA graph that PyTorch captured before: noted only if its blocks turn up."""
+        """Registers a launch in a CUDA graph that PyTorch captured earlier; it is recorded only if its blocks appear.
+        """
         self._in_graphs[launch] = (facts.kernel, self._foreign(launch, facts))
 
     def _foreign(self, launch: int, facts: Any) -> tuple[Any, ...]:
@@ -94,11 +95,11 @@ class Session:
                 self.note(*known)
 
     def work(self, launches: NDArray[np.uint32]) -> Records:
-        """What is known of these launches' machine code and work."""
+        """Facts about the machine code and the work of these launches."""
         rows = []
         for launch in launches.tolist():
             if made := self._compiled.get(launch):
-                plain = made.source.build(PassConfig()).registers  # kept on disk where the kernel ran plain before
+                plain = made.source.build(PassConfig()).registers  # kept on disk if the kernel ran plain before
                 rows.append((launch, made.code.spill_bytes, plain, 0, *self.counted.get(launch, (0, 0, 0))))
         return np.array(rows, WORK)
 
@@ -113,13 +114,13 @@ class trace:
     """Context manager: `with pp.trace() as t:` fills `t` (a `Trace`) when the block is left.
 
     `records_per_sm` is the size of an SM's ring, a power of two; when more blocks run on an SM, the oldest records are
-    overwritten and counted in `t.dropped`. A trace inside another shares its rings, and holds its own launches only.
+    overwritten and counted in `t.dropped`. A trace inside another shares its rings, and contains only its own launches.
     """
 
     def __init__(self, records_per_sm: int = 1 << 14, device: Device | str | None = None) -> None:
         if records_per_sm < _LEAST or records_per_sm > _MOST or records_per_sm & (records_per_sm - 1):
             raise TraceError(
-                f"records_per_sm={records_per_sm}: a ring holds a power of two of records, from {_LEAST} to {_MOST}"
+                f"records_per_sm={records_per_sm}: the number must be a power of two from {_LEAST} to {_MOST}"
             )
         self.records_per_sm = records_per_sm
         self.device = Device.open(device) if isinstance(device, str) else device
@@ -128,7 +129,7 @@ class trace:
         self._device = device = self.device or Device.current()
         self._nested = device.session is not None
         if self._nested:
-            device.synchronize()  # what was launched before belongs to the outer trace alone
+            device.synchronize()  # earlier launches belong to the outer trace alone
         else:
             device.begin_trace(self.records_per_sm)
             session = Session(device)
@@ -150,7 +151,7 @@ class trace:
             self._device.session = None
         self._watch.stop()
         if kind is not None and issubclass(kind, Exception):
-            # The kernel's own error matters more than a trace of it, which a lost context could not deliver anyway.
+            # The kernel's own error matters more than its trace, which a lost context could not deliver anyway.
             try:
                 self._finish(self._session)
             except Exception:
@@ -162,16 +163,16 @@ class trace:
         device = self._device
         lines, rings = device.read_trace() if self._nested else device.end_trace()
         tails = lines["tail"]
-        used = rings["launch"][:, : int(min(rings.shape[1], tails.max()))]  # rings are large, and mostly empty
+        used = rings["launch"][:, : int(min(rings.shape[1], tails.max()))]  # rings are large and mostly empty
         session.adopt_replayed(used)
         launches, kernels = session.launches()
-        # Whatever a graph captured elsewhere left here belongs to no launch we know.
+        # Records of graphs that were captured elsewhere belong to no known launch.
         used[~np.isin(used, launches["launch"])] = 0
         marks = (Mark(session.begin_ns, np.zeros_like(tails)), Mark(device.clock_ns(), tails))
         decoded = decode(tails, rings, launches, marks)
         blocks = decoded.blocks
         if self._nested:
-            # Launches of graphs that were captured before have earlier numbers; when they ran tells them apart.
+            # Launches of graphs that were captured earlier have smaller numbers; their times distinguish them.
             own = (blocks["launch"] >= self._first) | (blocks["start_ns"] >= self._begin_ns)
             blocks = blocks[own]
             launches = launches[(launches["launch"] >= self._first) | np.isin(launches["launch"], blocks["launch"])]
@@ -184,7 +185,7 @@ class trace:
 
 
 class _Watch:
-    """Names of the kernels that Triton launches itself while a trace runs; those that report are in the trace."""
+    """Names of the kernels that Triton launches itself while a trace runs; kernels that report are in the trace."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
