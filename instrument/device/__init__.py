@@ -10,7 +10,7 @@ __all__ = ["Array", "CudaDevice", "Device", "Event", "Launcher", "Stream", "Virt
 
 
 def devices() -> list[str]:
-    """Names of the devices that can be opened here: GPUs first, then the virtual parts."""
+    """Names of the devices that can be opened on this machine: GPUs first, then the virtual parts."""
     from paellapy.instrument.device.driver import check, driver
 
     try:

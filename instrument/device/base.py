@@ -53,7 +53,7 @@ class Stream(ABC):
     def synchronize(self) -> None: ...
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Work submitted from now on starts after `event`."""
+        """Makes work submitted from now on start after `event`."""
 
     @abstractmethod
     def record(self) -> Event: ...
@@ -67,9 +67,9 @@ _MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # in x, y and z, on every GPU
 
 
 def check_grid(kernel: str, grid: Sequence[int]) -> None:
-    """Raises ArgumentError for what is no grid; an empty one is."""
+    """Raises ArgumentError for an invalid grid; an empty grid is valid."""
     if any(extent < 0 for extent in grid):
-        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent")
+        raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} has a negative extent: extents must be at least 0")
     if any(extent > most for extent, most in zip(grid, _MOST_BLOCKS, strict=False)):
         most = " × ".join(f"{n:,}" for n in _MOST_BLOCKS)
         raise ArgumentError(f"kernel {kernel!r}: grid {tuple(grid)} is too large: a GPU takes {most} blocks at most")
@@ -82,7 +82,7 @@ class Launcher(ABC):
 
     @property
     def launched(self) -> Any:
-        """What `kernel[grid](…)` returns of a Triton kernel, as Triton's own does: the compiled kernel."""
+        """The result of `kernel[grid](…)` for a Triton kernel, as in Triton: the compiled kernel."""
         return self.compiled
 
     @abstractmethod
@@ -94,29 +94,29 @@ class Launcher(ABC):
         shared_bytes: int = 0,
         part: tuple[int, int] | None = None,
     ) -> Any:
-        """Launches on the device's current stream. `part` = (first, count) runs only those blocks of the grid."""
+        """Launches on the device's current stream. `part` = (first, count) runs only these blocks of the grid."""
 
     def under(self, flag: Any, work: Work, blocks: Blocks) -> Run:
         """Launches some blocks under a flag, on the work's own stream. For kernels built with `preempt`."""
-        raise LaunchError(f"{type(self).__name__} launches nothing under a flag")
+        raise LaunchError(f"{type(self).__name__} does not support launches under a flag")
 
 
 class Capture(ABC):
-    """What stands in for the device in one thread while a function's launches are captured instead of run."""
+    """Stands in for the device in one thread while a function's launches are captured instead of run."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.passing = False  # set while the capture itself launches
-        self.notify_word = 0  # address that a launch at level `notify` writes to, instead of a word of the device's
+        self.notify_word = 0  # address to which a launch at level `notify` writes, instead of a word of the device
 
     @property
     def mine(self) -> bool:
-        """Whether this thread is the one that is captured; others go on as ever."""
+        """Whether this thread is being captured; other threads are not affected."""
         return self._thread == threading.get_ident()
 
     @property
     def active(self) -> bool:
-        """Whether it is for the capture to handle a call made now, in this thread."""
+        """Whether the capture handles a call made now in this thread."""
         return not self.passing and self._thread == threading.get_ident()
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Capture(ABC):
 
     @abstractmethod
     def refuse(self, doing: str) -> None:
-        """Raises: what the caller is about to do cannot be replayed."""
+        """Raises an error for an operation that cannot be replayed."""
 
 
 class Device(ABC):
@@ -146,16 +146,16 @@ class Device(ABC):
     """
 
     kinds: ClassVar[dict[str, type[Device]]] = {}
-    first: ClassVar[str] = ""  # what "cuda" without a colon stands for
+    first: ClassVar[str] = ""  # the meaning of "cuda" without a colon
     _open: ClassVar[dict[str, Device]] = {}
-    # Called with the device and the session when a trace begins: whoever launches past us prepares for it.
+    # Called with the device and the session when a trace begins, so that other launchers can prepare.
     at_traces: ClassVar[list[Callable[[Device, Any], None]]] = []
 
     name: str
     title: str  # the part's marketing name
     capability: tuple[int, int]
     sm_count: int
-    sm_ids: int  # SM numbers in reports are below this; on parts with SMs switched off it may exceed sm_count
+    sm_ids: int  # SM numbers in reports are below this; on parts with disabled SMs it may exceed sm_count
     limits: SmLimits
     handlers: Handlers
     session: Any = None  # the active trace, if any
@@ -170,10 +170,10 @@ class Device(ABC):
         if name == "auto":
             return cls.default()
         if not isinstance(name, str):
-            raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")
+            raise NoDeviceError(f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'")
         kind, _, which = name.partition(":")
         if kind not in cls.kinds:
-            raise NoDeviceError(f"unknown device {name!r}; name one as in {', '.join(cls.examples())} or 'auto'")
+            raise NoDeviceError(f"unknown device {name!r}; use a name such as {', '.join(cls.examples())} or 'auto'")
         which = which or cls.kinds[kind].first
         full = f"{kind}:{which}" if which else kind
         if full not in cls._open:
@@ -190,11 +190,11 @@ class Device(ABC):
 
     @abstractmethod
     def _setup(self, which: str) -> None:
-        """Opens the device; `which` is what follows the colon of its name."""
+        """Opens the device; `which` is the text after the colon of its name."""
 
     @classmethod
     def default(cls) -> Device:
-        """The first real GPU if there is one, else the first device of another kind."""
+        """The first real GPU if there is one, otherwise the first device of another kind."""
         errors = []
         for kind in cls.kinds:
             try:
@@ -209,7 +209,7 @@ class Device(ABC):
 
     @staticmethod
     def current() -> Device:
-        """The device kernels run on: that of the innermost `with device:`, else the default."""
+        """The device that kernels run on: that of the innermost `with device:`, otherwise the default."""
         device = _current.get()
         if device is None:
             device = Device.default()
@@ -257,10 +257,10 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for everything submitted so far."""
+        """Waits for all work submitted so far."""
 
     def not_in_capture(self, doing: str) -> None:
-        """Refuses what cannot be part of a capture when one is under way in this thread."""
+        """Refuses an operation that cannot be captured, if this thread is being captured."""
         if self.capture is not None and self.capture.active:
             self.capture.refuse(doing)
 
@@ -268,19 +268,19 @@ class Device(ABC):
 
     def flag(self) -> Flag:
         """A flag to preempt launches with."""
-        raise LaunchError(f"{self.name} has no flags to preempt launches with")
+        raise LaunchError(f"{self.name} does not support flags, which preempting launches needs")
 
     @abstractmethod
     def prepare(self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]) -> Launcher:
-        """Builds and loads a kernel. `pick` takes from the bound values those that travel to the kernel."""
+        """Builds and loads a kernel. `pick` selects, from the bound values, those that are passed to the kernel."""
 
     def prepare_draft(
         self, draft: Draft, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> Launcher:
-        """As `prepare`, for a device that may have use for a kernel that is not compiled to its end."""
+        """As `prepare`, for a device that can use a kernel before it is fully compiled."""
         return self.prepare(draft.source, config, pick)
 
-    evaluates = False  # kernels run from their TTIR
+    evaluates = False  # whether kernels are evaluated from their TTIR
 
     @abstractmethod
     def counts(self) -> Records:
@@ -292,32 +292,32 @@ class Device(ABC):
 
     @abstractmethod
     def read_trace(self) -> tuple[Records, Records]:
-        """What was recorded so far: counters (records.SM_LINE) per SM and rings (records.RING_RECORD), SM × slot."""
+        """The records so far: counters (records.SM_LINE) per SM, and rings (records.RING_RECORD), SM × slot."""
 
     @abstractmethod
     def end_trace(self) -> tuple[Records, Records]:
-        """Stops recording, and gives what was recorded."""
+        """Stops recording, and returns the records."""
 
     def range_events(self, launches: NDArray[np.uint32]) -> Iterable[Events]:
-        """What kernels noted of their ranges, for these launches of the trace that ended last."""
+        """The events of ranges that kernels recorded, for these launches of the latest trace."""
         return ()
 
     def tile(self, descriptor: Descriptor, facts: Any) -> Any:
-        """A tensor descriptor as this device's kernels take it; `facts` is what Triton's compiler says about it."""
+        """A tensor descriptor in the form that this device's kernels take; `facts` come from Triton's compiler."""
         return descriptor
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether what is launched on `stream` is recorded for later instead of run."""
+        """Whether launches on `stream` are recorded for later instead of run."""
         return False
 
     @abstractmethod
     def clock_ns(self) -> int:
-        """Now, on the clock of the device's reports."""
+        """The current time on the clock of the device's reports."""
 
     def host_ns(self) -> int:
-        """Now, on the host's clock that launches are stamped with."""
+        """The current time on the host's clock, which stamps launches."""
         return time.perf_counter_ns()
 
     def to_device_ns(self, host_ns: int) -> int:
-        """A time from `host_ns()` on the clock of the device's reports."""
+        """Converts a time from `host_ns()` to the clock of the device's reports."""
         return host_ns

@@ -1,9 +1,9 @@
-"""From what the evaluator counted to what the SM model takes: traffic, arithmetic and waiting of every block.
+"""Converts the evaluator's counts to input for the SM model: traffic, arithmetic and waiting time of every block.
 
-A block first waits, then its traffic and arithmetic flow at rates shared with whatever else runs. How long it waits
+A block first waits; then its traffic and arithmetic flow at rates shared with all running blocks. The waiting time
 follows from its machine code, walked through as a lone block would run it (lone_block.py); on parts without a profile
 for that, from its longest chain of dependent loads, reductions and products. A kernel that was measured on the real
-part has a correction factor, which scales the wait; elsewhere the uncorrected estimate stands.
+part has a correction factor, which scales the waiting time; other kernels use the uncorrected estimate.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir.lower import Facts
 
-# What a product's element type costs in units of fp16 tensor flops (datasheets: fp8 runs twice as fast, tf32 half).
+# Cost of a product's element type in units of fp16 tensor flops (datasheets: fp8 is twice as fast, tf32 half as fast).
 _TENSOR_WEIGHT = {"f8": 0.5, "f16": 1.0, "bf16": 1.0, "f32": 2.0, "i8": 0.5}
-_L2_SHARE = 0.8  # of L2 that a kernel's arrays can fill and still be found there by its next launch
+_L2_SHARE = 0.8  # fraction of L2 that a kernel's arrays can fill and still be found there by its next launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CostModel:
         return cls(part, Timing.for_part(part), factors)
 
     def wait_ns(self, cost: Records, threads: int) -> NDArray[np.float64]:
-        """How long each block waits beyond its fixed overhead and its products, before any correction."""
+        """The waiting time of each block beyond its fixed overhead and its products, before any correction."""
         t = self.timing
         wait: NDArray[np.float64] = (
             t.load_ns * cost["loads"]
@@ -59,23 +59,23 @@ class CostModel:
     def block_cost(
         self, compiled: Compiled, cost: Records, values: Sequence[Any], threads: int, facts: Facts
     ) -> BlockCost:
-        """One launch's blocks."""
+        """The cost of one launch's blocks."""
         return self.of_kernel(compiled, threads, facts).block_cost(cost, values)
 
     def of_kernel(self, compiled: Compiled, threads: int, facts: Facts) -> KernelCost:
-        """The model with everything looked up that one kernel needs launch after launch."""
+        """The cost model of one kernel, with all facts looked up that its launches need."""
         dot_dtype = facts.dot_dtype
         kind = dot_dtype or "f16"
         weight = next((w for name, w in _TENSOR_WEIGHT.items() if kind.startswith(name)), 1.0)
         text = compiled.source.ttir
         ieee = kind == "f32" and ("inputPrecision = ieee" in text or "inputPrecision" not in text)
         label = compiled.source.metadata.get("label", "")
-        # Of the plain kernel: what it takes must not depend on what it reports.
+        # From the plain kernel: the cost must not depend on what the kernel reports.
         lone = LoneBlock.of(compiled.source.build(PassConfig()), facts.loops) if self.timing.cycle_ns else None
         return KernelCost(self, threads, weight, ieee, self.factor(label), compiled.source.cluster, lone)
 
     def factor(self, label: str) -> float:
-        """The kernel's own factor; of one measured with other constants the geometric mean; else 1."""
+        """The kernel's own factor; if it was measured with other constants, their geometric mean; otherwise 1."""
         if label in self.factors:
             return self.factors[label]
         stem = label.partition("][")[0]
@@ -90,20 +90,20 @@ class KernelCost:
     model: CostModel
     threads: int
     tensor_weight: float
-    ordinary_products: bool  # no tensor core multiplies full fp32: products run on the ordinary units
+    ordinary_products: bool  # tensor cores do not multiply full fp32: products run on the ordinary units
     factor: float
     cluster: int
     lone: LoneBlock | None = None
 
     def block_cost(self, cost: Records, values: Sequence[Any]) -> BlockCost:
-        """One launch's blocks; `values` are its arguments."""
-        # Blocks mostly cost the same: then one row says it all, and a launch costs the host a fraction.
+        """The cost of one launch's blocks; `values` are its arguments."""
+        # Blocks mostly cost the same: then one row is enough, and a launch takes the host much less time.
         alike = len(cost) > 1 and bool((cost[1:] == cost[0]).all())
         count = len(cost)
         if alike:
             cost = cost[:1]
         part, timing = self.model.part, self.model.timing
-        flops = np.maximum(cost["flops"], 2.0 * cost["elements"])  # peak rates count two flops an instruction
+        flops = np.maximum(cost["flops"], 2.0 * cost["elements"])  # peak rates count two flops per instruction
         tensor = cost["dot_flops"] * self.tensor_weight
         if self.ordinary_products:
             flops, tensor = flops + timing.fma_product_cost * cost["dot_flops"], np.zeros_like(tensor)
@@ -111,11 +111,11 @@ class KernelCost:
         if self.lone is not None:
             wait = self.factor * self._beside_flow(self.lone, cost, traffic, flops, tensor)
         else:
-            # A product's latency hides behind its arithmetic once that takes longer.
+            # A product's latency is hidden behind its arithmetic once that takes longer.
             busy = tensor / (part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency / part.sms)
             latency = np.maximum(timing.dot_ns * cost["dots"] - busy, 0.0)
             wait = self.factor * (self.model.wait_ns(cost, self.threads) + latency)
-        # Atomic updates of the same few sectors queue up behind each other, those of all blocks together.
+        # Atomic updates of the same few sectors wait for each other, over all blocks.
         pressure = float(cost["pressure"].sum()) * (count if alike else 1)
         wait += timing.sector_update_ns * pressure / 1000
         columns = [traffic, flops, tensor, wait]
@@ -131,7 +131,7 @@ class KernelCost:
         flops: NDArray[np.float64],
         tensor: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """What a lone block takes longer than its traffic and arithmetic, which flow at an SM's full rates."""
+        """The time that a lone block takes beyond its traffic and arithmetic, which flow at an SM's full rates."""
         part, timing = self.model.part, self.model.timing
         total_ns = lone.cycles_of(cost) * timing.cycle_ns + lone.fetched * timing.fetch_ns
         per_ns = (
@@ -144,7 +144,7 @@ class KernelCost:
         return wait
 
     def alone_ns(self, cost: Records) -> NDArray[np.float64]:
-        """How long such costs take a block that has its SM to itself: never less for more of them."""
+        """The time of these costs for a block alone on its SM; it never decreases as costs grow."""
         part, timing = self.model.part, self.model.timing
         per_ns = (part.bandwidth_gbps, part.fp32_tflops * 1e3, part.fp16_tensor_tflops * 1e3 * timing.tensor_efficiency)
         moved = (cost["bytes_loaded"] + cost["bytes_stored"]) / timing.l2_speedup
@@ -155,7 +155,7 @@ class KernelCost:
         return found
 
     def _traffic(self, cost: Records, times: int, values: Sequence[Any]) -> NDArray[np.float64]:
-        """Bytes in units of memory traffic: what L2 delivers counts for less."""
+        """Bytes in units of memory traffic: bytes from L2 count for less."""
         part, timing = self.model.part, self.model.timing
         touched: NDArray[np.float64] = (cost["bytes_loaded"] + cost["bytes_stored"]).astype(float)
         total = float(touched.sum()) * times
@@ -168,5 +168,5 @@ class KernelCost:
 
 
 def _one_or_all(column: NDArray[np.float64]) -> Any:
-    """One number where all blocks cost the same: the SM model keeps it once."""
+    """One number if all blocks cost the same, which the SM model then stores once."""
     return float(column[0]) if (column == column[0]).all() else column

@@ -29,7 +29,7 @@ from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 
 _NOTIFY_WORDS = 4096
-_LOOKS = 5  # at the clock: with one alone, blocks began up to 8 µs before their request was launched
+_LOOKS = 5  # readings of the clock: with only one, blocks seemed to begin up to 8 µs before their launch
 # Reads the clock of the reports and the number of SM ids, which may exceed the number of SMs.
 _PROBE = """
 .version 7.0
@@ -50,7 +50,7 @@ _PROBE = """
 
 
 class _StreamStack(threading.local):
-    """Per thread, as in CuPy and PyTorch: what one thread captures must not catch another's launches."""
+    """Streams per thread, as in CuPy and PyTorch: a capture in one thread must not catch another thread's launches."""
 
     def __init__(self) -> None:
         self.handles: list[int] = []
@@ -66,7 +66,7 @@ class CudaDevice(Device):
         count = check(cu.cuDeviceGetCount(), "counting GPUs")
         index = int(which or 0) if (which or "0").isdigit() else -1
         if not 0 <= index < count:
-            raise NoDeviceError(f"there is no GPU 'cuda:{which}' here; there are {count}")
+            raise NoDeviceError(f"there is no GPU 'cuda:{which}'; this machine has {count}")
         self.index, self.name = index, f"cuda:{index}"
         self._device = check(cu.cuDeviceGet(index), "opening the GPU")
         self.title = check(cu.cuDeviceGetName(128, self._device), "naming the GPU").split(b"\0")[0].decode()
@@ -88,11 +88,11 @@ class CudaDevice(Device):
         self._probe = self._load_probe()
         self._clock_offset_ns = 0
         self.clock_ns()
-        # Switched-off SMs may leave holes in the numbering: rings are laid out by number.
+        # Disabled SMs may leave gaps in the numbering, so rings are laid out by SM number.
         self.sm_ids = max(self.sm_count, int(self._pinned.view(np.uint32)[2]))
         self.lines = CudaArray(self, (self.sm_ids,), SM_LINE)
         self.zero(self.lines)
-        # Rings stay allocated: a CUDA graph captured inside a trace writes to them whenever it is replayed.
+        # Rings stay allocated: a CUDA graph captured inside a trace writes to them in every replay.
         self._rings: dict[int, CudaArray] = {}
         self.rings: CudaArray | None = None
         self._counting = threading.Lock()
@@ -113,7 +113,7 @@ class CudaDevice(Device):
         return int(check(driver().cuMemAlloc(nbytes), f"allocating {nbytes} bytes"))
 
     def free(self, ptr: int) -> None:
-        driver().cuMemFree(ptr)  # at interpreter exit the context may be gone: nothing left to do then
+        driver().cuMemFree(ptr)  # at interpreter exit the context may be gone, and then there is nothing to free
 
     def _allocate_pinned(self, nbytes: int) -> NDArray[np.uint64]:
         cu = driver()
@@ -134,7 +134,7 @@ class CudaDevice(Device):
         return out
 
     def array_beside(self, data: NDArray[Any]) -> CudaArray:
-        """Memory with a copy of `data`, made without disturbing a capture that PyTorch may have under way."""
+        """Memory with a copy of `data`, made without disturbing a capture that PyTorch may have in progress."""
         self.activate()
         cu = driver()
         with relaxed_capture():
@@ -168,7 +168,7 @@ class CudaDevice(Device):
         return CudaStream(self, priority)
 
     def current_stream(self) -> int:
-        """Ours (`with stream:`) if set, else PyTorch's or CuPy's, whichever was moved off the default."""
+        """Our stream (`with stream:`) if one is set, otherwise PyTorch's or CuPy's, if that is not the default."""
         stack = self._streams.handles
         if stack:
             return stack[-1]
@@ -209,7 +209,7 @@ class CudaDevice(Device):
         self, source: Source, config: PassConfig, pick: Callable[[Sequence[Any]], Sequence[Any]]
     ) -> CudaLauncher:
         self.activate()
-        with relaxed_capture():  # loading code allocates, which must not spoil a capture in this thread
+        with relaxed_capture():  # loading code allocates memory, which must not disturb a capture in this thread
             return CudaLauncher(self, source.build(config), pick)
 
     def function_resources(self, function: int) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class CudaDevice(Device):
         return encode_tile(descriptor, facts)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is launched on `stream` goes into a CUDA graph instead of onto the GPU."""
+        """Whether launches on `stream` go into a CUDA graph instead of onto the GPU."""
         status = ctypes.c_int()
         if code := library().cuStreamIsCapturing(stream, ctypes.byref(status)):
             fail(code, "asking for a capture")
@@ -244,7 +244,7 @@ class CudaDevice(Device):
         self.activate()
         with self._counting:
             if self._counter_stream is None:
-                # A stream of its own: reading live counters must not wait for the kernels that write them.
+                # A separate stream: reading live counters must not wait for the kernels that write them.
                 self._counter_stream = CudaStream(self, 0)
                 self._counter_words = self._allocate_pinned(self.lines.nbytes)
             target, stream = self._counter_words, self._counter_stream
@@ -301,7 +301,7 @@ class CudaDevice(Device):
         return self._events.read(launches)
 
     def clock_ns(self) -> int:
-        """Now. The host's clock is set beside it by the quickest of a few looks: half of what one takes is unsure."""
+        """The current time. The host's clock is set by the quickest of a few readings, to half of its duration."""
         cu = driver()
         self.activate()
         params = ((self._pinned_address,), (ctypes.c_void_p,))
@@ -344,7 +344,9 @@ class CudaDevice(Device):
 
         def handle(a: CudaArray) -> tuple[int, Any]:
             if a.device is not self:
-                raise ArgumentError(f"array lives on {a.device.name}, the kernel runs on {self.name}")
+                raise ArgumentError(
+                    f"the array is on {a.device.name}, but the kernel runs on {self.name}: copy the array there"
+                )
             return a.ptr, aligned.get(a.dtype) or lookup(a.dtype, True)  # the driver aligns to 256
 
         return handle
@@ -355,7 +357,9 @@ class CudaDevice(Device):
 
         def handle(t: Any) -> tuple[int, Any]:
             if t.get_device() != index:
-                raise ArgumentError(f"tensor lives on {t.device}, the kernel runs on {self.name}; move it with .to()")
+                raise ArgumentError(
+                    f"the tensor is on {t.device}, but the kernel runs on {self.name}: move it with .to()"
+                )
             ptr = t.data_ptr()
             if ptr & 15:
                 return ptr, lookup(t.dtype, False)
@@ -370,7 +374,9 @@ class CudaDevice(Device):
         def handle(a: Any) -> tuple[int, Any]:
             data = a.data
             if data.device_id != index:
-                raise ArgumentError(f"array lives on cuda:{data.device_id}, the kernel runs on {self.name}")
+                raise ArgumentError(
+                    f"the array is on cuda:{data.device_id}, but the kernel runs on {self.name}: copy the array there"
+                )
             ptr = data.ptr
             if ptr & 15:
                 return ptr, lookup(a.dtype, False)
@@ -388,7 +394,7 @@ def _interface_handler(a: Any) -> tuple[int, Any]:
 
 def _refuse_numpy(a: Any) -> tuple[int, Any]:
     raise ArgumentError(
-        "a NumPy array lives on the host, the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
+        "a NumPy array is in host memory, but the kernel runs on the GPU: copy it with pp.array(x) or cupy.asarray(x), "
         'or run the kernel on the virtual GPU: with pp.Device("virtual:h200"): …'
     )
 

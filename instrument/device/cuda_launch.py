@@ -1,4 +1,4 @@
-"""The launch path on a real GPU: pack values into a buffer, call cuLaunchKernel."""
+"""The launch path on a real GPU: packs values into a buffer and calls cuLaunchKernel."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DEFAULT_SHARED_LIMIT = 48 * 1024
 # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _WORD, _QWORD = struct.Struct("<I"), struct.Struct("<Q")
-_SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: neighbours in the descriptor
-_PREEMPT = struct.Struct("<I4x3Q")  # epoch, flag, left, todo: neighbours in the descriptor
+_SLICE = struct.Struct("<4I")  # first, grid_x, grid_y, grid_z: adjacent in the descriptor
+_PREEMPT = struct.Struct("<I4x3Q")  # epoch, flag, left, todo: adjacent in the descriptor
 _FIRST, _LAUNCH, _NOTIFY, _EPOCH = (field_offset(DESCRIPTOR, n) for n in ("first", "launch", "notify", "epoch"))
 _RANGE_MASK, _RANGES = (field_offset(DESCRIPTOR, n) for n in ("range_mask", "ranges"))
 
 
 class Gpu(Protocol):
-    """What a launch asks of the GPU it is made on."""
+    """The parts of the GPU that a launch uses."""
 
     title: str
     limits: SmLimits
@@ -56,7 +56,7 @@ class Gpu(Protocol):
 
 
 class _ParamBuffer:
-    """One launch's parameters: the kernel's own, then the descriptor, and the `extra` array that points at them."""
+    """One launch's parameters: the kernel's own, then the descriptor, and the `extra` array that points to them."""
 
     __slots__ = ("address", "bytes", "extra", "size")
 
@@ -70,7 +70,7 @@ class _ParamBuffer:
 
 
 class Notification:
-    """What a launch at level `notify` returns: set once its last block is on an SM."""
+    """The result of a launch at level `notify`: set once its last block is on an SM."""
 
     __slots__ = ("_index", "_words")
 
@@ -101,13 +101,13 @@ class CudaLauncher(Launcher):
         own = struct.calcsize(source.param_format)
         self._descriptor_at = own + -own % 8
         self._size = self._descriptor_at + DESCRIPTOR.itemsize if compiled.config.changes_anything else own
-        self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share
+        self._free: list[_ParamBuffer] = []  # popped and put back: list operations are atomic, so threads may share it
         self._special = source.cluster > 1 or source.cooperative or source.dependent
         self._hidden = (0, 0) if source.ttir else ()
         self._scratch_per_block = source.scratch_bytes
         self._trace = compiled.config.report == "trace"
         self._ranges = Ranges.in_text(source.ptx) if self._trace else Ranges()
-        self._rings: Any = None  # the rings the buffers in _free point to
+        self._rings: Any = None  # the rings to which the buffers in _free point
         self._notify = compiled.config.notifies
         self._sliced = compiled.config.sliced
 
@@ -146,7 +146,7 @@ class CudaLauncher(Launcher):
         part: tuple[int, int] | None = None,
         words: tuple[int, int, int, int] | None = None,
     ) -> Notification | None:
-        # One long function: every call on this path costs a launch of a few microseconds some of them.
+        # One long function, because every call adds to the few microseconds of a launch.
         device = self.device
         if device.capture is not None and device.capture.active:
             return device.capture.launch(self, grid, values, block, shared_bytes, part)  # type: ignore[no-any-return]
@@ -154,7 +154,7 @@ class CudaLauncher(Launcher):
         gx, gy, gz = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if gx <= 0 or gy <= 0 or gz <= 0:
             check_grid(self.compiled.name, grid)
-            return None  # an empty grid is no work, as in Triton
+            return None  # an empty grid launches nothing, as in Triton
         bx, by, bz = self._block or (*block, 1, 1)[:3]
         if shared_bytes:
             if shared_bytes > self._allowed_shared:
@@ -221,7 +221,7 @@ class CudaLauncher(Launcher):
         return run
 
     def _to_be_notified(self, buffer: _ParamBuffer) -> Notification | None:
-        """Gives the launch a word to write to; None where a capture has one of its own."""
+        """Gives the launch a word to write to; None if a capture provides one."""
         capture, notification = self.device.capture, None
         if capture is not None and capture.mine and capture.notify_word:
             address = capture.notify_word
@@ -241,7 +241,7 @@ class CudaLauncher(Launcher):
     def _launch_special(
         self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, stream: int, buffer: _ParamBuffer
     ) -> int:
-        """Clusters and cooperative grids need launch attributes, which only cuLaunchKernelEx takes."""
+        """Launches clusters and cooperative grids, which need the launch attributes of cuLaunchKernelEx."""
         cu = driver()
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from paellapy.instrument.device.base import Event, Stream
 from paellapy.instrument.device.driver import check, driver
 
-# Element types NumPy does not know travel under the name of their bits.
+# Element types that NumPy does not have are passed as unsigned integers of the same width.
 _INTERFACE_TYPES = {"bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
 
 
 class Gpu(Protocol):
-    """What memory and streams ask of the GPU they belong to."""
+    """The parts of the GPU that memory and streams use."""
 
     name: str
 
@@ -31,7 +31,7 @@ class Gpu(Protocol):
 
 
 class CudaArray:
-    """Device memory with shape and element type (bfloat16 and float8 included, by ml_dtypes)."""
+    """Device memory with shape and element type (including bfloat16 and float8, by ml_dtypes)."""
 
     __slots__ = ("__weakref__", "device", "dtype", "ptr", "shape")
 
@@ -42,7 +42,7 @@ class CudaArray:
 
     @classmethod
     def over(cls, device: Gpu, ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaArray:
-        """An array over memory that belongs to somebody else, who keeps it as long as the array is used."""
+        """An array over memory that belongs to another owner, who must keep it while the array is used."""
         array = cls.__new__(cls)
         array.device, array.ptr, array.shape, array.dtype = device, ptr, shape, dtype
         return array
@@ -61,7 +61,7 @@ class CudaArray:
         return {"shape": self.shape, "typestr": kind, "data": (self.ptr, False), "version": 3, "stream": None}
 
     def numpy(self) -> NDArray[Any]:
-        """A copy on the host, once everything submitted to the current stream is done."""
+        """A copy on the host, after all work submitted to the current stream is done."""
         out = np.empty(self.shape, self.dtype)
         self.device.copy_out(out, self.ptr)
         return out
@@ -70,7 +70,7 @@ class CudaArray:
         """Overwrites the array with host data of the same shape and type."""
         source = np.ascontiguousarray(data, self.dtype)
         if source.shape != self.shape:
-            raise ValueError(f"array has shape {self.shape}, data {source.shape}")
+            raise ValueError(f"the array has shape {self.shape}, but the data have {source.shape}: both must be equal")
         self.device.copy_in(self.ptr, source)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class CudaArray:
 
 class CudaStream(Stream):
     def __init__(self, device: Gpu, priority: int, green: Any = None) -> None:
-        """`green`: a green context whose SMs it has; without one, all of them."""
+        """`green`: a green context whose SMs the stream uses; without it, all SMs."""
         cu = driver()
         device.activate()
         level = self.level(priority)
@@ -94,7 +94,7 @@ class CudaStream(Stream):
 
     @staticmethod
     def level(priority: int) -> int:
-        """CUDA's name for a priority of ours: its smaller numbers go first, and there are few."""
+        """CUDA's number for one of our priorities: smaller numbers go first in CUDA, and there are few."""
         lowest, highest = check(driver().cuCtxGetStreamPriorityRange(), "reading stream priorities")
         return max(int(highest), min(int(lowest), -priority))
 

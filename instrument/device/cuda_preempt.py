@@ -1,7 +1,7 @@
-"""Preemption on a real GPU: flags in device memory, written past all streams, and the lists of blocks that did not run.
+"""Preemption on a real GPU: flags in device memory, written past all streams, and lists of the blocks that did not run.
 
 A flag in host memory would cost every block a round trip over PCIe. In device memory it costs one to L2, and the host
-writes its copies with one stream operation, on a stream of the highest priority that nothing else uses.
+writes all its copies with one stream operation, on a stream of the highest priority that nothing else uses.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from paellapy.instrument.device.preemption import Blocks, Flag, Run, Work
 from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_BYTES
 
 _FLAG_BYTES = FLAG_COPIES * FLAG_COPY_BYTES
-_FLAGS = 256  # in one allocation
-_LEAST_BLOCKS = 256  # of a list
-_MOST_URGENT = 100  # more than any GPU has: the stream gets the highest priority there is
+_FLAGS = 256  # flags per allocation
+_LEAST_BLOCKS = 256  # smallest size of a list
+_MOST_URGENT = 100  # above the range of any GPU: the stream gets the highest priority there is
 
 
 @dataclass(eq=False, slots=True)
 class _Word:
-    """A flag's place in memory. The next flag there goes on with its numbers: it catches no launch made before."""
+    """A flag's place in memory. The next flag in this place continues its numbers, so it preempts no earlier launch."""
 
     address: int
     epoch: int = 0
-    ends: dict[int, CudaEvent] = field(default_factory=dict)  # of the last launch under it on each stream
+    ends: dict[int, CudaEvent] = field(default_factory=dict)  # end of the latest launch under it on each stream
 
     def idle(self) -> bool:
         return all(end.done() for end in self.ends.values())
 
 
 class Preemption:
-    """The flags of one GPU, the stream that writes them, and memory for the numbers of blocks."""
+    """The flags of one GPU, the stream that writes them, and memory for block numbers."""
 
     def __init__(self, device: cuda_memory.Gpu) -> None:
         self.device = device
         self._stream = CudaStream(device, _MOST_URGENT)
         self._lock = threading.RLock()
         self._slabs: list[CudaArray] = []
-        self._flags: list[_Word] = []  # that no flag stands for
-        self._lists: dict[int, list[CudaArray]] = {}  # free ones, by their size in bytes
+        self._flags: list[_Word] = []  # places that no flag uses
+        self._lists: dict[int, list[CudaArray]] = {}  # free lists, by their size in bytes
 
     def _cleared(self, nbytes: int) -> CudaArray:
-        """New memory, all zero whatever stream looks at it."""
+        """New memory that is zero for every stream."""
         made = CudaArray(self.device, (nbytes,), np.dtype(np.uint8))
         cu = driver()
         check(cu.cuMemsetD8Async(made.ptr, 0, nbytes, self._stream.handle), "clearing memory")
@@ -69,19 +69,19 @@ class Preemption:
             return CudaFlag(self, free)
 
     def give_back(self, word: _Word) -> None:
-        """The word of a flag that nobody holds any more."""
+        """Takes back the place of a flag that no longer exists."""
         self._flags.append(word)
 
     def write(self, operations: Sequence[Any], word: int) -> None:
-        """To all copies of a flag."""
+        """Writes a word to all copies of a flag."""
         self.device.activate()
-        with self._lock:  # the operations are the flag's own, and another thread may set it too
+        with self._lock:  # the operations belong to the flag, which another thread may set too
             for each in operations:
                 each.writeValue.value = word
             check(driver().cuStreamBatchMemOp(self._stream.handle, len(operations), operations, 0), "setting a flag")
 
     def read(self, address: int, words: int) -> NDArray[np.uint32]:
-        """Words of device memory, without waiting for other streams."""
+        """Words of device memory, read without waiting for other streams."""
         target = np.empty(words, np.uint32)
         if not words:
             return target
@@ -94,7 +94,7 @@ class Preemption:
         return target
 
     def new_list(self, blocks: int, stream: int) -> CudaArray:
-        """Room for a counter, 0 for what comes next on the stream, and for the numbers of at least so many blocks."""
+        """A list with a counter, set to 0 in the order of the stream, and room for at least this many block numbers."""
         nbytes = LEFT_HEAD_BYTES + 4 * (1 << (max(blocks, _LEAST_BLOCKS) - 1).bit_length())
         with self._lock:
             free = self._lists.setdefault(nbytes, [])
@@ -105,7 +105,7 @@ class Preemption:
         return used
 
     def keep_list(self, made: CudaArray) -> None:
-        """Takes back a list that no launch refers to any more."""
+        """Takes back a list that no launch uses any more."""
         self._lists[made.nbytes].append(made)
 
 
@@ -125,7 +125,7 @@ class CudaFlag(Flag):
         return self._place.epoch
 
     def launched(self, stream: int, end: CudaEvent) -> None:
-        """A launch looks at this flag until `end`."""
+        """Records that a launch reads this flag until `end`."""
         self._place.ends[stream] = end
 
     def _write(self, word: int) -> None:
@@ -133,7 +133,7 @@ class CudaFlag(Flag):
 
 
 def _writes(address: int) -> Any:
-    """A stream's operation that writes a word; which, is said when it is used."""
+    """A stream operation that writes a word; the word's value is set when it is used."""
     cu = driver()
     operation = cu.CUstreamBatchMemOpParams()
     operation.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -143,12 +143,12 @@ def _writes(address: int) -> Any:
 
 
 class CudaRun(Run):
-    """A launch under a flag: its number, the list that its blocks write to, and the list that they are taken from."""
+    """A launch under a flag: its number, the list that its blocks write to, and the list that its blocks come from."""
 
     def __init__(self, flag: CudaFlag, work: Work, blocks: Blocks) -> None:
         self._flag, self._preemption = flag, flag.preemption
         self.epoch = flag.next_epoch()
-        self._before: CudaRun | None = None  # whose left blocks these are
+        self._before: CudaRun | None = None  # the run whose remaining blocks these are
         if isinstance(blocks, tuple):
             self.part = blocks
         else:
@@ -163,12 +163,12 @@ class CudaRun(Run):
 
     @property
     def words(self) -> tuple[int, int, int, int]:
-        """This launch's number, its flag, where its blocks are noted and where they are listed (or 0)."""
+        """This launch's number, its flag, the list for blocks that do not run, and the list of its blocks (or 0)."""
         todo = self._before._list.ptr + LEFT_HEAD_BYTES if self._before is not None else 0
         return self.epoch, self._flag.address, self._list.ptr, todo
 
     def launched(self) -> None:
-        """The kernel is on its stream."""
+        """Called once the kernel is on its stream."""
         self._end = CudaEvent(self._stream)
         self._flag.launched(self._stream, self._end)
 
@@ -182,7 +182,7 @@ class CudaRun(Run):
     def count_left(self) -> int:
         if self._count < 0:
             self._count = int(self._preemption.read(self._list.ptr, 1)[0])
-            if self._before is not None:  # nobody reads its list any more
+            if self._before is not None:  # its list is not read any more
                 before, self._before = self._before, None
                 before.release()
             if not self._count:
@@ -196,7 +196,7 @@ class CudaRun(Run):
         return self._numbers
 
     def release(self) -> None:
-        """No launch refers to its list any more."""
+        """Releases its list, which no launch uses any more."""
         self._preemption.keep_list(self._list)
 
     def elapsed_ns(self) -> float:

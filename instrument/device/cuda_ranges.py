@@ -1,4 +1,4 @@
-"""Memory for events of ranges on a real GPU: handed out launch by launch while a trace runs, read when it ends."""
+"""Memory for events of ranges on a real GPU: assigned launch by launch while a trace runs, read when it ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHUNK_BYTES = 64 << 20
 
 
 class EventMemory:
-    """Places for the events of a trace's launches. They need no clearing: every block says how much it used.
+    """Memory for the events of a trace's launches. It needs no clearing: every block records how much it used.
 
-    A launch inside a CUDA graph keeps its place for good: the graph may be replayed in a later trace.
+    A launch inside a CUDA graph keeps its memory permanently, since the graph may be replayed in a later trace.
     """
 
     def __init__(self, device: Any) -> None:
@@ -32,7 +32,7 @@ class EventMemory:
         self._taken, self._chunk, self._used, self.unplaced = [], 0, 0, 0
 
     def place(self, layout: EventLayout, launch: int, captured: bool) -> int:
-        """The address of a launch's events; 0 where the trace has as many as it may."""
+        """The address of a launch's events; 0 if the trace has no room for more."""
         if captured:
             with relaxed_capture():
                 memory = self._device.empty((layout.nbytes,), np.uint8)
@@ -52,7 +52,7 @@ class EventMemory:
         return int(memory.ptr) + at
 
     def read(self, launches: NDArray[np.uint32]) -> Iterator[Events]:
-        """The events of these launches, those of replayed graphs among them."""
+        """The events of these launches, including those of replayed graphs."""
         wanted = set(launches.tolist())
         for launch, layout, memory, at in [*self._taken, *self._captured.values()]:
             if launch in wanted:

@@ -1,4 +1,4 @@
-"""Tensor descriptors on a real GPU: the CUtensorMap that a kernel's bulk copies go by."""
+"""Tensor descriptors on a real GPU: the CUtensorMap that a kernel's bulk copies use."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from paellapy.instrument.arguments import Descriptor
 from paellapy.instrument.device.driver import check, driver
 
-# Triton's numbers of element types are those of the device; three of the driver's differ.
+# Triton numbers element types as the device does; three of the driver's numbers differ.
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
 
 
 def encode_tile(descriptor: Descriptor, facts: dict[str, Any]) -> bytes:
-    """The map's 128 bytes. `facts` is one entry of Triton's `tensordesc_meta`."""
+    """The 128 bytes of the map. `facts` is one entry of Triton's `tensordesc_meta`."""
     cu = driver()
     shape = list(descriptor.shape)
     if facts["fp4_padded"]:
         shape[-1] *= 2
     kind = _TF32 if descriptor.tf32 else _HOST_TYPES.get(facts["elem_type"], facts["elem_type"])
     size, rank = facts["elem_size"], len(shape)
-    # The driver counts dimensions from the innermost on, and leaves the stride of that one out.
+    # The driver counts dimensions from the innermost one, and omits its stride.
     strides = [size * stride for stride in descriptor.strides[-2::-1]]
     fill = cu.CUtensorMapFloatOOBfill
     encoded = cu.cuTensorMapEncodeTiled(

@@ -1,4 +1,4 @@
-"""The CUDA driver, through cuda-bindings where speed does not matter and through ctypes on the launch path."""
+"""The CUDA driver: through cuda-bindings where speed does not matter, and through ctypes on the launch path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver() -> Any:
     try:
         library()
     except OSError:
-        raise NoDeviceError(_NO_GPU.format(why="No CUDA driver on this machine (libcuda.so.1).")) from None
+        raise NoDeviceError(_NO_GPU.format(why="This machine has no CUDA driver (libcuda.so.1).")) from None
     try:
         (status,) = cu.cuInit(0)
     except RuntimeError as e:  # the binding's own loader
@@ -38,7 +38,7 @@ def driver() -> Any:
 
 @functools.cache
 def library() -> Any:
-    """libcuda with the prototypes of what is called per launch: a ctypes call costs a third of a binding's."""
+    """libcuda with the prototypes of the functions called per launch: a ctypes call costs a third of a binding's."""
     lib = ctypes.CDLL("libcuda.so.1")
     u32, ptr = ctypes.c_uint, ctypes.c_void_p
     lib.cuLaunchKernel.argtypes = [ptr, u32, u32, u32, u32, u32, u32, u32, ptr, ptr, ptr]
@@ -50,7 +50,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allows this thread, for a moment, calls that a stream capture under way in it would forbid."""
+    """Temporarily allows this thread calls that a stream capture in progress would forbid."""
     cu = driver()
     before = check(
         cu.cuThreadExchangeStreamCaptureMode(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), "pausing a capture"
@@ -62,7 +62,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def check(result: tuple[Any, ...], doing: str) -> Any:
-    """Unpacks a binding's result, or says what failed."""
+    """Unpacks the result of a binding; LaunchError if the call failed while `doing` that."""
     status = result[0]
     if int(status):
         fail(int(status), doing)
@@ -72,7 +72,7 @@ def check(result: tuple[Any, ...], doing: str) -> Any:
 
 
 def fail(status: int, doing: str) -> None:
-    """Raises the error a driver status stands for."""
+    """Raises the error for a driver status."""
     cu = driver()
     code = cu.CUresult(status)
     text = cu.cuGetErrorString(code)[1]
@@ -82,8 +82,8 @@ def fail(status: int, doing: str) -> None:
 
 
 _STICKY = (
-    "A kernel launched before this touched memory it must not, and the CUDA context is lost: restart the process. "
-    "Run the kernel on the virtual GPU to see which line, block and index it was."
+    "A kernel launched earlier accessed invalid memory, and the CUDA context is lost: restart the process. "
+    "Run the kernel on the virtual GPU to find the line, block and index."
 )
 _REMEDIES = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": _STICKY,

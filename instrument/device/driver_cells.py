@@ -1,9 +1,9 @@
-"""Launches of any library in this process wait at a gate: their pointers to the driver's functions lead through it.
+"""Makes launches of any library in this process wait at a gate: redirects pointers to the driver's functions.
 
-Nobody links to the driver's launches directly: the runtime, Triton, CuPy and others ask for their addresses and keep
-them in their data. Those cells are found by what they hold, and get the address of a function that waits first and then
-calls the driver (`gate_code`). An open gate adds 0.05 µs to a launch (benchmarks/gate_cost.py); CUPTI's callbacks, the
-other way without a compiler, added 3.5 µs in a trial.
+No library links to the driver's launch functions directly: the runtime, Triton, CuPy and others ask for their addresses
+and keep them in their data. These cells are found by their contents, and get the address of a function that waits first
+and then calls the driver (`gate_code`). An open gate adds 0.05 µs to a launch (benchmarks/gate_cost.py). The other way
+without a compiler, CUPTI's callbacks, added 3.5 µs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LAUNCHES = (
     "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyPeerAsync", "cuMemcpyBatchAsync", "cuMemsetD8Async",
     "cuMemsetD16Async", "cuMemsetD32Async", "cuMemsetD2D8Async",
 )  # fmt: skip
-# Each may have functions of its own. The runtime asks for most of them as they were first: 3020, 4000, 7000 with a
-# stream per thread.
+# Each version may have its own functions. The runtime asks for most functions in their first version: 3020, 4000, or
+# 7000 with a stream per thread.
 _VERSIONS = (
     3020, 4000, 7000, 9000, 10000, 11000, 11030, 11060, 12000, 12030, 12060, 12080, 13000, 13010, 13020,
 )  # fmt: skip
@@ -61,8 +61,8 @@ class _Object(ctypes.Structure):
 
 
 def regions(skipped: str) -> list[Region]:
-    """Data of all loaded objects but one, as their program headers say: what can be written, and what is protected once
-    its addresses have been filled in.
+    """The data of all loaded objects but one, from their program headers: writable data, and data that are protected
+    once their addresses have been filled in.
     """
     found: list[Region] = []
 
@@ -86,7 +86,7 @@ def regions(skipped: str) -> list[Region]:
                 found.append(Region(start, end, True))
         return 0
 
-    # The interpreter's lock is kept: somebody who loads a library holds it and waits for the loader's lock, which is
+    # The interpreter's lock is kept: a thread that loads a library holds it and waits for the loader's lock, which is
     # held while `note` is called.
     libc: Any = ctypes.PyDLL(None)
     call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Object), ctypes.c_size_t, ctypes.c_size_t)
@@ -95,31 +95,31 @@ def regions(skipped: str) -> list[Region]:
 
 
 def loaded_objects() -> list[str]:
-    """Lines of /proc/self/maps that name a library."""
+    """The lines of /proc/self/maps that name a library."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line]
 
 
 def text_of(library: str, objects: list[str]) -> tuple[int, int]:
-    """From where to where a library is loaded; (0, 0): it is not."""
+    """The address range at which a library is loaded; (0, 0) if it is not."""
     found = [line.split()[0].split("-") for line in objects if library in line]
     return (int(found[0][0], 16), int(found[-1][1], 16)) if found else (0, 0)
 
 
 class Cells:
-    """The gate of this process, put before functions of a library wherever their addresses are kept."""
+    """The gate of this process, placed before functions of a library wherever their addresses are kept."""
 
     def __init__(self, cell: int, library: str = "libcuda.so", names: Iterable[str] = LAUNCHES) -> None:
         self._cell, self._library, self._names = cell, library, tuple(names)
         self._keep: Any = None
         self._ours: dict[int, int] = {}  # the original's address → ours
-        self._seen: list[str] = []  # objects and where they are, when their data were listed
+        self._seen: list[str] = []  # objects and their addresses, when their data were listed
         self._data: list[Region] = []
         self._bounds = np.zeros((0, 2), np.uint64)
         self._finder: Finder | None = None
         self.patched = 0
 
     def look(self) -> int:
-        """Finds and changes cells that are new; how many."""
+        """Finds and changes new cells; returns their number."""
         objects = loaded_objects()
         low, high = text_of(self._library, objects)
         if not low:
@@ -131,7 +131,7 @@ class Cells:
             self._finder = Finder()
             objects = loaded_objects()
         if objects != self._seen:
-            # Listing takes longer than looking, and holds up all other threads of the interpreter.
+            # Listing takes longer than searching, and blocks all other threads of the interpreter.
             self._data = regions(self._library)
             self._bounds = np.array([(each.start, each.end - (each.end - each.start) % 8) for each in self._data],
                                     np.uint64).reshape(-1, 2)  # fmt: skip
@@ -161,7 +161,7 @@ class Cells:
                 if hasattr(library, symbol):
                     found[address(getattr(library, symbol))] = name
             for version in _VERSIONS if ask is not None else ():
-                for flags in (0, 1, 2):  # as it is set, with the legacy default stream, and with one per thread
+                for flags in (0, 1, 2):  # default, legacy default stream, and one stream per thread
                     pointer, status = ctypes.c_void_p(), ctypes.c_int()
                     code = ask(name.encode(), ctypes.byref(pointer), version, ctypes.c_uint64(flags),
                                ctypes.byref(status))  # fmt: skip
@@ -171,7 +171,7 @@ class Cells:
         return found
 
     def _change(self, at: int) -> bool:
-        """Has a cell lead through the gate, if it holds the address of one of the functions."""
+        """Redirects a cell through the gate, if it holds the address of one of the functions."""
         cell = ctypes.c_uint64.from_address(at)
         ours = self._ours.get(cell.value)
         if ours is None:

@@ -1,8 +1,8 @@
 """Gates: launches of this process wait while another process wants the GPU for itself.
 
-The two share a block of words. The other process writes until when the gate is closed; a time that is past is an open
-gate, so one that dies leaves no gate closed for long. On the virtual GPU launches call `hold` themselves; on a real one
-the driver's entry points do (`driver_cells`).
+The two processes share a block of words. The other process writes the time until which the gate is closed. A time in
+the past means an open gate, so a process that dies leaves no gate closed for long. On the virtual GPU launches call
+`hold` themselves; on a real one the driver's entry points do (`driver_cells`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 # Words of the block. The engine writes the first line, the guest the second.
 CLOSED_UNTIL_NS, ALIVE_UNTIL_NS, SHARE = 0, 1, 2  # on CLOCK_MONOTONIC; the share in 2⁻²⁰
-LAUNCHES, WAITS, WAITED_NS, CELLS = 8, 9, 10, 11  # the last: pointers to the driver that lead through the gate
-IN_FLIGHT = 12  # kernels that a guest launches before it waits for its stream to finish them; 0: it never waits
+LAUNCHES, WAITS, WAITED_NS, CELLS = 8, 9, 10, 11  # CELLS: number of pointers to the driver that lead through the gate
+IN_FLIGHT = 12  # kernels that a guest launches before it waits for its stream; 0: it never waits
 WORDS = 16
 SHARE_UNIT = 1 << 20
-PERIOD_NS = 10_000_000  # of a share below one: the gate is open for that part of each
+PERIOD_NS = 10_000_000  # for a share below one: the gate is open for that fraction of each period
 _SLEEP_S = 100e-6
 
-hold: Callable[[], None] | None = None  # what launches of the virtual GPU call, if there is a gate
+hold: Callable[[], None] | None = None  # called by launches of the virtual GPU, if there is a gate
 
 
 class Gate:
-    """A gate as Python code passes it."""
+    """A gate for Python code."""
 
     def __init__(self, words: NDArray[np.uint64]) -> None:
         self.words = words
@@ -35,7 +35,7 @@ class Gate:
         return closed_at(self.words, now_ns)
 
     def wait(self) -> None:
-        """Until the gate is open."""
+        """Waits until the gate is open."""
         words = self.words
         words[LAUNCHES] += np.uint64(1)
         now = began = time.monotonic_ns()
@@ -48,7 +48,7 @@ class Gate:
 
 
 def closed_at(words: NDArray[np.uint64], now_ns: int) -> bool:
-    """Whether launches wait at this time.
+    """Whether the gate is closed at this time.
 
     >>> words = np.zeros(WORDS, np.uint64)
     >>> words[CLOSED_UNTIL_NS] = 100

@@ -1,6 +1,6 @@
-"""Machine code of gates: functions that wait and then call the driver, and a search through memory for who calls it.
+"""Machine code of gates: functions that wait and then call the driver, and a memory search for pointers to it.
 
-No compiler is needed beyond LLVM, which comes with Numba, and none of Numba: that would take seconds.
+The only compiler needed is LLVM, which comes with Numba. Numba itself is not used, because it would take seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paellapy.instrument.device import gate
 
 _SLEEP_US = 20  # between two looks at a closed gate
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_ARGUMENTS = 12  # integers and pointers that are handed on, whatever the function takes: the most is eleven
+_ARGUMENTS = 12  # integers and pointers that are passed on, for any function: the most is eleven
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 
@@ -26,7 +26,7 @@ def _number(value: int) -> Any:
 
 
 class _Gate:
-    """Machine code of a gate and of all functions behind it, put together at once: Numba would take seconds."""
+    """Machine code of a gate and of all functions behind it, generated at once."""
 
     def __init__(self, cell: int) -> None:
         self.module, self._cell = ir.Module("paellapy_gate"), cell
@@ -59,7 +59,7 @@ class _Gate:
         return code.call(code.inttoptr(_number(address), kind.as_pointer()), given)
 
     def _make_now(self, clock_gettime: int) -> None:
-        """CLOCK_MONOTONIC into the caller's stack, since any thread may launch."""
+        """Reads CLOCK_MONOTONIC into the caller's stack, since any thread may launch."""
         code = ir.IRBuilder(self._now.append_basic_block())
         spec = code.alloca(ir.ArrayType(_I64, 2))
         self._call(code, clock_gettime, ir.FunctionType(_I32, [_I32, spec.type]), [ir.Constant(_I32, 1), spec])
@@ -68,7 +68,7 @@ class _Gate:
         code.ret(code.add(seconds, code.extract_value(both, 1)))
 
     def _make_wait(self, usleep: int) -> None:
-        """As `gate.closed_at` says, until it does not; the words may be others after each sleep."""
+        """Waits while the gate is closed (see `gate.closed_at`); the words may change during each sleep."""
         names = ("begin", "look", "share", "alive", "period", "sleep", "end")
         blocks = [self._wait.append_basic_block(name) for name in names]
         begin, look, share_of, alive, period, sleep, end = (ir.IRBuilder(each) for each in blocks)
@@ -105,8 +105,9 @@ class _Gate:
         code.ret_void()
 
     def before(self, original: int, stream_in: str = "") -> str:
-        """Adds a function that waits and then calls the original with all that its caller may have passed: what is too
-        much, nobody looks at. Its name. `stream_in`: whose arguments it takes, of those that launch kernels.
+        """Adds a function that waits and then calls the original with all arguments that its caller may have passed
+        (the callee ignores surplus ones); returns its name. `stream_in`: the kernel launch function whose argument
+        layout it has.
         """
         kind = ir.FunctionType(_I64, [_I64] * _ARGUMENTS)
         made = ir.Function(self.module, kind, f"gated_{original:x}")
@@ -121,8 +122,8 @@ class _Gate:
         return str(made.name)
 
     def bound(self, is_capturing: int, query: int) -> None:
-        """After a number of kernels, wait until the stream has finished them: queued kernels run on when the gate
-        closes. A stream that is being captured is not waited for.
+        """Makes the guest wait for its stream after a number of kernels, because queued kernels keep running when the
+        gate closes. A stream that is being captured is not waited for.
         """
         drain = self._drain = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [_I64]), "drain")
         count = ir.GlobalVariable(self.module, _I64, "kernels")
@@ -158,9 +159,9 @@ def address(function: Any) -> int:
 def gated(
     originals: Mapping[int, str], cell: int, streams: tuple[int, int] | None = None
 ) -> tuple[dict[int, int], Any]:
-    """C functions that wait at the gate whose words are where `cell` points, and then call the originals, given by
-    address and name; by their addresses. `streams`: cuStreamIsCapturing and cuStreamQuery, to wait for streams. The
-    second result keeps them.
+    """C functions that wait at the gate whose words are at the address in `cell`, and then call the originals, which
+    are given by address and name. Returns them by the originals' addresses, and an object that keeps them alive.
+    `streams`: the addresses of cuStreamIsCapturing and cuStreamQuery, for waiting for streams.
     """
     gate_code = _Gate(cell)
     if streams is not None:
@@ -181,11 +182,9 @@ def _assembled(module: Any) -> Any:
 
 
 class Finder:
-    """Looks through memory in one call, without the interpreter's lock: a script that is busy holds that for 5 ms each
-    time it is asked for it.
-    """
+    """Searches memory in one call, without the interpreter's lock, which a busy script releases only every 5 ms."""
 
-    MOST = 4096  # words found at a time
+    MOST = 4096  # most words found at a time
 
     def __init__(self) -> None:
         module = ir.Module("paellapy_finder")

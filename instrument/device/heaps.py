@@ -13,7 +13,8 @@ Ints = NDArray[np.int64]
 
 @part
 def heap_push(keys: Floats, ids: Ints, base: int, count: int, key: float, identity: int) -> None:
-    """Add to the heap of `count` entries that starts at `base`; the caller keeps the count. Ties go to the lower id."""
+    """Adds to the heap of `count` entries that starts at `base`; the caller keeps the count. Ties go to the lower id.
+    """
     i = count
     while i > 0:
         up = (i - 1) >> 1
@@ -29,7 +30,7 @@ def heap_push(keys: Floats, ids: Ints, base: int, count: int, key: float, identi
 
 @part
 def heap_pop(keys: Floats, ids: Ints, base: int, count: int) -> None:
-    """Remove the least of `count` entries, which the caller has read at `base`."""
+    """Removes the least of `count` entries, which the caller has read at `base`."""
     last = count - 1
     key = keys[base + last]
     identity = ids[base + last]
@@ -56,7 +57,7 @@ def heap_pop(keys: Floats, ids: Ints, base: int, count: int) -> None:
 
 @part
 def tree_set(keys: Floats, leaf: int, key: float) -> None:
-    """Change one leaf's key; `keys[1]` is then the least of all."""
+    """Changes one leaf's key; `keys[1]` is then the least of all."""
     node = leaf + keys.shape[0] // 2
     keys[node] = key
     while node > 1:
@@ -71,7 +72,7 @@ def tree_set(keys: Floats, leaf: int, key: float) -> None:
 
 @part
 def tree_first(keys: Floats) -> int:
-    """The leaf with the least key, the lowest on a tie."""
+    """The leaf with the least key, the lowest leaf on a tie."""
     width: int = keys.shape[0] // 2
     node = 1
     while node < width:
@@ -83,7 +84,7 @@ def tree_first(keys: Floats) -> int:
 
 @part
 def tree_rebuild(keys: Floats) -> None:
-    """Make the tree true after its leaves, the upper half of `keys`, were written directly."""
+    """Recomputes the tree after its leaves, the upper half of `keys`, were written directly."""
     for node in range(keys.shape[0] // 2 - 1, 0, -1):
         a = keys[2 * node]
         b = keys[2 * node + 1]

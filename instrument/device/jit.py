@@ -1,4 +1,4 @@
-"""How the hot path is compiled: without Python objects and the GIL, kept on disk, anew after an edit of any part."""
+"""Compilation of the hot path: without Python objects and the GIL, cached on disk, repeated when any part changes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, TypeVar
 import numba
 from numba import types
 
-from paellapy.instrument.device import jit_progress  # noqa: F401  says what takes its time
+from paellapy.instrument.device import jit_progress  # noqa: F401  shows progress
 from paellapy.instrument.device.jit_cache import EntryCache
 from paellapy.instrument.device.jit_library import EntryCompiler, PartCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Reference counts on the arrays of a state cost ten times the work done on them, and nothing here allocates: no NRT.
+# Reference counts on the arrays of a state would cost ten times the work on them, and nothing here allocates: no NRT.
 _OPTIONS = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def _plain(kind: Any) -> Any:
-    """A number of 64 bits in place of a constant and of a shorter one."""
+    """A 64-bit number type in place of a constant or a shorter number."""
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
 
 def _called_with_plain_numbers(entry: Any) -> Any:
-    """Compile a function once for all integers that other compiled functions call it with.
+    """Compiles a function once for all integers with which other compiled functions call it.
 
-    Numba compiles it anew for every constant, also for one that a variable has only while its type is worked out. LLVM
-    folds constants in all the same where it folds in the function.
+    Numba would compile it again for every constant, even for constants that appear only during type inference. LLVM
+    still folds constants where it inlines the function.
     """
     resolve = entry.get_call_template
 
@@ -46,31 +46,32 @@ def _entry(function: Function, **options: Any) -> Function:
 
 
 def compiled(function: Function) -> Function:
-    """Compile an entry point: no Python objects, free of the GIL, kept on disk between runs."""
+    """Compiles an entry point: without Python objects and the GIL, cached on disk."""
     return _entry(function)
 
 
 def part(function: Function) -> Function:
-    """A part of entry points, which LLVM folds in where that pays.
+    """A part of entry points, which LLVM inlines where that pays.
 
-    It has no machine code of its own, so Python reaches it as `.py_func` only. It is on disk with the entry points.
+    It has no machine code of its own, so Python reaches it only as `.py_func`. On disk it is stored with the entry
+    points.
     """
     made = numba.njit(no_cpython_wrapper=True, pipeline_class=PartCompiler, **_OPTIONS)(function)
     return _called_with_plain_numbers(made)  # type: ignore[no-any-return]
 
 
 def reachable(function: Function) -> Function:
-    """An entry point that others call by its address (`address_of`), and so need not hold a copy of."""
+    """An entry point that others call by its address (`address_of`), and therefore need not contain."""
     return _entry(function, no_cfunc_wrapper=False)
 
 
 def address_of(entry: Any, *kinds: Any) -> int:
-    """Where the machine code of a reachable entry point is, for arguments of these types: a C function."""
+    """The address of the machine code of a reachable entry point, for arguments of these types: a C function."""
     entry.compile(kinds)
     made = entry.overloads[kinds]
     return int(made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name))
 
 
 def compile_for(entry: Any, *given: Any) -> None:
-    """Have an entry point ready for such arguments, from the disk or compiled now, without calling it."""
+    """Makes an entry point ready for these arguments, from disk or by compiling it now, without calling it."""
     entry.compile(tuple(entry.typeof_pyval(each) for each in given))

@@ -1,8 +1,8 @@
-"""Compiled entry points on disk: found again only if nothing that went into them has changed.
+"""Compiled entry points on disk, which are reused only if nothing that went into them has changed.
 
-Numba looks at the file of an entry point. Here the code of every function that an entry point calls counts, directly or
-not, and the value of every name that these functions take from their modules. An edit of a comment recompiles nothing;
-an edit of a constant in another file recompiles what uses it.
+Numba checks only the file of an entry point. This cache checks the code of every function that an entry point calls,
+directly or indirectly, and the value of every name that these functions take from their modules. An edit of a comment
+recompiles nothing; an edit of a constant in another file recompiles the functions that use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), np.
 
 
 class EntryCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one entry point, with a stamp of all that is in it."""
+    """Numba's cache of one entry point, stamped with a digest of all its code."""
 
     def _stamp(self) -> None:
         self._cache_file._source_stamp = fingerprint(self._py_func)
@@ -39,7 +39,7 @@ class EntryCache(FunctionCache):  # type: ignore[misc]
         try:
             found = super().load_overload(sig, target_context)
         except (AttributeError, ImportError, EOFError, TypeError, ValueError, pickle.UnpicklingError):
-            self.flush()  # written by another version, whose classes are no longer there
+            self.flush()  # written by another version, whose classes no longer exist
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -48,7 +48,7 @@ class EntryCache(FunctionCache):  # type: ignore[misc]
 
 
 def fingerprint(function: FunctionType) -> str:
-    """A digest of the function and of all that it refers to.
+    """A digest of the function and of everything that it refers to.
 
     >>> def area(radius): return radius * radius * FACTOR
     >>> area.__globals__["FACTOR"] = 3.0
@@ -68,7 +68,7 @@ def fingerprint(function: FunctionType) -> str:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Of what compiles, and the sources that decide how: they are no part of what is compiled."""
+    """Versions of the compilers, and the sources that configure them, which are not part of the compiled code."""
     here = Path(__file__).parent
     sources = (here / name for name in ("jit.py", "jit_library.py", "table_set.py"))
     return (numba.__version__, llvmlite.__version__, np.__version__, *(each.read_text() for each in sources))
@@ -86,7 +86,7 @@ def _facts(function: FunctionType, seen: set[int]) -> Iterator[str]:
 
 
 def _code(code: CodeType) -> Iterator[str]:
-    """Instructions and constants, without line numbers and documentation."""
+    """Instructions and constants, without line numbers and docstrings."""
     for step in dis.get_instructions(code):
         if step.opname not in ("NOP", "RESUME", "CACHE", "EXTENDED_ARG"):
             yield step.opname
@@ -97,7 +97,7 @@ def _code(code: CodeType) -> Iterator[str]:
 
 
 def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What the function takes from its module, and from those modules of ours that it names."""
+    """The names that the function takes from its module, and from those of our modules that it names."""
     outside = inspect.getclosurevars(function)
     for name, value in {**outside.globals, **outside.nonlocals}.items():
         if isinstance(value, ModuleType) and value.__name__.startswith(_OURS):
@@ -127,11 +127,13 @@ def _value(value: Any, seen: set[int]) -> Iterator[str]:
         yield from _by_module(value)
         yield str(getattr(value, "made_for", ""))  # an intrinsic that was made for one type
     else:
-        raise TypeError(f"compiled code uses {value!r}: whether that changes cannot be told")
+        raise TypeError(
+            f"compiled code uses {value!r}, whose changes cannot be detected: use numbers, arrays or compiled functions"
+        )
 
 
 def _by_module(value: Any) -> Iterator[str]:
-    """What is not compiled itself: of a library, known by its version; or ours, an intrinsic, by all of its file."""
+    """An object that is not compiled: from a library, identified by its version; or our intrinsic, by its file."""
     where = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
     yield f"{where}.{getattr(value, '__qualname__', '')}"
     file = getattr(sys.modules.get(where), "__file__", None)

@@ -1,10 +1,10 @@
-"""How compiled functions are put together: each part is translated once, and each entry point optimised once.
+"""How compiled functions are linked: each part is translated once, and each entry point optimised once.
 
-Numba links every function with all that it calls, and optimises the result, for every function anew: what lies five
-calls deep is optimised five times and more. Here a *part* is only translated to LLVM's language. An *entry point* links
-all parts below it, each once, and has LLVM optimise the whole once.
+Numba links and optimises every function with all functions that it calls, so code five calls deep is optimised five
+times or more. Here a *part* is only translated to LLVM's intermediate language. An *entry point* links all parts below
+it, each once, and lets LLVM optimise the whole once.
 
-This uses Numba's internals: the classes below override how its code libraries are finalised, and nothing else.
+This uses Numba's internals: the classes below override only how its code libraries are finalised.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
         self._finalized = True
 
     def own_module(self) -> Any:
-        """The function alone, to be linked together with all others that it calls."""
+        """The function alone, to be linked with all functions that it calls."""
         return super()._get_module_for_linking()
 
     def _get_module_for_linking(self) -> Any:
-        """For functions that Numba compiles in its own way (a test's): with all that it calls."""
+        """The function with all that it calls, for functions that Numba compiles in its usual way, such as a test's."""
         module = self.own_module().clone()
         for each in callers_first(self._linking_libraries):
             module.link_in(module_of(each), preserve=True)
@@ -41,7 +41,7 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
 
 
 class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
-    """An entry point: what Python, a thread or other entry points call."""
+    """An entry point, called by Python, a thread or other entry points."""
 
     _linking_libraries: list[Any]
 
@@ -49,7 +49,7 @@ class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
         module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
-        # Nothing else calls the parts: LLVM may fold them in, specialise and drop them.
+        # Only the entry point calls the parts: LLVM may inline, specialise and drop them.
         for function in self._final_module.functions:
             if not function.is_declaration and str(function.linkage).endswith("linkonce_odr"):
                 function.linkage = "internal"
@@ -65,7 +65,8 @@ class EntryLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
 
 
 def callers_first(libraries: list[Any]) -> list[Any]:
-    """These and all parts that they call, each once; LLVM links only what is already referred to."""
+    """These libraries and all parts that they call, each once; LLVM links only functions that are already referenced.
+    """
     seen: set[Any] = set()
     order: list[Any] = []
 
@@ -87,19 +88,19 @@ def module_of(library: Any) -> Any:
 
 
 def _not_executable(library: Any, description: Any, environment: Any) -> Any:
-    """In place of a function that Python can call: a part has no machine code of its own."""
+    """Replaces the function that Python would call: a part has no machine code of its own."""
     name = description.qualname.split(".")[-1]
     return _dynfunc.make_function(description.lookup_module(), name, name, 0, environment, (library,))
 
 
 class _Flags(compiler.Flags):  # type: ignore[misc]
-    """Options of a compilation. Numba compares and hashes them for every call it looks at: copies are shared."""
+    """Options of a compilation. Numba compares and hashes them for every call it examines, so copies are shared."""
 
     _copies: ClassVar[list[_Flags]] = []
     _hash: int | None = None
 
     def copy(self) -> _Flags:
-        """A copy, which nobody changes."""
+        """A shared copy, which is never changed."""
         for known in self._copies:
             if self == known:
                 return known
@@ -116,7 +117,7 @@ class _Flags(compiler.Flags):  # type: ignore[misc]
 
 
 class _Typing:
-    """Numba's typing context with a memory for arithmetic: each operation is asked for hundreds of times."""
+    """Numba's typing context with a cache for arithmetic: each operation is resolved hundreds of times."""
 
     _known: ClassVar[dict[Any, Any]] = {}
 
@@ -137,8 +138,8 @@ class _Typing:
 
 _NUMBERS = (types.Integer, types.Float, types.Boolean, types.IntegerLiteral, types.BooleanLiteral)
 
-# Passes for what the code compiled here does not have: closures, comprehensions, generated branches, array expressions,
-# references to be counted (legalisation says where each variable ends), readers of annotations.
+# Passes for features that this code does not use: closures, comprehensions, generated branches, array expressions,
+# reference counts (legalisation finds where each variable ends), readers of annotations.
 _UNNEEDED = {
     "WithLift", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
     "InlineInlinables", "FindLiterallyCalls", "LiteralUnroll", "InlineOverloads", "NopythonRewrites",
@@ -147,7 +148,7 @@ _UNNEEDED = {
 
 
 class EntryCompiler(compiler.CompilerBase):  # type: ignore[misc]
-    """Numba's pipeline without what is not needed, for an entry point."""
+    """Numba's pipeline for an entry point, without unneeded passes."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -1,6 +1,6 @@
-"""A line on stderr while code that no cache has is compiled: once, and only if it takes long.
+"""A line on stderr while code is compiled that is not cached: only if compiling takes long, and only once.
 
-On a terminal the line goes away again. PAELLAPY_QUIET=1 turns it off.
+On a terminal the line disappears afterwards. PAELLAPY_QUIET=1 turns it off.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from numba.core import event
 
 _OURS = __name__.partition(".")[0] + "."
-PATIENCE_S = 1.0  # what is compiled sooner needs no words
-_PAUSE_S = 2.0  # so long after the last one, compiling begins anew
+PATIENCE_S = 1.0  # a shorter compilation shows no line
+_PAUSE_S = 2.0  # pause after which a new compilation counts as a new one
 TEXT = "paellapy: compiling the scheduler for this machine, once; this takes some seconds …"
 
 
 class Announcer(event.Listener):  # type: ignore[misc]
-    """Listens to Numba: functions of this package that it compiles, one inside the other."""
+    """Listens to Numba's events for functions of this package, which may be compiled one inside the other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ def _is_ours(event: Any) -> bool:
 
 
 def _console() -> Any:
-    from rich.console import Console  # only where something is said
+    from rich.console import Console  # imported only if a line is shown
 
     return Console(stderr=True)
 

@@ -1,9 +1,9 @@
-"""How long a block takes that has its SM to itself: its machine code walked through once, as one warp would.
+"""The time of a block alone on its SM, from one walk through its machine code as a single warp would run it.
 
-A warp issues its instructions in order. Each says how many cycles the next one has to wait, and which results it waits
-for; how long those take is in `Latencies`. Loops are walked once and three times, so that a block's time follows from
-how often it goes through each. What is known of a kernel's loops is counted where it is evaluated (ttir/latency.py);
-loops of machine code are taken to be those of the source, in order.
+A warp issues its instructions in order. Each instruction encodes how many cycles the next one has to wait, and which
+results it waits for; `Latencies` has the time until a result. Loops are walked once and three times, so that a block's
+time follows from its iteration counts. These counts are collected where the kernel is evaluated (ttir/latency.py);
+loops of the machine code are taken to be those of the source, in order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from paellapy.instrument.ptx.sass import NO_BARRIER, Instruction, instructions
 from paellapy.instrument.records import Records
 from paellapy.instrument.ttir.latency import LOOPS
 
-# Cycles until a result is there. Published for Hopper (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
-# Architecture via Microbenchmarking", 2024) or guessed from neighbours; none is fitted. Loads come from L2.
+# Cycles until a result is available. Published for Hopper (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper
+# GPU Architecture via Microbenchmarking", 2024) or estimated from similar instructions; none is fitted. Loads come from
+# L2.
 _LATENCY = {
     "load": 270, "shared load": 30, "matrix load": 33, "shuffle": 24, "special": 22, "atomic": 420, "reduction": 30,
     "read special": 25, "constant": 35, "convert": 24, "mma": 33, "double": 48, "vote": 12, "store": 12,
@@ -29,7 +30,7 @@ _LATENCY = {
 }  # fmt: skip
 _BARRIER, _FENCE, _GROUP_MMA, _COPY, _BULK_COPY, _JUMP = 28.0, 500.0, 64.0, 300.0, 520.0, 10.0
 _READ, _STORED = 15.0, 20.0  # until operands were read
-# Cycles that an instruction keeps its unit.
+# Cycles for which an instruction occupies its unit.
 _BUSY = {
     "load": 4, "shared load": 4, "matrix load": 4, "shared store": 4, "store": 4, "shuffle": 2, "special": 8,
     "convert": 8, "mma": 16, "double": 16, "atomic": 8, "reduction": 4, "copy": 4,
@@ -42,22 +43,22 @@ _SHORTEST = 3  # instructions between a loop's first and last; shorter ones poll
 @dataclass(frozen=True, slots=True)
 class Loop:
     first: int  # index of its first instruction
-    last: int  # of its jump back
+    last: int  # index of its jump back
     parent: int  # the number of the loop around it, or -1
 
 
 @dataclass(frozen=True, slots=True)
 class LoneBlock:
-    """Cycles of a block that goes through each loop once, and of each time more."""
+    """Cycles of a block that iterates each loop once, and of each further iteration."""
 
     cycles: float
     again: tuple[float, ...]  # for each of the source's loops
     parents: tuple[int, ...]
-    fetched: int  # different instructions
+    fetched: int  # number of different instructions
 
     @classmethod
     def of(cls, compiled: Compiled, source_loops: int) -> LoneBlock | None:
-        """None for machine code that is not understood."""
+        """None for machine code that cannot be interpreted."""
         if not compiled.source.arch.startswith("sm_90"):
             return None
         code = instructions(compiled.cubin, compiled.name)
@@ -68,11 +69,11 @@ class LoneBlock:
         once = {loop.first: 1 for loop in loops}
         cycles, fetched = _walk(code, once, around)
         again = [(_walk(code, {**once, loop.first: 3}, around)[0] - cycles) / 2 for loop in loops]
-        # Loops of the source that machine code has no jump for were unrolled: they are in what is walked once.
+        # Source loops without a jump in the machine code were unrolled: the single walk includes them.
         return cls(cycles, tuple(again), tuple(loop.parent for loop in loops), fetched)
 
     def cycles_of(self, cost: Records) -> NDArray[np.float64]:
-        """Of blocks that went through loops as counted."""
+        """Cycles of blocks with the counted loop iterations."""
         found: NDArray[np.float64] = np.full(len(cost), self.cycles)
         for k, (again, parent) in enumerate(zip(self.again, self.parents, strict=True)):
             entered = cost[LOOPS[parent]] if parent >= 0 else 1
@@ -82,14 +83,15 @@ class LoneBlock:
 
 
 def _loops(code: Sequence[Instruction], source_loops: int) -> tuple[list[Loop], list[tuple[int, int]]]:
-    """The source's loops, and what else jumps back: slow paths, as for the sine of a huge number."""
+    """The source's loops, and other backward jumps: slow paths, such as the sine of a huge number."""
     ends: dict[int, int] = {}
     for i, each in enumerate(code):
         if each.kind == "jump" and 0 <= each.target <= i - _SHORTEST:
             ends[each.target] = max(i, ends.get(each.target, 0))
     spans: list[tuple[int, int]] = sorted(ends.items())
     others: list[tuple[int, int]] = []
-    while len(spans) > source_loops and (twin := _unrolled(spans)):  # what is left over has a loop of its own
+    # the remainder of an unrolled loop has a loop of its own
+    while len(spans) > source_loops and (twin := _unrolled(spans)):
         others.append(twin)
         spans.remove(twin)
     if len(spans) > source_loops:
@@ -104,15 +106,15 @@ def _loops(code: Sequence[Instruction], source_loops: int) -> tuple[list[Loop], 
 
 
 def _unrolled(spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """A loop with several times round in one, which is followed by a shorter one for the rest."""
+    """A loop with several iterations in one, followed by a shorter loop for the remainder."""
     pairs = [(a, b) for a, b in itertools.pairwise(spans) if a[1] < b[0]]
     return next((a for a, b in pairs if a[1] - a[0] > 1.5 * (b[1] - b[0])), None)
 
 
 def _leads_around(code: Sequence[Instruction], loops: Sequence[Loop], others: Sequence[tuple[int, int]]) -> set[int]:
-    """Guarded jumps that lead around what is not walked, and around no loop that is."""
+    """Guarded jumps around code that is not walked, and around no loop that is."""
     if any(each.kind == "poll" for each in code):
-        return set()  # warps with parts of their own: a jump leads from one part to another
+        return set()  # warp-specialised code: a jump leads from one part to another
     kept = [(loop.first, loop.last) for loop in loops]
     ahead = [(i, each.target) for i, each in enumerate(code) if each.kind == "jump" and each.guarded]
     return {i for i, to in ahead if _holds(i, to, others) and not _holds(i, to, kept)}
@@ -127,13 +129,13 @@ _WORK = ("store", "shared load", "shared store", "matrix load", "mma", "group mm
 
 
 class _Warp:
-    """The clock of one warp, and what is under way."""
+    """The clock of one warp, and its operations in progress."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.ready = [0.0] * 8
         self.units: dict[str, float] = {}
-        self.copies: list[float] = []  # groups of copies: when each is there
+        self.copies: list[float] = []  # groups of copies: when each arrives
         self.copying = self.bulk = self.products = 0.0
 
     def issue(self, each: Instruction) -> None:
@@ -179,7 +181,7 @@ class _Warp:
 
 
 def _walk(code: Sequence[Instruction], trips: dict[int, int], around: set[int]) -> tuple[float, int]:
-    """Cycles until the exit, and how many different instructions were issued."""
+    """Cycles until the exit, and the number of different instructions issued."""
     warp, left = _Warp(), dict(trips)
     seen: set[int] = set()
     calls: list[int] = []
@@ -201,7 +203,7 @@ def _walk(code: Sequence[Instruction], trips: dict[int, int], around: set[int]) 
 def _next(
     each: Instruction, at: int, left: dict[int, int], trips: dict[int, int], around: set[int], calls: list[int]
 ) -> int:
-    """Where a warp goes on. Guarded jumps ahead are not taken, but for those around slow paths."""
+    """The next instruction of a warp. Guarded forward jumps are not taken, except around slow paths."""
     if each.kind == "return" and calls:
         return calls.pop()
     if each.kind == "call" and each.target >= 0 and not each.guarded:
@@ -213,6 +215,6 @@ def _next(
         if left.get(each.target, 0) > 1:
             left[each.target] -= 1
             return each.target
-        left[each.target] = trips.get(each.target, 1)  # for the next time round an outer loop
+        left[each.target] = trips.get(each.target, 1)  # for the next iteration of an outer loop
         return at + 1
     return each.target if not each.guarded or at in around else at + 1

@@ -1,4 +1,4 @@
-"""Theoretical occupancy: how many blocks of a kernel one SM holds, by the rules of the CUDA occupancy calculator."""
+"""Theoretical occupancy: a kernel's resident blocks per SM, by the rules of the CUDA occupancy calculator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Limiter = Literal["registers", "shared memory", "threads", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one block takes from its SM, in the units the SM gives out."""
+    """The resources that one block takes from its SM, in the SM's allocation units."""
 
     warps: int
     threads: int  # whole warps
@@ -26,14 +26,14 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full one SM can get, and what stops it."""
+    """How full one SM can get, and the limiting resource."""
 
     blocks_per_sm: int
     warps_per_sm: int
     max_warps: int
     fraction: float
     limiter: Limiter
-    reporting: Occupancy | None = None  # of the kernel as it reports, beside that of the plain one
+    reporting: Occupancy | None = None  # occupancy of the reporting kernel, beside that of the plain one
 
     def __str__(self) -> str:
         return (
@@ -43,21 +43,22 @@ class Occupancy:
 
 
 def footprint(limits: SmLimits, threads: int, registers: int, shared_bytes: int) -> Footprint:
-    """What a block of this kernel takes from an SM; `LaunchError` when no SM could ever hold it.
+    """The resources that a block of this kernel takes from an SM; `LaunchError` if no SM could ever hold it.
 
     >>> from paellapy.instrument.device.parts import limits_for_capability
     >>> footprint(limits_for_capability(90), threads=100, registers=33, shared_bytes=1)
     Footprint(warps=4, threads=128, registers=5460, shared_bytes=1152)
     """
     if not 1 <= threads <= limits.threads_per_block:
-        raise LaunchError(f"a block of {threads} threads: this GPU takes 1 to {limits.threads_per_block} per block")
+        raise LaunchError(f"a block of {threads} threads: this GPU allows 1 to {limits.threads_per_block} per block")
     if not 0 <= registers <= limits.registers_per_thread:
         raise LaunchError(
-            f"{registers} registers per thread: this GPU has 0 to {limits.registers_per_thread}; compile with maxnreg"
+            f"{registers} registers per thread: this GPU allows 0 to {limits.registers_per_thread}; set maxnreg"
         )
     if not 0 <= shared_bytes <= limits.shared_bytes_per_block:
         raise LaunchError(
-            f"{shared_bytes} bytes of shared memory per block: this GPU has at most {limits.shared_bytes_per_block}"
+            f"{shared_bytes} bytes of shared memory per block: this GPU allows at most "
+            f"{limits.shared_bytes_per_block}; use smaller tiles"
         )
     warps = -(-threads // WARP)
     per_warp = _round_up(registers * WARP, limits.register_granularity)
@@ -103,7 +104,7 @@ def occupancy(
     """
     limits = gpu.sm if isinstance(gpu, Part) else gpu
     block = footprint(limits, threads, registers, shared_bytes)
-    # Ties go to the first: where the SM is full anyway, saving registers or shared memory would gain nothing.
+    # Ties go to the first: if the SM is full anyway, saving registers or shared memory would gain nothing.
     by: dict[Limiter, int] = {
         "threads": limits.threads // block.threads,
         "blocks": limits.blocks,
@@ -131,19 +132,22 @@ def active_clusters(part: Part, blocks_per_sm: int, cluster: int) -> int:
 def _with_clusters(gpu: SmLimits | Part, limits: SmLimits, blocks: int, cluster: int) -> int:
     if not 1 <= cluster <= limits.cluster:
         raise LaunchError(
-            f"a cluster of {cluster} blocks: compute capability {limits.capability[0]}.{limits.capability[1]} takes "
+            f"a cluster of {cluster} blocks: compute capability {limits.capability[0]}.{limits.capability[1]} allows "
             f"1 to {limits.cluster}"
         )
     if isinstance(gpu, SmLimits):
         return blocks
     clusters = active_clusters(gpu, blocks, cluster)
     if clusters == 0:
-        raise LaunchError(f"a cluster of {cluster} blocks fits no GPC of the {gpu.title}: {blocks} such blocks per SM")
+        raise LaunchError(
+            f"a cluster of {cluster} blocks does not fit in a GPC of the {gpu.title}, which holds {blocks} such blocks "
+            "per SM"
+        )
     return max(1, clusters * cluster // gpu.sms)
 
 
 def _registers_per_warp(limits: SmLimits, per_warp: int) -> int:
-    """What a warp costs the SM's register file: its allocation, and its share of what no further warp can use.
+    """The registers that a warp costs the SM: its allocation, and its share of the unusable remainder.
 
     A warp's registers come from one partition, so a partition's remainder is lost. Charging it to the warps keeps
     `registers // footprint` equal to the calculator's answer: with w warps in a partition of 16384 registers the charge

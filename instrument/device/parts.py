@@ -1,4 +1,4 @@
-"""GPU parts as data: what one SM can hold, and what the whole chip can do.
+"""GPU parts as data: the capacity of one SM, and the rates of the whole chip.
 
 Sources, named at each table: the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability"), the
 allocation rules published in the CUDA toolkit's cuda_occupancy.h, and NVIDIA's whitepapers and datasheets.
@@ -18,7 +18,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """What one SM holds, and in which units it gives it out."""
+    """The capacity of one SM, and its allocation units."""
 
     capability: tuple[int, int]
     threads: int
@@ -32,7 +32,7 @@ class SmLimits:
     register_granularity: int = 256  # per warp
     registers_per_thread: int = 255
     registers_per_block: int = 65536
-    partitions: int = 4  # a warp's registers live in one of these; each owns an equal share
+    partitions: int = 4  # a warp's registers are in one of these; each owns an equal share
     threads_per_block: int = 1024
     cluster: int = 1  # largest cluster without the non-portable attribute; 1: no clusters
 
@@ -53,7 +53,7 @@ def _limits(
         blocks=blocks,
         registers=65536,
         shared_bytes=shared_kib * KIB,
-        # The guide's per-block maximum is the SM's shared memory less what the system reserves for the one block.
+        # The guide's per-block maximum is the SM's shared memory minus the system's reserve for one block.
         shared_bytes_per_block=shared_kib * KIB - reserved,
         reserved_shared_bytes=reserved,
         shared_granularity=granularity,
@@ -85,18 +85,18 @@ def limits_for_capability(capability: tuple[int, int] | int) -> SmLimits:
     key = divmod(capability, 10) if isinstance(capability, int) else capability
     if key not in _LIMITS:
         known = ", ".join(f"{major}.{minor}" for major, minor in _LIMITS)
-        raise NoDeviceError(f"no SM limits for compute capability {key[0]}.{key[1]}: known are {known}")
+        raise NoDeviceError(f"no SM limits are known for compute capability {key[0]}.{key[1]}; supported are {known}")
     return _LIMITS[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One GPU as sold. Rates are peaks: dense, without sparsity; 0 where the part has no such unit."""
+    """One GPU as sold. Rates are peaks: dense, without sparsity; 0 if the part has no such unit."""
 
     name: str
     title: str
     sm: SmLimits
-    gpc_sms: tuple[int, ...]  # SMs of each GPC, in SM order: a cluster lives inside one GPC
+    gpc_sms: tuple[int, ...]  # SMs of each GPC, in SM order: a cluster is inside one GPC
     clock_mhz: int
     memory_bytes: int
     bandwidth_gbps: float  # gigabytes per second
@@ -107,9 +107,9 @@ class Part:
     l2_bytes: int
     pcie_gbps: float  # per direction, of the connector
     hardware_queues: int = 32  # Hyper-Q work queues
-    connections: int = 8  # of those, in use unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise (1 to 32)
+    connections: int = 8  # queues in use unless CUDA_DEVICE_MAX_CONNECTIONS is set (1 to 32)
     concurrent_grids: int = 128  # Programming Guide: resident grids per device, 7.5 and later
-    copy_engines: int = 2  # modelled: one for each direction
+    copy_engines: int = 2  # in the model: one for each direction
     pcie_latency_ns: float = 1000.0  # one posted write or doorbell across PCIe, about 1 µs on x86 hosts
     launch_ns: float = 3700.0  # one cuLaunchKernel call on the host; 3.4–4.0 µs measured beside an H200
 

@@ -1,4 +1,4 @@
-"""What preemption is on every device: a flag that launches look at, and a run of some blocks under it."""
+"""Preemption on every device: a flag that launches look at, and a run of some blocks under it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ MOST_EPOCHS = 2**32 - 1  # a flag is a word of 32 bits
 
 
 class Flag(ABC):
-    """A word in the device's memory. Launches made under it have numbers; setting it preempts all made so far.
+    """A word in the device's memory. Launches made under it are numbered; setting it preempts all launches made so far.
 
-    A block of theirs that starts from then on does not run. Launches made later run, whatever is still on its way.
+    Blocks of these launches that have not started do not run. Launches made later run, even if the flag is still being
+    set.
     """
 
     def __init__(self) -> None:
-        self._epoch = 0  # of the launch made last
+        self._epoch = 0  # number of the latest launch
         self._word = 0
 
     def next_epoch(self) -> int:
-        """The number of a launch that is about to be made."""
+        """The number for the next launch."""
         if self._epoch == MOST_EPOCHS:
-            raise LaunchError(f"{MOST_EPOCHS} launches were made under one flag, which is all it can tell apart")
+            raise LaunchError(f"{MOST_EPOCHS} launches were made under one flag, its maximum: make a new flag")
         self._epoch += 1
         return self._epoch
 
     def set(self) -> None:
-        """Preempts the launches made under this flag so far. Returns at once; blocks see it a few µs later."""
+        """Preempts the launches made under this flag so far. Returns at once; blocks see the flag a few µs later."""
         self._word = self._epoch
         self._write(self._word)
 
     def clear(self) -> None:
-        """Lets the blocks run that have not started yet. Those that were kept from running stay out."""
+        """Lets blocks run that have not started yet. Blocks that were kept from running stay out."""
         self._word = 0
         self._write(0)
 
@@ -48,12 +49,12 @@ class Flag(ABC):
 
     @abstractmethod
     def _write(self, word: int) -> None:
-        """Brings the word to where the blocks read it."""
+        """Writes the word to the place where blocks read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a kernel is launched with, less which of its blocks run."""
+    """A kernel's launch parameters, without the selection of blocks."""
 
     grid: tuple[int, int, int]
     values: Sequence[Any]
@@ -74,15 +75,15 @@ class Run(ABC):
 
     @abstractmethod
     def over(self) -> bool:
-        """Whether each of its blocks has ended, or has been kept from running."""
+        """Whether each of its blocks has ended, or was kept from running."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when it is over."""
+        """Waits until it is over."""
 
     @abstractmethod
     def count_left(self) -> int:
-        """How many of its blocks have not run. For runs that are over."""
+        """The number of its blocks that have not run. For runs that are over."""
 
     @abstractmethod
     def left(self) -> NDArray[np.int64]:
@@ -90,8 +91,8 @@ class Run(ABC):
 
     @abstractmethod
     def elapsed_ns(self) -> float:
-        """From its first block's start to its last one's end. For runs that are over."""
+        """The time from its first block's start to its last block's end. For runs that are over."""
 
 
-Part = tuple[int, int]  # the first block and how many
-Blocks = Part | Run  # or those that another run has left
+Part = tuple[int, int]  # the first block and the number of blocks
+Blocks = Part | Run  # the last: the remaining blocks of another run

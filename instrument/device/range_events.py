@@ -1,4 +1,4 @@
-"""Events of ranges, as a device leaves them behind: which range began or ended, in which block, how far through it."""
+"""Events of ranges as a device records them: which range began or ended, in which block, and how far through it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from paellapy.instrument.markers import Ranges
 from paellapy.instrument.records import RANGE_EVENT, RANGE_HEAD, WHOLE_BLOCK, Records
 
-MOST_BYTES = 1 << 30  # of events in one trace; with more blocks than fit, each keeps fewer events
-EVENTS = 256  # kept per lane
+MOST_BYTES = 1 << 30  # most bytes of events in one trace; with more blocks than fit, each keeps fewer events
+EVENTS = 256  # events kept per lane
 _FEWEST = 16
 
 
@@ -24,8 +24,8 @@ class Events:
     block: NDArray[np.uint32]
     warp: NDArray[np.uint16]
     tag: NDArray[np.uint32]
-    part: NDArray[np.float64]  # of the block's time that had passed, 0 to 1
-    start_lo: NDArray[np.uint32] | None = None  # of the block's record, where a launch may run several times
+    part: NDArray[np.float64]  # fraction of the block's time that had passed, 0 to 1
+    start_lo: NDArray[np.uint32] | None = None  # from the block's record, where a launch may run several times
     overwritten: int = 0
 
     def at(self, chosen: NDArray[np.bool_]) -> Events:
@@ -41,7 +41,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class EventLayout:
-    """Where the events of one launch go: `lanes` places for each of `blocks`, of `events` each."""
+    """The layout of one launch's events: `lanes` places for each of `blocks`, with `events` each."""
 
     ranges: Ranges
     blocks: int
@@ -70,12 +70,13 @@ class EventLayout:
         return self.events * RANGE_EVENT.itemsize - 1
 
     def read(self, launch: int, memory: NDArray[np.uint8]) -> Events:
-        """What the blocks of a launch left in their places. Blocks that did not run are sorted out by their records."""
+        """The events that the blocks of a launch recorded. Blocks that did not run are removed later, by their records.
+        """
         lanes = memory.reshape(self.blocks, self.lanes, self.lane_bytes)
         heads = np.ascontiguousarray(lanes[:, :, : RANGE_HEAD.itemsize]).view(RANGE_HEAD).reshape(lanes.shape[:2])
         rings = lanes[:, :, RANGE_HEAD.itemsize :]
         used = heads["used"].astype(np.int64) // RANGE_EVENT.itemsize
-        used[used > 1 << 24] = 0  # never written: a block that did not run
+        used[used > 1 << 24] = 0  # never written: the block did not run
         kept = np.minimum(used, self.events)
         block, lane = (index.reshape(-1) for index in np.indices(kept.shape))
         count = kept.reshape(-1)
@@ -85,7 +86,7 @@ class EventLayout:
         events: Records = _view(rings)[block[which], lane[which], slot]
         head = heads[block[which], 0]  # the clocks of the block
         whole = (head["clock_end"] - head["clock_start"]).astype(float)
-        passed = (events["clock"] - head["clock_start"]).view(np.int32).astype(float)  # before the start: negative
+        passed = (events["clock"] - head["clock_start"]).view(np.int32).astype(float)  # negative before the start
         part = np.clip(passed / np.maximum(whole, 1), 0, 1)
         warp = lane[which] if self.ranges.per_warp else np.full(len(which), WHOLE_BLOCK)
         return Events(

@@ -1,4 +1,4 @@
-"""Blocks on an SM: they start, draw on the pools what their work takes, and end. Compiled."""
+"""Blocks on an SM: they start, draw their work from the pools, and end. Compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paellapy.instrument.records import WARP_SHIFT
 
 @part
 def jitter(seed: int, handle: int, block: int, width: float) -> float:
-    """A factor in 1 ± width, from a hash (splitmix64): the same whatever the order in which blocks are placed."""
+    """A factor in 1 ± width, from a hash (splitmix64): independent of the order in which blocks are placed."""
     x = np.uint64(seed) ^ (np.uint64(handle) << np.uint64(32)) ^ np.uint64(block)
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -45,7 +45,7 @@ def jitter(seed: int, handle: int, block: int, width: float) -> float:
 
 @part
 def change_warps(s: State, sm: int, warps: int) -> None:
-    """So many warps more are resident from now on, or less."""
+    """Changes the number of resident warps from now on."""
     now = s.gpu[0].now_ns
     before = s.use[sm, U_WARPS]
     if before > 0.0:
@@ -78,7 +78,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
     if command.flag > 0:
         number = s.ids[command.ids + block]
         if s.flag[command.flag] >= command.epoch:
-            # It looks at the flag, notes its number and exits: no counter and no trace has it.
+            # It looks at the flag, records its number and exits: it appears in no counter and no trace.
             s.ids[command.ids + command.blocks + command.left] = number
             command.left += 1
             s.slot[slot, B_PENDING] = NOT_RUN
@@ -107,7 +107,7 @@ def start_block(s: State, handle: int, sm: int) -> None:
 
 @part
 def slot_timer(s: State, slot: int) -> None:
-    """A block's timer ran out: its recorded duration is over, or it does not run, or its work begins to flow."""
+    """Handles a block's timer: its given duration is over, or it does not run, or its work begins to flow."""
     gpu = s.gpu[0]
     if s.slot[slot, B_PENDING] < 0:
         end_block(s, slot)
@@ -132,7 +132,7 @@ def slot_timer(s: State, slot: int) -> None:
 
 @part
 def make_dirty(s: State, sm: int) -> None:
-    """The SM has more or less room than the placement tree says, whatever footprint that is for."""
+    """Marks an SM whose room differs from the placement tree, for any footprint."""
     gpu = s.gpu[0]
     if s.dirty[1, sm] == 0:
         s.dirty[1, sm] = 1
@@ -170,7 +170,7 @@ def end_block(s: State, slot: int) -> None:
 
 @part
 def pool_serve(s: State, r: int, sm: int) -> None:
-    """The SM's next block has all it wanted from this pool."""
+    """Handles the SM's next block, which has received all its work from this pool."""
     pool_sync(s, r, sm)
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
     slot = s.heap_id[base]

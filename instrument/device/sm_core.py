@@ -1,4 +1,4 @@
-"""The compiled core of the SM model: what happens next, and when. No Python objects; time is float64 nanoseconds."""
+"""The compiled core of the SM model: the next event, and its time. No Python objects; time is float64 nanoseconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def next_time(s: State) -> float:
 
 @part
 def advance(s: State, at: float) -> None:
-    """Move the time and the pools' clocks; a clock whose next completion is due stands exactly there."""
+    """Advances the time and the pools' clocks; a clock whose next completion is due is set to it exactly."""
     gpu = s.gpu[0]
     for r in range(POOLS):
         if s.clock[r, C_ACTIVE] > 0.0:
@@ -62,7 +62,7 @@ def advance(s: State, at: float) -> None:
 
 @part
 def step(s: State, at: float) -> None:
-    """Everything that happens at one time: ends first, so that placement sees all that is free and ready."""
+    """Handles all events at one time: ends first, so that placement sees everything that is free and ready."""
     gpu = s.gpu[0]
     advance(s, at)
     while gpu.timed > 0 and s.timed[0] <= at:
@@ -93,7 +93,7 @@ def step(s: State, at: float) -> None:
 
 @reachable
 def run(s: State, until: float, stop: int) -> int:
-    """Advance to `until`, or until nothing can happen, or (`stop`, not 0) until a completion is there to be fetched."""
+    """Advances to `until`, or until nothing can happen, or (`stop`, not 0) until a completion can be fetched."""
     gpu = s.gpu[0]
     link_new(s)
     while True:
@@ -102,7 +102,7 @@ def run(s: State, until: float, stop: int) -> int:
         at = next_time(s)
         if at == INF or at > until:
             if until < INF and until > gpu.now_ns:
-                gpu.now_ns = until  # the clocks only move with events, so that stopping here and there changes nothing
+                gpu.now_ns = until  # the clocks only move with events, so that stopping in between changes nothing
             return IDLE if at == INF else REACHED
         step(s, at)
 
@@ -120,7 +120,8 @@ def next_event(s: State) -> float:
 
 @compiled
 def submit_again(table: NDArray[Any], commands: Commands, last_graph: int, at: float, handle: int) -> int:
-    """Commands as they once were, from `handle` on; how many numbers of graphs they take after `last_graph`."""
+    """Submits recorded commands again, from `handle` on; returns how many graph numbers they take after `last_graph`.
+    """
     rows, kernels, graphs = commands
     for k in range(rows.shape[0]):
         i = (handle + k) & (table.shape[0] - 1)
@@ -135,7 +136,7 @@ def submit_again(table: NDArray[Any], commands: Commands, last_graph: int, at: f
 
 @compiled
 def fetch_completed(s: State, into: Ints) -> None:
-    """Hand over the completions since the last call, in order of time; `into` has room for all of them."""
+    """Copies the completions since the last call, in order of time; `into` has room for all of them."""
     gpu = s.gpu[0]
     handle = gpu.done_head
     for k in range(gpu.unreported):
@@ -147,5 +148,5 @@ def fetch_completed(s: State, into: Ints) -> None:
 
 
 def address_of_run() -> int:
-    """Of `run`, for loops that call it: each would otherwise have a copy of the whole model compiled into it."""
+    """The address of `run`, for loops: otherwise each would contain a compiled copy of the whole model."""
     return address_of(run, State.numba_type, types.float64, types.int64)

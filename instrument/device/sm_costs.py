@@ -1,4 +1,4 @@
-"""What blocks cost: given for all alike or one by one, kept in the SM model's table as long as it is referred to."""
+"""Costs of blocks: given for all alike or one by one, and kept in the SM model's table while they are in use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paellapy.instrument.errors import LaunchError
 class BlockCost:
     """One block's work: numbers for all blocks alike, or one value per block.
 
-    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half. `wait_ns` is time
-    the block waits whatever else runs (dependent loads, barriers), before its work flows.
+    `bytes` is traffic to memory, beyond L2. `tensor_flops` counts fp16: tf32 counts double, fp8 half. `wait_ns` is the
+    time the block waits regardless of other work (dependent loads, barriers), before its work flows.
     """
 
     bytes: ArrayLike = 0.0
@@ -27,17 +27,17 @@ class BlockCost:
 
 
 class Costs:
-    """The rows of the state's cost table that are in use. States are made anew where they need more room."""
+    """The rows of the state's cost table that are in use. A state that needs more room is replaced by a larger one."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # rows of an earlier one are elsewhere now, or gone
+        self.epoch = 0  # rows of an earlier epoch have moved, or are gone
         self._rows = 0
         self._known: dict[tuple[float, ...], int] = {}
 
     def of_launch(
         self, s: lay.State, base: int, n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | None
     ) -> tuple[lay.State, int, int]:
-        """Where the blocks' costs are, and how far apart. Costs that are the same for all blocks are kept once."""
+        """The first row of the blocks' costs, and the distance of rows. Costs equal for all blocks have one row."""
         if cost is None and isinstance(duration_ns, int | float):
             key: tuple[float, ...] = (duration_ns,)
         elif cost is not None and duration_ns is None:
@@ -54,7 +54,7 @@ class Costs:
         return s, row, int(len(table) > 1)
 
     def keep(self, s: lay.State, base: int, table: NDArray[np.float64]) -> tuple[lay.State, int]:
-        """Add these rows; where they are. Commands before handle `base` are forgotten."""
+        """Adds these rows; returns their place. Commands before handle `base` are forgotten."""
         if self._rows + len(table) > len(s.cost):
             s = self._make_room(s, base, len(table))
         row = self._rows
@@ -63,7 +63,7 @@ class Costs:
         return s, row
 
     def _make_room(self, s: lay.State, base: int, n: int) -> lay.State:
-        """Keep only what unfinished launches refer to, in an array at least twice as large as that."""
+        """Keeps only rows that unfinished launches use, in an array at least twice as large."""
         self.epoch += 1
         self._known.clear()
         rows = unfinished_launches(s, base)
@@ -88,7 +88,7 @@ def cost_table(n_blocks: int, cost: BlockCost | None, duration_ns: ArrayLike | N
     elif cost is None and duration_ns is not None:
         given = [np.asarray(duration_ns, np.float64)]
     else:
-        raise LaunchError("a launch takes either a cost or a duration_ns")
+        raise LaunchError("a launch takes either a cost or a duration_ns: give exactly one")
     for column in given:
         if column.shape not in ((), (n_blocks,)) or not (np.isfinite(column) & (column >= 0)).all():
             raise LaunchError(f"costs must be zero or more: one number, or one for each of the {n_blocks} blocks")

@@ -1,4 +1,4 @@
-"""Flags of the SM model: words that launches look at, and the blocks that did not run because of them."""
+"""Flags of the SM model: words that launches read, and the blocks that did not run because of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Flags:
     def __init__(self) -> None:
         self._made = 0
         self._rows = 0
-        self._launches = 0  # whose left blocks nobody has taken yet
+        self._launches = 0  # launches whose remaining blocks were not taken yet
 
     def make(self, s: lay.State) -> tuple[lay.State, int]:
         """A new flag, at 0: no launch is preempted."""
@@ -30,20 +30,25 @@ class Flags:
 
     def check(self, flag: int) -> int:
         if not 1 <= flag <= self._made:
-            raise LaunchError(f"no flag {flag}: there are {self._made}; make one with `flag()`")
+            raise LaunchError(f"no flag {flag}: {self._made} exist; make one with `flag()`")
         return flag
 
     def keep(self, s: lay.State, kernel: Kernel) -> tuple[lay.State, int]:
-        """Room for the numbers of a launch's blocks and of those left; where it is."""
+        """Reserves room for the numbers of a launch's blocks and of those that do not run; returns its place."""
         under = kernel.under
         assert under is not None
         self.check(under.flag)
         if kernel.cluster > 1:
-            raise LaunchError("a launch with clusters cannot be preempted: the blocks of a cluster run together")
+            raise LaunchError(
+                "a launch with clusters cannot be preempted, because the blocks of a cluster run together: use "
+                "cluster=1"
+            )
         if not 1 <= under.epoch <= MOST_EPOCHS:
-            raise LaunchError(f"a launch's epoch is a number from 1 to {MOST_EPOCHS}, not {under.epoch}")
+            raise LaunchError(f"epoch={under.epoch}: a launch's epoch must be from 1 to {MOST_EPOCHS}")
         if under.blocks.shape != (kernel.n_blocks,):
-            raise LaunchError(f"{len(under.blocks)} numbers for {kernel.n_blocks} blocks: give each block one")
+            raise LaunchError(
+                f"{len(under.blocks)} numbers were given for {kernel.n_blocks} blocks: give one per block"
+            )
         row = self._rows
         while row + 2 * kernel.n_blocks > len(s.ids):
             s = s._replace(ids=doubled(s.ids))
@@ -55,12 +60,12 @@ class Flags:
     def left(self, s: lay.State, i: int) -> NDArray[np.int64]:
         """The numbers of the blocks that did not run so far, of the launch in row `i`."""
         if not s.command["flag"][i]:
-            raise LaunchError("a launch without a flag leaves no block out, and one's blocks are handed over only once")
+            raise LaunchError("the launch has no remaining blocks to take: it has no flag, or they were taken already")
         row = s.command["ids"][i] + s.command["blocks"][i]
         return s.ids[row : row + s.command["left"][i]].copy()
 
     def release(self, s: lay.State, i: int) -> None:
-        """The room of the launch in row `i`, which is over, may be used again."""
+        """Frees the room of the launch in row `i`, which is over."""
         s.command["flag"][i] = 0
         self._launches -= 1
         if self._launches == 0:

@@ -6,7 +6,7 @@
     sim.run()
     sim.finish_ns(k)
 
-The core is compiled (`sm_core`); this class checks what it is given, keeps the arrays large enough, and reads results.
+The core is compiled (`sm_core`); this class checks its input, keeps the arrays large enough, and reads results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAN = float("nan")
 
 
 class DeadlockError(PaellaError):
-    """Streams wait for what can no longer happen; the message says who waits for what."""
+    """Streams wait for events that can no longer happen; the message says which stream waits for which event."""
 
 
 class SmModel:
@@ -62,15 +62,15 @@ class SmModel:
     ) -> None:
         """`false_dependencies`: streams that share one of `connections` hardware queues wait for each other's heads.
 
-        `backfill`: a grid may pass one that fits nowhere at the moment; hardware lets later grids wait behind it.
-        `history`: forget commands that `completed()` has handed over beyond this many, for long runs; None keeps all.
-        `lines`: the SM_LINE counters to keep, where others read them too.
+        `backfill`: a grid may pass one that does not fit at the moment; in hardware, later grids wait behind it.
+        `history`: number of commands already returned by `completed()` that are kept, for long runs; None keeps all.
+        `lines`: the SM_LINE counters to use, if others read them too.
         """
         self.part = part
         self.timing = Timing.for_part(part) if timing is None else timing
         self._connections = (connections or part.connections) if false_dependencies else 0
         if not 0 <= self._connections <= part.hardware_queues:
-            raise LaunchError(f"{self._connections} hardware queues: the {part.title} has 1 to {part.hardware_queues}")
+            raise LaunchError(f"connections={self._connections}: the {part.title} allows 1 to {part.hardware_queues}")
         self._history = history
         self._base = 0  # handles below are forgotten
         self._next = 0
@@ -87,9 +87,9 @@ class SmModel:
     # --- submitting ------------------------------------------------------------------------------------------------
 
     def stream(self, priority: int = 0) -> int:
-        """A new stream; its handle."""
+        """Creates a stream; returns its handle."""
         if abs(priority) > 100:
-            raise LaunchError(f"a stream priority of {priority}: choose one from -100 to 100")
+            raise LaunchError(f"priority={priority}: a stream's priority must be from -100 to 100")
         number = len(self._priorities)
         if number == len(self._s.stream):
             self._s = more_streams(self._s)
@@ -98,10 +98,10 @@ class SmModel:
         return number
 
     def window(self, first: int, n: int) -> int:
-        """A number for the `n` SMs from `first` on, around the end: launches with it run there, as in a green context.
+        """Creates a window of `n` SMs from `first` on, wrapping around; launches in it run there, like green contexts.
 
-        Windows may overlap. A grid that waits for room in one holds up only those behind it in the same; one without a
-        window that fits nowhere holds up all.
+        Windows may overlap. A grid that waits for room in a window delays only later grids of the same window; a grid
+        without a window that does not fit delays all.
         """
         sms = self.part.sms
         if not (0 <= first < sms and 1 <= n <= sms):
@@ -115,28 +115,32 @@ class SmModel:
         return self._windows[first, n]
 
     def flag(self) -> int:
-        """A new flag. Blocks of launches under it do not run if they start while its word is not below their epoch."""
+        """Creates a flag. Blocks of launches under it run only if its word is below their epoch when they start."""
         self._s, number = self._flags.make(self._s)
         return number
 
     def set_flag(self, flag: int, word: int) -> None:
-        """The flag's word, from now on."""
+        """Sets the flag's word from now on."""
         self._s.flag[self._flags.check(flag)] = word
 
     def left(self, handle: int) -> NDArray[np.int64]:
-        """The numbers of the blocks of a launch under a flag that have not run because of it, in order of start."""
+        """The numbers of the blocks of a launch that have not run because of its flag, in order of start."""
         return self._flags.left(self._s, self._row(handle))
 
     def take_left(self, handle: int) -> NDArray[np.int64]:
-        """The same of a launch that is over, once: the model keeps them no longer."""
+        """The same for a launch that is over; only once, since the model then drops them."""
         if not self.done(handle):
-            raise LaunchError(f"launch {handle} is not over: blocks of it may still be kept from running")
+            raise LaunchError(
+                f"launch {handle} is not over, so more of its blocks may be kept from running: run the model until it "
+                "is done"
+            )
         left = self.left(handle)
         self._flags.release(self._s, self._row(handle))
         return left
 
     def graph(self) -> int:
-        """A number for launches that belong to one graph: consecutive ones follow each other at the graph's pace."""
+        """A number for launches that belong to one graph: consecutive ones follow each other with the gap of a graph.
+        """
         self._graphs += 1
         return self._graphs
 
@@ -152,10 +156,10 @@ class SmModel:
         report: bool = True,
         submit_ns: float | None = None,
     ) -> int:
-        """Put a kernel on a stream; its handle.
+        """Puts a kernel on a stream; returns its handle.
 
         `launch_id` defaults to the handle. With `report=False` the end is not among `completed()`. `window` confines
-        its blocks to some SMs; 0 is all.
+        its blocks to some SMs; 0 means all.
         """
         at = self._check(stream, submit_ns)
         warps, whole, allocated, shared = self._footprint(kernel, window)
@@ -178,7 +182,7 @@ class SmModel:
         return handle
 
     def program(self, kernels: Sequence[Kernel], window: int = 0) -> Program:
-        """Check a segment's kernels once; `launch_program` then costs the same however many they are.
+        """Checks a segment's kernels once; `launch_program` then costs the same for any number of kernels.
 
         `window` confines the blocks of all of them, at every launch of the program.
         """
@@ -199,7 +203,7 @@ class SmModel:
         if not kernels:
             raise LaunchError("a program without kernels: give it at least one")
         if any(each.under is not None for each in kernels):
-            raise LaunchError("a program's kernels cannot be preempted one by one: launch them with `launch`")
+            raise LaunchError("the kernels of a program cannot run under a flag: launch them one by one with `launch`")
         return Program(commands, np.concatenate(costs), sum(each.n_blocks for each in kernels))
 
     def launch_program(
@@ -211,12 +215,13 @@ class SmModel:
         trace: bool = True,
         submit_ns: float | None = None,
     ) -> int:
-        """Put a program on a stream as one graph; the handle of its last kernel, which alone is reported.
+        """Puts a program on a stream as one graph; returns the handle of its last kernel, which alone is reported.
 
-        Its kernels have the handles before that one, and `launch_id` counts up from the one given (default: handles).
+        Its kernels have the handles before that one, and `launch_id` counts up from the given one (default: handles).
         """
         at = self._check(stream, submit_ns)
-        self._check_window(int(program.commands["window"][0]))  # it may come from another model of the same part
+        # the program may come from another model of the same part
+        self._check_window(int(program.commands["window"][0]))
         n = len(program.commands)
         if program.epoch != self._costs.epoch:
             self._s, row = self._costs.keep(self._s, self._base, program.costs)
@@ -238,7 +243,7 @@ class SmModel:
         return handle + n - 1
 
     def placed(self, first: int, last: int) -> Placed:
-        """Commands as they were just submitted, to be submitted `again`."""
+        """Commands that were just submitted, to be submitted `again`."""
         rows = np.arange(first, last + 1) & (len(self._s.command) - 1)
         commands = self._s.command[rows]
         kernels = np.flatnonzero(commands["kind"] == lay.LAUNCH)
@@ -246,7 +251,7 @@ class SmModel:
         return Placed(Commands(commands, kernels, graphs), int(commands["stream"][0]), self._costs.epoch)
 
     def again(self, placed: Placed, stream: int, submit_ns: float) -> int:
-        """The same commands once more, untraced; the handle of the last, or -1: their costs are gone, place them."""
+        """Submits the same commands again, untraced; returns the last handle, or -1 if their costs are gone."""
         if placed.epoch != self._costs.epoch or placed.stream != stream:
             return -1
         at = self._check(stream, submit_ns)
@@ -258,16 +263,19 @@ class SmModel:
 
     @property
     def state(self) -> lay.State:
-        """For a compiled loop that runs the model itself. Another one after all that needs more room: windows too."""
+        """The state, for a compiled loop that runs the model. It is replaced whenever more room is needed."""
         return self._s
 
     def copy(
         self, stream: int, nbytes: int, kind: CopyKind, *, report: bool = True, submit_ns: float | None = None
     ) -> int:
-        """Copy on the direction's engine, one copy at a time; its handle."""
+        """Copies on the direction's engine, one copy at a time; returns its handle."""
         at = self._check(stream, submit_ns)
         if kind not in _ENGINES or nbytes < 0:
-            raise LaunchError(f"cannot copy {nbytes} bytes {kind!r}: zero bytes or more, one of {', '.join(_ENGINES)}")
+            raise LaunchError(
+                f"copy of {nbytes} bytes, kind {kind!r}: the size must be at least 0, and the kind one of "
+                f"{', '.join(_ENGINES)}"
+            )
         t = self.timing
         rate = self.part.pcie_gbps * t.pcie_efficiency
         if kind == "d2d":  # reads and writes
@@ -278,7 +286,7 @@ class SmModel:
         return handle
 
     def event(self) -> int:
-        """An event nobody has recorded yet. Unlike in CUDA, waiting for it waits for a record to come."""
+        """Creates an event that is not recorded yet. Unlike in CUDA, waiting for it waits for a later record."""
         number = self._events
         self._events += 1
         if number == len(self._s.event):
@@ -287,18 +295,18 @@ class SmModel:
         return number
 
     def record(self, stream: int, event: int | None = None, submit_ns: float | None = None) -> int:
-        """The event happens when all that is on the stream so far is done."""
+        """Records an event, which happens when all work on the stream so far is done."""
         at = self._check(stream, submit_ns)
         event = self.event() if event is None else self._check_event(event)
         if self._s.event[event, lay.E_RECORDED]:
-            raise LaunchError(f"event {event} is already recorded: record each event once")
+            raise LaunchError(f"event {event} is already recorded: create another event with `event()`")
         self._s.event[event, lay.E_RECORDED] = 1
         _, i = self._simple(lay.RECORD, stream, at)
         self._s.command["event"][i] = event
         return event
 
     def wait(self, stream: int, event: int, submit_ns: float | None = None) -> None:
-        """What follows on the stream waits for the event."""
+        """Makes later work on the stream wait for the event."""
         at = self._check(stream, submit_ns)
         self._check_event(event)
         _, i = self._simple(lay.WAIT, stream, at)
@@ -307,9 +315,9 @@ class SmModel:
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(self, until_ns: float | None = None, *, stop_on_completion: bool = False) -> float:
-        """Advance to `until_ns`, or until all is done; the time then. May stop early at the first completion."""
+        """Advances to `until_ns`, or until all is done; returns the time. May stop early at the first completion."""
         if until_ns is not None and until_ns < self.now_ns:
-            raise LaunchError(f"cannot run until {until_ns} ns: it is {self.now_ns} ns already")
+            raise LaunchError(f"cannot run until {until_ns} ns: the current time is already {self.now_ns} ns")
         result = core.run(self._s, np.inf if until_ns is None else float(until_ns), int(stop_on_completion))
         if result == lay.IDLE and until_ns is None and self._s.gpu["pending"][0] > 0:
             raise DeadlockError(who_waits(self._s, self._base))
@@ -321,7 +329,7 @@ class SmModel:
 
     @property
     def next_event_ns(self) -> float:
-        """When something will happen next, if nothing else is submitted; infinite when nothing will."""
+        """When the next event happens, if nothing else is submitted; infinite if there is none."""
         return float(core.next_event(self._s))
 
     def completed(self) -> NDArray[np.int64]:
@@ -332,7 +340,7 @@ class SmModel:
         return handles
 
     def run_until_done(self, handle: int) -> float:
-        """Advance just far enough that the command has ended; when that was."""
+        """Advances until the command has ended; returns the time of its end."""
         while not self.done(handle):
             following = self.next_event_ns
             if following == np.inf:
@@ -342,7 +350,7 @@ class SmModel:
 
     @property
     def last_handle(self) -> int:
-        """The handle of the command submitted last; records and waits have one too."""
+        """The handle of the latest command; records and waits have handles too."""
         return self._next - 1
 
     # --- results ---------------------------------------------------------------------------------------------------
@@ -351,15 +359,15 @@ class SmModel:
         return bool(self._s.command["status"][self._row(handle)] >= lay.DONE)
 
     def start_ns(self, handle: int) -> float:
-        """When the first block started, or the copy. NaN before."""
+        """When the first block, or the copy, started. NaN before."""
         return float(self._s.command["start_ns"][self._row(handle)])
 
     def notify_ns(self, handle: int) -> float:
-        """When the last block started: all of the launch is on the SMs. NaN before."""
+        """When the last block started: from then on the whole launch is on the SMs. NaN before."""
         return float(self._s.command["notify_ns"][self._row(handle)])
 
     def finish_ns(self, handle: int) -> float:
-        """When the last block ended, or the copy. NaN before."""
+        """When the last block, or the copy, ended. NaN before."""
         return float(self._s.command["finish_ns"][self._row(handle)])
 
     @property
@@ -368,9 +376,9 @@ class SmModel:
         return self._s.lines
 
     def use_until(self, now_ns: float) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """Warp-ns of resident warps and ns with any, per SM since the beginning; and until when that is.
+        """A time, and per SM up to that time: warp-ns of resident warps, and ns with any resident warp.
 
-        That is `now_ns`, or the next event if it comes first: what happens from there on is not known yet.
+        The time is `now_ns`, or the next event if it comes first, because later events are not known yet.
         """
         until = max(self.now_ns, min(now_ns, self.next_event_ns))
         use = self._s.use
@@ -401,10 +409,11 @@ class SmModel:
             self._trace_rows += len(blocks)
 
     def check_integrity(self) -> None:
-        """With nothing in flight all resources are free and all counters agree; AssertionError otherwise."""
+        """Checks that with nothing in flight all resources are free and all counters agree; AssertionError otherwise.
+        """
         s, sm = self._s, self.part.sm
         assert not any(s.gpu[each][0] for each in ("pending", "active", "waiting", "ready")), "work in flight"
-        assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM has not got all back"
+        assert (s.free == (sm.threads, sm.registers, sm.shared_bytes, sm.blocks)).all(), "an SM misses resources"
         assert (s.pool_n == 0).all(), "an idle SM still draws on a pool"
         assert (s.clock[:, lay.C_ACTIVE] == 0).all(), "an idle pool still has an active SM"
         assert (np.sort(s.stack, axis=1).ravel() == np.arange(s.stack.size)).all(), "an SM lost a slot"
@@ -418,26 +427,26 @@ class SmModel:
     def _check(self, stream: int, submit_ns: float | None) -> float:
         """The time of a submission to this stream."""
         if not 0 <= stream < len(self._priorities):
-            raise LaunchError(f"no stream {stream}: there are {len(self._priorities)}")
+            raise LaunchError(f"no stream {stream}: {len(self._priorities)} exist; create one with `stream()`")
         now = self.now_ns
         if submit_ns is None:
             return now
         if submit_ns < now:
-            raise LaunchError(f"cannot submit at {submit_ns} ns: it is {now} ns already")
+            raise LaunchError(f"cannot submit at {submit_ns} ns: the current time is already {now} ns")
         return submit_ns
 
     def _check_event(self, event: int) -> int:
         if not 0 <= event < self._events:
-            raise LaunchError(f"no event {event}: there are {self._events}")
+            raise LaunchError(f"no event {event}: {self._events} exist; create one with `event()`")
         return event
 
     def _check_window(self, window: int) -> None:
         if not 0 <= window <= len(self._windows):
-            raise LaunchError(f"no window {window}: there are {len(self._windows)}; make one with `window(first, n)`")
+            raise LaunchError(f"no window {window}: {len(self._windows)} exist; create one with `window(first, n)`")
 
     def _row(self, handle: int) -> int:
         if not self._base <= handle < self._next:
-            raise LaunchError(f"no command {handle}: known are {self._base} to {self._next - 1}")
+            raise LaunchError(f"no command {handle}: the model knows {self._base} to {self._next - 1}")
         return handle & (len(self._s.command) - 1)
 
     def _footprint(self, kernel: Kernel, window: int) -> tuple[int, int, int, int]:
@@ -446,24 +455,27 @@ class SmModel:
         threads, registers, shared = kernel.threads, kernel.registers, kernel.shared_bytes
         key = (threads, registers, shared, cluster, window)
         if key not in self._footprints:
-            occupancy(self.part, threads, registers, shared, cluster)  # refuses what fits no SM or no GPC
+            occupancy(self.part, threads, registers, shared, cluster)  # refuses a block that fits in no SM or no GPC
             self._check_window(window)
             if window > 0 and cluster > 1:
                 self._check_cluster(threads, registers, shared, cluster, window)
             block = footprint(self.part.sm, threads, registers, shared)
             self._footprints[key] = (block.warps, block.threads, block.registers, block.shared_bytes)
         if n_blocks < 1 or n_blocks % cluster:
-            raise LaunchError(f"a grid of {n_blocks} blocks in clusters of {cluster}: one cluster or more, all whole")
+            raise LaunchError(
+                f"a grid of {n_blocks} blocks in clusters of {cluster}: the blocks must be a positive multiple of the "
+                "cluster"
+            )
         return self._footprints[key]
 
     def _check_cluster(self, threads: int, registers: int, shared: int, cluster: int, window: int) -> None:
-        """A cluster that no GPC's part of the window could hold would wait for ever."""
+        """Refuses a cluster that no GPC's part of the window could hold, since it would wait for ever."""
         each = occupancy(self.part.sm, threads, registers, shared).blocks_per_sm
         sms = most_in_a_gpc(self._s, window)
         if sms * each < cluster:
             raise LaunchError(
-                f"a cluster of {cluster} blocks fits no GPC's part of window {window}: at most {sms} SMs of it are in "
-                f"one, with {each} such blocks each; choose a larger window or a smaller cluster"
+                f"a cluster of {cluster} blocks fits in no GPC's part of window {window}: at most {sms} of its SMs are "
+                f"in one GPC, with {each} such blocks each; choose a larger window or a smaller cluster"
             )
 
     def _simple(self, kind: int, stream: int, at: float, latency: float = 0.0) -> tuple[int, int]:
@@ -486,7 +498,8 @@ class SmModel:
         if self._history is not None:
             while self._base < handle - self._history and status[self._base & mask] == lay.REPORTED:
                 self._base += 1
-        while handle + n - self._base > len(self._s.command) // 2:  # half: the next call for room is that far away
+        # half, so that the next enlargement is that far away
+        while handle + n - self._base > len(self._s.command) // 2:
             self._s = more_commands(self._s, self._base, handle)
 
     def _reserve_trace(self, n: int) -> int:

@@ -1,4 +1,4 @@
-"""Placement: which SM gets a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled."""
+"""Placement: the SM for a grid's next block, in its window, in its cluster's GPC, in order of priority. Compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paellapy.instrument.device.sm_layout import (
 
 @part
 def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
-    """The SM's rank for a block of this footprint: the one with the most room first; infinite where it does not fit."""
+    """The SM's rank for a block of this footprint: the SM with the most room first; infinite where it does not fit."""
     if (
         s.free[sm, F_BLOCKS] < 1
         or s.free[sm, F_THREADS] < threads
@@ -36,7 +36,7 @@ def load(s: State, sm: int, threads: int, registers: int, shared: int) -> float:
 
 @part
 def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
-    """Make the placement tree true for this footprint: only dirty SMs have changed if it was the last one too."""
+    """Updates the placement tree for this footprint; if it was the last one too, only dirty SMs have changed."""
     gpu = s.gpu[0]
     if gpu.fp_threads != threads or gpu.fp_registers != registers or gpu.fp_shared != shared:
         gpu.fp_threads, gpu.fp_registers, gpu.fp_shared = threads, registers, shared
@@ -55,7 +55,7 @@ def refresh_tree(s: State, threads: int, registers: int, shared: int) -> None:
 
 @part
 def place_one(s: State, handle: int) -> bool:
-    """Place the grid's next block on the SM with the most room."""
+    """Places the grid's next block on the SM with the most room."""
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
     refresh_tree(s, threads, registers, shared)
@@ -69,7 +69,7 @@ def place_one(s: State, handle: int) -> bool:
 
 @part
 def place_confined(s: State, handle: int) -> bool:
-    """Place the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
+    """Places the grid's next block on the SM of its window with the most room, the lowest on a tie as in the tree."""
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
     first = s.window[command.window, W_FIRST]
@@ -99,7 +99,7 @@ def in_window(s: State, window: int, sm: int) -> bool:
 
 @part
 def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
-    """How many blocks of this footprint still fit the SM."""
+    """The number of further blocks of this footprint that fit on the SM."""
     n: int = min(s.free[sm, F_BLOCKS], s.free[sm, F_THREADS] // threads)
     if registers > 0:
         n = min(n, s.free[sm, F_REGISTERS] // registers)
@@ -110,7 +110,8 @@ def room(s: State, sm: int, threads: int, registers: int, shared: int) -> int:
 
 @part
 def place_cluster(s: State, handle: int) -> bool:
-    """Place the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window."""
+    """Places the blocks of the grid's next cluster at once, inside the GPC with the most room for them in its window.
+    """
     command = s.command[handle & (s.command.shape[0] - 1)]
     threads, registers, shared = command.threads, command.registers, command.shared
     window = command.window
@@ -141,9 +142,9 @@ def place_cluster(s: State, handle: int) -> bool:
 
 @part
 def place(s: State) -> None:
-    """Hand out blocks: the first waiting grid until it has no more or fits nowhere; with backfill, then the next.
+    """Places blocks: of the first waiting grid until it has no more or does not fit; with backfill, then of the next.
 
-    Without, a grid that fits nowhere in its window holds up that window only: a context has a front end of its own.
+    Without backfill, a grid that does not fit in its window delays that window only: a context has its own front end.
     """
     gpu = s.gpu[0]
     gpu.passes += 1
@@ -155,7 +156,7 @@ def place(s: State) -> None:
         if window > 0 and s.window[window, W_HELD] == gpu.passes:
             k += 1
             continue
-        if command.blocked_at == gpu.freed:  # nothing was freed since it fitted nowhere
+        if command.blocked_at == gpu.freed:  # nothing was freed since it did not fit
             placed = False
         elif command.cluster > 1:
             placed = place_cluster(s, handle)
@@ -183,7 +184,7 @@ def place(s: State) -> None:
 
 @part
 def start_grid(s: State, handle: int) -> None:
-    """The grid joins those with blocks to place: behind all of its priority and above."""
+    """Adds the grid to those with blocks to place: behind all of its priority and above."""
     gpu = s.gpu[0]
     command = s.command[handle & (s.command.shape[0] - 1)]
     k = gpu.waiting

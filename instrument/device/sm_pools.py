@@ -1,9 +1,9 @@
 """Shared rates: memory traffic, fp32 and tensor flops, given to SMs and divided over their blocks. Compiled.
 
 A pool gives each SM with demand the same rate, min(total / demanding SMs, one SM's limit), and an SM divides its rate
-over its blocks by warps. So a pool has one clock, which counts what every demanding SM has received; on that clock an
-SM's next completion only moves when its own blocks change. One tournament tree over the SMs per pool and a small heap
-per SM therefore give processor sharing of the whole GPU at O(log) per block, whatever the load.
+over its blocks by warps. So a pool has one clock, which counts the work that every demanding SM has received; on that
+clock an SM's next completion only moves when its own blocks change. One tournament tree over the SMs per pool and a
+small heap per SM therefore give processor sharing of the whole GPU at O(log) per block, for any load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paellapy.instrument.device.sm_layout import (
 
 @part
 def pool_rekey(s: State, r: int, sm: int) -> None:
-    """Bring the SM's share up to the pool's clock; then say at which clock its next block is served."""
+    """Updates the SM's share to the pool's clock, then sets the clock value at which its next block is served."""
     base = (r * s.free.shape[0] + sm) * s.stack.shape[1]
     if s.pool_n[r, sm] == 0:
         tree_set(s.tree[r], sm, INF)
@@ -53,7 +53,7 @@ def pool_activate(s: State, r: int, change: int) -> None:
     if active > 0:
         s.clock[r, C_RATE] = min(s.clock[r, C_TOTAL] / active, s.clock[r, C_PER_SM])
     else:
-        s.clock[r, C_CLOCK] = 0.0  # nobody holds a time on this clock: restart it, so that it keeps its precision
+        s.clock[r, C_CLOCK] = 0.0  # no SM uses a time on this clock: restart it, so that it keeps its precision
 
 
 @part

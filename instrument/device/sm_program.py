@@ -13,7 +13,7 @@ from paellapy.instrument.device.sm_costs import BlockCost
 
 @dataclass(frozen=True, slots=True)
 class Under:
-    """The flag a launch looks at when its blocks start. They do not run while the flag's word is not below `epoch`.
+    """The flag that a launch reads when its blocks start. They run only while the flag's word is below `epoch`.
 
     `blocks` are the numbers of the launch's blocks in their grid, in order of start.
     """
@@ -25,7 +25,7 @@ class Under:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch, less the stream and the time. Its blocks take `cost` at shared rates, or exactly `duration_ns`."""
+    """One launch without its stream and time. Its blocks take `cost` at shared rates, or exactly `duration_ns`."""
 
     n_blocks: int
     threads: int
@@ -36,8 +36,8 @@ class Kernel:
     latency_ns: float | None = None
     cluster: int = 1
     kernel: int = 0
-    first: int = 0  # number of the first block: a slice of a larger grid begins there
-    under: Under | None = None  # where its blocks may be kept from running
+    first: int = 0  # number of the first block, for a slice of a larger grid
+    under: Under | None = None  # set if its blocks may be kept from running
 
 
 @dataclass(slots=True)
@@ -47,20 +47,20 @@ class Program:
     commands: NDArray[Any]  # COMMAND
     costs: NDArray[np.float64]
     n_blocks: int
-    epoch: int = field(default=-1)  # of the cost table that the commands refer to
+    epoch: int = field(default=-1)  # epoch of the cost table that the commands refer to
 
 
 class Commands(NamedTuple):
-    """Commands of one piece of work, as the core's tables have them. A tuple, because compiled code takes it."""
+    """Commands of one piece of work in the layout of the core's tables. A tuple, because compiled code takes it."""
 
     rows: NDArray[Any]  # COMMAND
-    kernels: NDArray[np.int64]  # which of them are kernels,
-    graphs: NDArray[np.int64]  # and of which graph, counted from 0
+    kernels: NDArray[np.int64]  # indices of the kernels among them
+    graphs: NDArray[np.int64]  # the graph of each of these, counted from 0
 
 
 @dataclass(slots=True)
 class Placed:
-    """Commands that were submitted to a stream once, and may be again."""
+    """Commands that were submitted to a stream once, and may be submitted again."""
 
     commands: Commands
     stream: int

@@ -1,4 +1,4 @@
-"""The SM model's state: made for a part, made larger, and read when it is stuck."""
+"""The SM model's state: created for a part, enlarged, and examined when it is stuck."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new_state(part: Part, timing: Timing, seed: int, backfill: bool, lines: NDAr
         window=window,
         flag=np.zeros(64, np.int64),
         ids=np.zeros(1024, np.int64),
-        # The stack's top is taken first: slot 0 of an SM before its others.
+        # The top of the stack is taken first: slot 0 of an SM before its others.
         stack=np.arange(slots).reshape(n, sm.blocks)[:, ::-1].copy(),
         slot=np.zeros((slots, 3), np.int64),
         dirty=np.zeros((2, n), np.int64),
@@ -84,7 +84,8 @@ def doubled(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def more_streams(s: lay.State) -> lay.State:
-    """Twice the streams and queues. Timers of streams follow those of queues in number, so they are renumbered."""
+    """Doubles the streams and queues. Timers of streams have the numbers after those of queues, so they are renumbered.
+    """
     old = len(s.queue)
     count = int(s.gpu["todo"][0])
     todo = np.zeros(2 * old + 1, np.int64)
@@ -107,7 +108,7 @@ def more_streams(s: lay.State) -> lay.State:
 
 
 def more_commands(s: lay.State, first: int, end: int) -> lay.State:
-    """Twice the rows, with commands `first` to `end` in their new places."""
+    """Doubles the rows, and moves commands `first` to `end` to their new places."""
     size = len(s.command)
     handles = np.arange(first, end)
     command = np.zeros(2 * size, lay.COMMAND)
@@ -116,21 +117,21 @@ def more_commands(s: lay.State, first: int, end: int) -> lay.State:
 
 
 def most_in_a_gpc(s: lay.State, window: int) -> int:
-    """How many of the window's SMs are in one GPC, where they are most."""
+    """The largest number of the window's SMs that are in one GPC."""
     first, n = s.window[window, lay.W_FIRST], s.window[window, lay.W_SMS]
     sms = (first + np.arange(n)) % len(s.free)
     return int(np.bincount(np.searchsorted(s.gpc, sms, side="right")).max())
 
 
 def unfinished_launches(s: lay.State, first: int) -> NDArray[np.int64]:
-    """Rows of the launches from handle `first` on that are not over, oldest first."""
+    """Rows of the unfinished launches from handle `first` on, oldest first."""
     rows: NDArray[np.int64] = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
     unfinished: NDArray[np.bool_] = (s.command["kind"][rows] == lay.LAUNCH) & (s.command["status"][rows] < lay.DONE)
     return rows[unfinished]
 
 
 def who_waits(s: lay.State, first: int) -> str:
-    """For a state in which nothing can happen any more: each queue's head, and what it waits for."""
+    """For a state in which nothing can happen any more: each queue's head, and the event that it waits for."""
     rows = np.arange(first, int(s.gpu["next"][0])) & (len(s.command) - 1)
     records = rows[s.command["kind"][rows] == lay.RECORD]
     waits = []
@@ -139,10 +140,10 @@ def who_waits(s: lay.State, first: int) -> str:
         event = command["event"]
         who = f"stream {command['stream']} ({_KINDS[command['kind']]} {handle})"
         if command["kind"] != lay.WAIT:
-            waits.append(f"{who} waits for what its stream is doing")
+            waits.append(f"{who} waits for earlier work on its stream")
         elif not s.event[event, lay.E_RECORDED]:
-            waits.append(f"{who} waits for event {event}, which nobody records")
+            waits.append(f"{who} waits for event {event}, which is never recorded")
         else:
             by = s.command["stream"][records[s.command["event"][records] == event][0]]
-            waits.append(f"{who} waits for event {event}, recorded further down stream {by}")
+            waits.append(f"{who} waits for event {event}, recorded later on stream {by}")
     return f"{s.gpu['pending'][0]} commands can never run: " + "; ".join(waits)

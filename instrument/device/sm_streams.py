@@ -1,4 +1,4 @@
-"""Streams, hardware queues, events and copies of the SM model: what may go next, and when. Compiled."""
+"""Streams, hardware queues, events and copies of the SM model: which command may go next, and when. Compiled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def look_at(s: State, queue: int) -> None:
 
 @part
 def finish_work(s: State, handle: int) -> None:
-    """A launch or copy is over: its stream may go on."""
+    """Ends a launch or copy, so that its stream may continue."""
     gpu = s.gpu[0]
     command = s.command[handle & (s.command.shape[0] - 1)]
     command.finish_ns = gpu.now_ns
@@ -85,7 +85,7 @@ def ready_ns(s: State, i: int) -> float:
 
 @part
 def fire(s: State, event: int) -> None:
-    """The event happens: the queues that wait for it may go on."""
+    """Fires an event, so that the queues waiting for it may continue."""
     s.event[event, E_FIRED] = 1
     waiter = s.event[event, E_WAITERS]
     while waiter >= 0:
@@ -96,7 +96,7 @@ def fire(s: State, event: int) -> None:
 
 @part
 def advance_queue(s: State, queue: int) -> None:
-    """Let go of the queue's head as long as it may: a queue is first in, first out, over all streams mapped onto it."""
+    """Releases the queue's heads as long as they may go: a queue is first in, first out, over all its streams."""
     gpu = s.gpu[0]
     while s.queue[queue, Q_HEAD] >= 0 and s.queue[queue, Q_WAITS] == 0:
         handle = s.queue[queue, Q_HEAD]
@@ -159,7 +159,7 @@ def drain_todo(s: State) -> None:
 
 @part
 def link_new(s: State) -> None:
-    """Append the commands written since the last call to their queues."""
+    """Appends the commands written since the last call to their queues."""
     gpu = s.gpu[0]
     while gpu.linked < gpu.next:
         handle = gpu.linked

@@ -1,8 +1,8 @@
-"""Many tables behind one address: compiled code is handed a state of fifty arrays as a single number.
+"""Many tables behind one address: compiled code receives a state of fifty arrays as a single number.
 
-A `TableSet` is a frozen dataclass of NumPy arrays. Beside them it keeps a *directory*: for each table its address and
-its shape. Compiled code gets the directory's address and reads from it what it needs: `s.lane` is an array there as it
-is in Python. A compiled function with fifty arrays for arguments takes a hundred times as long to compile and to call.
+A `TableSet` is a frozen dataclass of NumPy arrays. It also has a *directory*: the address and the shape of each table.
+Compiled code receives the directory's address and reads from it: `s.lane` is an array there, as it is in Python. A
+compiled function with fifty array arguments would take a hundred times as long to compile and to call.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WORD = 8  # bytes
 
 
 def table(kind: Any, *dimensions: str | int) -> Any:
-    """Declares a table: what its elements are, and its dimensions, as numbers or as names for whoever makes it."""
+    """Declares a table: its element type, and its dimensions, as numbers or as names."""
     return field(metadata={"dtype": np.dtype(kind), "dimensions": dimensions})
 
 
 class TableType(types.Type):  # type: ignore[misc]
-    """A table as compiled code sees it: where the directory has its address and extents.
+    """A table as compiled code sees it: the place in the directory of its address and extents.
 
-    An element or a row is reached with a few instructions. Everything else that arrays can do (slices, columns,
-    attributes) is left to Numba's arrays. An index is never negative.
+    An element or a row is reached with a few instructions. All other operations on arrays (slices, columns, attributes)
+    are left to Numba's arrays. An index is never negative.
     """
 
     def __init__(self, array: Any, item_bytes: int) -> None:
@@ -46,10 +46,10 @@ class TableType(types.Type):  # type: ignore[misc]
 
 
 class TableSetType(types.Type):  # type: ignore[misc]
-    """The Numba type of one class of table sets. Two are the same only if all their tables are."""
+    """The Numba type of one class of table sets. Two types are equal only if all their tables are."""
 
     def __init__(self, name: str, tables: dict[str, tuple[int, TableType]]) -> None:
-        self.tables = tables  # by name: where its entry in the directory begins, and its type
+        self.tables = tables  # by name: the start of its entry in the directory, and its type
         super().__init__(name=f"{name}({_digest(repr(tables))})")
 
 
@@ -58,7 +58,7 @@ def _digest(text: str) -> str:
 
 
 class TableSet:
-    """A base class: decorate what derives from it with `table_set`."""
+    """A base class: decorate derived classes with `table_set`."""
 
     numba_type: ClassVar[TableSetType]
     address: int
@@ -70,14 +70,14 @@ class TableSet:
             array, dtype = getattr(self, each.name), each.metadata["dtype"]
             wanted = len(each.metadata["dimensions"])
             if array.dtype != dtype or array.ndim != wanted or not array.flags.c_contiguous:
-                raise TypeError(f"{each.name} is to be a contiguous array of {dtype} with {wanted} dimensions")
+                raise TypeError(f"{each.name} must be a contiguous array of {dtype} with {wanted} dimensions")
             entries += (array.ctypes.data, *array.shape)
         directory = np.array(entries, np.int64)
         object.__setattr__(self, "_directory", directory)
         object.__setattr__(self, "address", int(directory.ctypes.data))
 
     def _replace(self, **tables: NDArray[Any]) -> Self:
-        """The same set but for these tables."""
+        """The same set with other arrays for these tables."""
         return replace(self, **tables)  # type: ignore[type-var]
 
 
@@ -90,7 +90,7 @@ def _tables(kind: type[TableSet]) -> Iterator[Field[Any]]:
 
 @dataclass_transform(frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(table,))
 def table_set(kind: Kind) -> Kind:
-    """Make a frozen dataclass of a class of tables, and tell Numba about it."""
+    """Makes a frozen dataclass of a class of tables, and registers it with Numba."""
     made: Any = dataclass(frozen=True, eq=False, repr=False, kw_only=True)(kind)
     columns, at = {}, 0
     for each in _tables(made):
@@ -106,7 +106,8 @@ def table_set(kind: Kind) -> Kind:
 def found_at(kind: type[TableSet]) -> Any:
     """A function for compiled code: the table set of this kind whose directory is at an address.
 
-    Whoever is called very often takes a number from Python instead of a table set: that is known to be one at once.
+    A function that is called very often takes a number from Python instead of a table set, since Numba recognises
+    numbers fastest.
     """
 
     def at(typing: Any, address: Any) -> tuple[Any, Any]:
@@ -120,7 +121,7 @@ def found_at(kind: type[TableSet]) -> Any:
     return made
 
 
-# --- what Numba needs to know ---------------------------------------------------------------------------------------
+# --- registration with Numba ------------------------------------------------------------------------------------------
 
 
 @typeof_impl.register(TableSet)  # type: ignore[untyped-decorator]
@@ -214,7 +215,7 @@ class _StaticGetItem(AbstractTemplate):  # type: ignore[misc]
 
 
 def _read(builder: Any, entry: Any, at: int) -> Any:
-    """A number of a table's entry, which never changes: LLVM reads it once, whatever is written meanwhile."""
+    """A number of a table's entry. It never changes, so LLVM reads it once, regardless of writes in between."""
     value = builder.load(builder.gep(entry, [ir.Constant(_I32, at)]), align=_WORD)
     value.set_metadata("invariant.load", builder.module.add_metadata([]))
     return value
@@ -292,7 +293,7 @@ def _lower_static_getitem(context: Any, builder: Any, sig: Any, args: Any) -> An
     kind, index = sig.args
     if isinstance(index, types.IntegerLiteral):
         if kind.array.ndim != 1:
-            raise NotImplementedError  # Numba goes on with `getitem`
+            raise NotImplementedError  # Numba then uses `getitem`
         return _get(context, builder, kind, args[0], [ir.Constant(_I64, index.literal_value)])
     implementation = context.get_function("static_getitem", signature(sig.return_type, kind.array, index))
     return implementation(builder, (_as_array(context, builder, kind, args[0]), args[1]))

@@ -1,10 +1,10 @@
-"""A GPU that is not there: kernels evaluated with NumPy, their blocks placed and timed by the SM model.
+"""A simulated GPU: kernels evaluated with NumPy, their blocks placed and timed by the SM model.
 
-A launch computes its data at once, in the order of the host's calls; that order respects every event and stream, since
-a wait can only name what was recorded before. Its blocks then enter the SM model with what each of them cost, and time
-passes there: a host clock of its own advances with every call, so that the same program gives the same trace anywhere.
-A launch that may be preempted is the exception: its data is computed when it is over, and a launch that follows it on
-its stream waits for that.
+A launch computes its data at once, in the order of the host's calls. That order respects every event and stream, since
+a wait can only name an event that was recorded before. Its blocks then enter the SM model with their costs, and time
+passes there: a separate host clock advances with every call, so that the same program gives the same trace on every
+machine. Preemptible launches are an exception: their data are computed when they are over, and a launch that follows on
+the same stream waits for that.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from paellapy.instrument.ptx.passes import PassConfig
 from paellapy.instrument.records import RING_RECORD, SM_LINE, Records
 from paellapy.instrument.ttir.addresses import know
 
-_MOST_LATER = 1024  # launches whose place on the SMs nobody has asked for: they keep their costs and arguments
-_HISTORY = 1 << 16  # finished commands the model remembers
+_MOST_LATER = 1024  # most launches kept with their costs and arguments until their place on the SMs is needed
+_HISTORY = 1 << 16  # finished commands that the model keeps
 
 
 class VirtualArray(np.ndarray[Any, Any]):
-    """Memory of a virtual GPU: a NumPy array that also answers as arrays of a real GPU do."""
+    """Memory of a virtual GPU: a NumPy array with the methods of a real GPU's arrays."""
 
     def numpy(self) -> NDArray[Any]:
-        """A copy on the host, once everything submitted to the current stream is done."""
+        """A copy on the host, after all work submitted to the current stream is done."""
         for device in list(VirtualDevice.deferring):
             device.finish(device.current_stream())
         return np.array(self, subok=False)
@@ -49,7 +49,9 @@ class VirtualArray(np.ndarray[Any, Any]):
     def set(self, data: NDArray[Any]) -> None:
         """Overwrites the array with host data of the same shape."""
         if np.shape(data) != self.shape:
-            raise ValueError(f"array has shape {self.shape}, data {np.shape(data)}")
+            raise ValueError(
+                f"the array has shape {self.shape}, but the data have {np.shape(data)}: both must be equal"
+            )
         self[...] = data
 
 
@@ -57,7 +59,7 @@ class VirtualDevice(Device):
     """`Device("virtual:h200")`; the parts are in parts.py."""
 
     first = "h200"
-    deferring: ClassVar[WeakSet[VirtualDevice]] = WeakSet()  # those with runs whose data is not computed yet
+    deferring: ClassVar[WeakSet[VirtualDevice]] = WeakSet()  # devices with runs whose data are not computed yet
 
     def _setup(self, which: str) -> None:
         self.part = part(which or "h200")
@@ -72,25 +74,25 @@ class VirtualDevice(Device):
         self._streams: list[int] = []
         self._host_ns = 0.0
         self._ring_size = 0
-        self.noted: list[NotedLaunch] | None = None  # launches with their costs, while somebody wants them
-        self.events: list[Events] = []  # of ranges, in the trace that runs or ran last
-        self.runs: list[VirtualRun] = []  # launches that may be preempted, whose data is not computed yet
+        self.noted: list[NotedLaunch] | None = None  # launches with their costs, while a caller collects them
+        self.events: list[Events] = []  # events of ranges, in the current or latest trace
+        self.runs: list[VirtualRun] = []  # preemptible launches whose data are not computed yet
 
     evaluates = True
 
     @property
     def model(self) -> SmModel:
-        """The SM model, with everything submitted that was launched so far."""
+        """The SM model, with all launches so far submitted."""
         later, self._later = self._later, []
         for submit in later:
             submit()
         return self._model
 
     def place(self, submit: Callable[[], object]) -> None:
-        """Submits a launch to the SM model once somebody asks what happens there.
+        """Submits a launch to the SM model once its result is needed.
 
-        Its place depends on registers and shared memory, which the compiler knows at its very end: where nobody looks
-        at times, kernels are never compiled as far as that.
+        Its place depends on registers and shared memory, which are known only at the end of compilation: where no times
+        are read, kernels are never compiled that far.
         """
         self._later.append(submit)
         if len(self._later) >= _MOST_LATER:
@@ -101,7 +103,7 @@ class VirtualDevice(Device):
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> VirtualArray:
         if self.capture is not None and self.capture.active:
             return self.capture.empty((shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype))  # type: ignore[no-any-return]
-        # Poisoned, so that a kernel that reads what nobody wrote does not work here by accident.
+        # Poisoned, so that a kernel that reads unwritten memory does not work here by accident.
         out = np.empty(shape, dtype)
         out.view(np.uint8).fill(0xFF) if out.dtype.kind in "fV" and out.size else out.fill(0)
         return _known(out.view(VirtualArray))
@@ -156,7 +158,7 @@ class VirtualDevice(Device):
         (self.deferring.add if self.runs else self.deferring.discard)(self)
 
     def finish(self, stream: int) -> None:
-        """Waits for the runs on a stream: what comes next may read what they compute."""
+        """Waits for the runs on a stream, since later work may read their results."""
         for run in [run for run in self.runs if run.stream == stream]:
             run.wait()
 
@@ -205,7 +207,7 @@ def _known(array: VirtualArray) -> VirtualArray:
 
 
 def _rings(blocks: Records, sm_ids: int, size: int) -> tuple[Records, Records]:
-    """The blocks as the rings of a real GPU would hold them."""
+    """The blocks in the layout of a real GPU's rings."""
     lines, rings = np.zeros(sm_ids, SM_LINE), np.zeros((sm_ids, size), RING_RECORD)
     ordered = blocks[np.lexsort((blocks["start_ns"], blocks["sm"]))]
     tails = np.bincount(ordered["sm"], minlength=sm_ids)
@@ -280,7 +282,7 @@ def _find_handler(kind: type) -> Handler | None:
 
         def refuse(_: Any) -> tuple[Any, Any]:
             raise ArgumentError(
-                f"a {kind.__module__}.{kind.__name__} cannot be given to a kernel on the virtual GPU: "
+                f"a {kind.__module__}.{kind.__name__} cannot be passed to a kernel on the virtual GPU: "
                 "pass NumPy arrays or PyTorch's CPU tensors, which the kernel then reads and writes in place"
             )
 
@@ -292,7 +294,7 @@ def _array_handler() -> Handler:
     aligned, lookup = pointer_keys()
 
     def handle(a: NDArray[Any]) -> tuple[Any, Any]:
-        a = np.asarray(a)  # the memory itself: NumPy would hand a subclass on to every intermediate result
+        a = np.asarray(a)  # the memory itself: NumPy would pass a subclass on to every intermediate result
         if a.ctypes.data & 15:
             return a, lookup(a.dtype, False)
         return a, aligned.get(a.dtype) or lookup(a.dtype, True)
@@ -301,20 +303,20 @@ def _array_handler() -> Handler:
 
 
 def _tensor_handler() -> Handler:
-    """PyTorch's CPU tensors are arguments as NumPy arrays are: the kernel works on their own memory."""
+    """Handles PyTorch's CPU tensors like NumPy arrays: the kernel works on their own memory."""
     handle = _array_handler()
     return lambda t: handle(as_array(t))
 
 
 def as_array(tensor: Any) -> NDArray[Any]:
-    """A CPU tensor's own memory as a NumPy array, whatever its strides and type; its base is the whole storage."""
+    """A CPU tensor's own memory as a NumPy array, for any strides and type; its base is the whole storage."""
     import torch
 
     if tensor.device.type != "cpu":
-        raise ArgumentError(f"a tensor on {tensor.device} cannot be given to the virtual GPU; move it with .cpu()")
+        raise ArgumentError(f"a tensor on {tensor.device} cannot be passed to the virtual GPU: move it with .cpu()")
     dtype = _TORCH_TYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise ArgumentError(f"kernels take no tensors of {tensor.dtype}")
+        raise ArgumentError(f"a kernel cannot take tensors of {tensor.dtype}: convert them to another type")
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return np.empty(tuple(tensor.shape), dtype)

@@ -1,4 +1,4 @@
-"""A launch on the virtual GPU: compute the blocks' data, then give their costs to the SM model."""
+"""A launch on the virtual GPU: computes the blocks' data, then passes their costs to the SM model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paellapy.instrument.ttir.machine import Mark
 
 
 class Gpu(Protocol):
-    """What a launch asks of the virtual GPU it is made on."""
+    """The parts of the virtual GPU that a launch uses."""
 
     part: Part
     costs: CostModel
@@ -39,7 +39,7 @@ class Gpu(Protocol):
     session: Any
     noted: list[NotedLaunch] | None
     runs: list[VirtualRun]
-    events: list[Events]  # of ranges, in the trace that runs
+    events: list[Events]  # events of ranges, in the current trace
 
     @property
     def model(self) -> SmModel: ...
@@ -53,18 +53,18 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Where and when a launch was submitted, and which of its grid's blocks it runs."""
+    """Where and when a launch was submitted, and which blocks of its grid it runs."""
 
     grid: tuple[int, int, int]
     first: int
     count: int
     at_ns: float
     stream: int
-    under: Under | None = None  # the flag it runs under
+    under: Under | None = None  # the flag under which it runs
 
 
 class VirtualNotification:
-    """What a launch at level `notify` returns: set once its last block is on an SM."""
+    """The result of a launch at level `notify`: set once its last block is on an SM."""
 
     def __init__(self, model: SmModel, handle: int) -> None:
         self._model, self._handle = model, handle
@@ -81,7 +81,7 @@ class VirtualNotification:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NotedLaunch:
-    """A launch that ran, and what its blocks cost."""
+    """A launch that ran, and the costs of its blocks."""
 
     launcher: VirtualLauncher
     grid: tuple[int, int, int]
@@ -105,7 +105,7 @@ class VirtualLauncher(Launcher):
 
     @functools.cached_property
     def compiled(self) -> Compiled:  # type: ignore[override]  # other launchers have it from the beginning
-        """The kernel compiled to its end, for what a block of it takes from an SM; refused where it fits none."""
+        """The fully compiled kernel, for a block's resources on an SM; LaunchError if a block fits on none."""
         made = self._draft.source.build(self.config)
         assert made.source.threads is not None
         occupancy(self.device.part, made.source.threads, made.registers, made.shared_bytes, made.source.cluster)
@@ -139,7 +139,7 @@ class VirtualLauncher(Launcher):
         gx, gy, gz = (*grid, 1, 1)[:3]
         check_grid(self.name, (gx, gy, gz))
         if min(gx, gy, gz) == 0:
-            return None  # an empty grid is no work, as in Triton
+            return None  # an empty grid launches nothing, as in Triton
         if gate.hold is not None:
             gate.hold()
         first, count = part or (0, gx * gy * gz)
@@ -158,7 +158,7 @@ class VirtualLauncher(Launcher):
         return VirtualNotification(device.model, handle) if self.config.notifies else None
 
     def under(self, flag: VirtualFlag, work: Work, blocks: Blocks) -> VirtualRun:
-        """Launches some blocks under a flag. Their costs are worked out now, their data once it is known who ran."""
+        """Launches some blocks under a flag. Costs are computed now, data once it is known which blocks ran."""
         if isinstance(blocks, tuple):
             first, count = blocks
             ids = np.arange(first, first + count)
@@ -179,7 +179,7 @@ class VirtualLauncher(Launcher):
         return VirtualRun(self.device, under, handle, work.stream, costs, compute)
 
     def _price(self, work: Work, ids: NDArray[np.int64]) -> Records:
-        """What blocks cost, judged by the data there is; where that fails, what runs before them is waited for."""
+        """The costs of blocks, from the current data; if that fails, earlier runs on the stream are waited for."""
         arguments = self.pick(work.values)
         price = functools.partial(self.program.run, arguments, work.grid, ids, record=False)
         try:
@@ -198,13 +198,13 @@ class VirtualLauncher(Launcher):
         count: int,
         marks: list[Mark] | None = None,
     ) -> Records:
-        """Computes the data of some blocks; what each of them cost."""
+        """Computes the data of some blocks; returns the cost of each."""
         return self.program.run(self.pick(values), grid, range(first, first + count), marks=marks)
 
     def prepare(
         self, values: Sequence[Any], grid: tuple[int, int, int], first: int, count: int
     ) -> Callable[[], None] | None:
-        """`evaluate` for the same arrays again and again, without its cost; None where nothing was recorded."""
+        """A prepared `evaluate` for the same arrays, without costs; None if nothing was recorded."""
         return self.program.prepare(self.pick(values), grid, range(first, first + count))
 
     def _place(
@@ -215,7 +215,7 @@ class VirtualLauncher(Launcher):
         session: Any = None,
         noted: list[NotedLaunch] | None = None,
     ) -> int:
-        """Gives a launch to the SM model. `session` and `noted` are those of its time: placing may come later."""
+        """Passes a launch to the SM model. `session` and `noted` are those at its launch: placing may come later."""
         device, compiled, stream = self.device, self.compiled, submit.stream
         cluster = compiled.source.cluster
         first, blocks = submit.first * cluster, submit.count * cluster
@@ -244,5 +244,5 @@ class VirtualLauncher(Launcher):
         )
 
     def block_cost(self, cost: Records, values: Sequence[Any] = ()) -> BlockCost:
-        """The evaluator's counts as the SM model takes them; `values` are the launch's arguments."""
+        """The evaluator's counts in the form that the SM model takes; `values` are the launch's arguments."""
         return self._kernel_cost.block_cost(cost, values)

@@ -1,6 +1,6 @@
-"""Preemption on the virtual GPU: the data of a block is computed once it is known that the block has run.
+"""Preemption on the virtual GPU: the data of a block are computed once it is known that the block has run.
 
-What blocks cost is asked for at the launch, as for any other; memory is put back afterwards.
+The costs of blocks are computed at the launch, as for any other launch; memory is restored afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paellapy.instrument.records import Records
 
 
 class Host(Protocol):
-    """What flags and runs ask of the virtual GPU they are on."""
+    """The parts of the virtual GPU that flags and runs use."""
 
     runs: list[VirtualRun]
 
@@ -35,14 +35,14 @@ class VirtualFlag(Flag):
         self._device, self.number = device, device.model.flag()
 
     def _write(self, word: int) -> None:
-        """The host's call takes as long as a launch does, and the word is there after the latency of one."""
+        """Writes the word: the host's call takes as long as a launch, and the word arrives after the latency of one."""
         model = self._device.model
         model.run(self._device.submit() + model.timing.launch_ns)
         model.set_flag(self.number, word)
 
 
 class VirtualRun(Run):
-    """A launch in the SM model whose data is computed once it is over."""
+    """A launch in the SM model whose data are computed once it is over."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class VirtualRun(Run):
 
     def over(self) -> bool:
         model = self._device.model
-        model.run(max(model.now_ns, self._device.submit()))  # asking takes the host some time, too
+        model.run(max(model.now_ns, self._device.submit()))  # the query itself takes some time on the host
         self._device.settle()
         return self._left is not None
 
@@ -70,7 +70,7 @@ class VirtualRun(Run):
             self._device.wait_until(self._device.model.run_until_done(self.handle))
 
     def settle(self) -> None:
-        """Computes the data of the blocks that ran, now that it is known which."""
+        """Computes the data of the blocks that ran, now that they are known."""
         self._left = self._device.model.take_left(self.handle)
         ran = np.setdiff1d(self._blocks, self._left, assume_unique=True)
         if len(ran):
@@ -84,7 +84,7 @@ class VirtualRun(Run):
         return self._left
 
     def costs_of(self, blocks: NDArray[np.int64]) -> Records:
-        """What some of its blocks cost."""
+        """The costs of some of its blocks."""
         order = np.argsort(self._blocks)
         return self._costs[order[np.searchsorted(self._blocks, blocks, sorter=order)]]
 
@@ -94,7 +94,7 @@ class VirtualRun(Run):
 
 
 def without_effects(arguments: Sequence[Any], run: Callable[[], Records]) -> Records:
-    """The result of `run`, with the memory of its arguments as it was before."""
+    """The result of `run`, with the memory of its arguments restored afterwards."""
     arrays = [a for a in arguments if isinstance(a, np.ndarray) and a.flags.writeable]
     kept = [a.copy() for a in arrays]
     try:

@@ -1,4 +1,4 @@
-"""Ranges on the virtual GPU: when an event comes follows from the part of the block's cost before it."""
+"""Ranges on the virtual GPU: an event is placed in its block in proportion to the cost up to that point."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Price = Callable[[Records], NDArray[np.float64]]
 def events_of(
     launch: int, ranges: Ranges, marks: Sequence[Mark], ids: NDArray[np.int64], cost: Records, price: Price
 ) -> Events:
-    """`ids` are the blocks that ran and `cost` what each cost in the end; `price` says how long such costs take.
+    """`ids` are the blocks that ran, `cost` is the total cost of each, and `price` converts costs to times.
 
-    Warps are not told apart here: what a kernel notes per warp, it notes for its block. As on a GPU, a block keeps its
-    last events only.
+    Warps are not distinguished: an event recorded per warp is recorded for its block. As on a GPU, a block keeps only
+    its last events.
     """
     whole = price(cost)
     order = np.argsort(ids)
@@ -36,7 +36,7 @@ def events_of(
         return Events(launch, ranges.names, nothing, nothing.astype(np.uint16), nothing, np.zeros(0))
     block, tags, part = (np.concatenate(column) for column in zip(*columns, strict=True))
     by = np.argsort(block, kind="stable")
-    last = np.searchsorted(block[by], block[by], side="right") - 1  # of each event's block
+    last = np.searchsorted(block[by], block[by], side="right") - 1  # the last event of each event's block
     kept = by[last - np.arange(len(by)) < EVENTS]
     warp = np.full(len(kept), WHOLE_BLOCK, np.uint16)
     lost = len(by) - len(kept)

@@ -77,7 +77,7 @@ def test_without_a_driver_the_error_says_what_to_do_and_names_the_virtual_gpu(mo
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(driver, "library", missing)
-    with pytest.raises(NoDeviceError, match=r"No CUDA driver.*paellapy\[cuda1.\].*virtual:h200"):
+    with pytest.raises(NoDeviceError, match=r"CUDA driver.*paellapy\[cuda1.\].*virtual:h200"):
         driver.driver.__wrapped__()
 
 

@@ -107,7 +107,7 @@ def test_clusters_are_counted_whole():
     assert occupancy(h200, 1024, 32, 200 * KIB, cluster=2).blocks_per_sm == 1
     with pytest.raises(LaunchError, match=r"cluster of 16 blocks.*1 to 8"):
         occupancy(h200, 128, 32, cluster=16)
-    with pytest.raises(LaunchError, match=r"cluster of 2 blocks: compute capability 8\.0 takes 1 to 1"):
+    with pytest.raises(LaunchError, match=r"cluster of 2 blocks: compute capability 8\.0 allows 1 to 1"):
         occupancy(part("a100"), 128, 32, cluster=2)
 
 

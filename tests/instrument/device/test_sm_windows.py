@@ -339,17 +339,17 @@ def test_what_cannot_be_is_refused():
             sim.window(first, n)
     window = sim.window(2, 2)  # one SM of each of two GPCs
     for unknown in (-1, 2):
-        with pytest.raises(LaunchError, match=f"no window {unknown}: there are 1; make one"):
+        with pytest.raises(LaunchError, match=f"no window {unknown}: 1 exist"):
             sim.launch(s, Kernel(1, 32, duration_ns=1), window=unknown)
         with pytest.raises(LaunchError, match=f"no window {unknown}"):
             sim.program([Kernel(1, 32, duration_ns=1)], unknown)
-    with pytest.raises(LaunchError, match=r"a cluster of 4 blocks fits no GPC's part of window 1: .* choose a larger"):
+    with pytest.raises(LaunchError, match=r"a cluster of 4 blocks .* window 1: .* choose a larger"):
         sim.launch(s, Kernel(4, 1024, cluster=4, duration_ns=1), window=window)
-    with pytest.raises(LaunchError, match="fits no GPC's part of window 1"):
+    with pytest.raises(LaunchError, match="GPC's part of window 1"):
         sim.program([Kernel(4, 1024, cluster=4, duration_ns=1)], window)
     sim.launch(s, Kernel(4, 1024, cluster=2, duration_ns=1), window=window)
     sim.run()
     confined = sim.program([Kernel(1, 32, duration_ns=1)], window)
     other = SmModel(SMALL, timing=EXACT)
-    with pytest.raises(LaunchError, match="no window 1: there are 0"):
+    with pytest.raises(LaunchError, match="no window 1: 0 exist"):
         other.launch_program(other.stream(), confined)
