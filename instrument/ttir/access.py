@@ -1,4 +1,4 @@
-"""One memory op while it runs: where it happens, what it costs, which arguments it reaches."""
+"""One memory op while it runs: its place in the source, its cost, and the arguments it accesses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Access:
-    """One memory op at run time: makes sites, counts bytes, and spreads over the arguments a pointer may point into."""
+    """One memory op at run time: makes sites, counts bytes, and covers all arguments that a pointer may point into."""
 
     def __init__(self, low: Lowering, op: Op, shape: Shape, element: Element) -> None:
         self.kernel, self.line, self.name = low.kernel, low.line(op), op.name
@@ -43,7 +43,7 @@ class Access:
         )
 
     def bare_site(self, active: Active) -> Site:
-        """For ops that touch no argument."""
+        """A site for an op that touches no argument."""
         ids = active.machine.ids[active.rows]
         return Site(self.kernel, self.line, self.name, "", active.machine.grid, ids, active.rows, self.shape)
 

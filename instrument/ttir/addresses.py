@@ -1,7 +1,7 @@
-"""Pointers as numbers (`tt.int_to_ptr`, `tt.ptr_to_int`): tables of addresses, as grouped products and LoRA have them.
+"""Pointers as numbers (`tt.int_to_ptr`, `tt.ptr_to_int`): tables of addresses, as in grouped products and LoRA.
 
-Addresses are those of this process, and nothing is read through one that does not lie in an array that is known: one
-of the launch's arguments, of `pp.array`, `pp.empty` and `pp.zeros`, or a PyTorch tensor that is alive.
+Addresses are those of this process. Memory is read through an address only if it lies in a known array: an argument of
+the launch, an array from `pp.array`, `pp.empty` or `pp.zeros`, or a live PyTorch tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _known: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 
 
 def know(array: Array) -> None:
-    """Lets kernels reach an array through its address, as long as it is alive."""
+    """Lets kernels access an array through its address, as long as it is alive."""
     _known[array.__array_interface__["data"][0]] = array
 
 
@@ -38,12 +38,12 @@ def _bytes(lowest: Array, size: int) -> Array:
 
 
 def _tensors() -> Iterator[Array]:
-    """The memory of every PyTorch tensor of the CPU that is alive."""
+    """The memory of every live PyTorch tensor on the CPU."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return
     for thing in gc.get_objects():
-        # By its type: an object's own __class__ may be a property that does anything.
+        # By its type: an object's own __class__ may be a property with side effects.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             if storage.nbytes():
@@ -65,7 +65,7 @@ class Places:
         self._starts = sorted(self._spans)
 
     def find(self, address: int) -> int | None:
-        """Where the array begins in which the address lies."""
+        """The start of the array that contains the address."""
         for at in range(bisect.bisect_right(self._starts, address) - 1, -1, -1):
             start = self._starts[at]
             if address < start + self._spans[start].size:
@@ -105,7 +105,10 @@ def _pointer(buffers: Buffers, addresses: Any, element: Element) -> Ptr:
         which[k] = list(starts).index(start)
         offset[k] = -1 if start is None else (address - start) // element.size
         if start is not None and (address - start) % element.size:
-            raise ValueError(f"address {address:#x} is not aligned for {element.name}")
+            raise ValueError(
+                f"address {address:#x} is not aligned for {element.name}: it must be a multiple of {element.size} "
+                "bytes from the start"
+            )
     bases = tuple(starts.values())
     shape = flat.shape
     picked = which[where].reshape(shape)[()]

@@ -21,7 +21,7 @@ _PLAIN = (int, float)  # and not zero: 0.0 and -0.0 would be the same key
 
 @dataclass(slots=True, frozen=True)
 class Bound:
-    """Arguments of one run. `key` is everything a tape depends on: scalars, sizes, what overlaps what is written."""
+    """Arguments of one run. `key` has all that a tape depends on: scalars, sizes, overlaps with written arrays."""
 
     args: Sequence[Any]
     buffers: Buffers
@@ -29,7 +29,7 @@ class Bound:
 
 
 class Signature:
-    """A kernel's parameters. Binding is on the path of every launch, so it does no more than it must."""
+    """A kernel's parameters. Binding is part of every launch, so it does as little as possible."""
 
     def __init__(self, kernel: str, types: Sequence[Type], names: Sequence[str], written: Collection[int]) -> None:
         self.kernel, self.names, self.types = kernel, names, types
@@ -37,13 +37,15 @@ class Signature:
         self.written = tuple(i for i in sorted(written) if self.elements[i] is not None)
 
     def bind(self, args: Sequence[Any], whole: bool = False) -> Bound:
-        """Flatten the arrays, and check them against the signature.
+        """Flattens the arrays, and checks them against the signature.
 
-        `whole`: a view's memory is that of the array it is a view of, as on a GPU, where nobody knows of views.
+        `whole`: the memory of a view is that of its base array, as on a GPU, which does not know views.
         """
         if len(args) != len(self.types):
             names = ", ".join(self.names)
-            raise ArgumentError(f"kernel {self.kernel} takes {len(self.types)} arguments ({names}), not {len(args)}")
+            raise ArgumentError(
+                f"kernel {self.kernel} takes {len(self.types)} arguments ({names}), but {len(args)} were given"
+            )
         flats: list[Array | None] = [None] * len(args)
         origins = [0] * len(args)
         key: list[Any] = []
@@ -75,13 +77,14 @@ class Signature:
             written = flats[j]
             if written is not None and not written.flags.writeable:
                 raise ArgumentError(
-                    f"kernel {self.kernel}: argument {self.names[j]} is written, but the array is read-only"
+                    f"kernel {self.kernel}: argument {self.names[j]} is written, but the array is read-only: pass a "
+                    "writable array"
                 )
         key.append(frozenset(fragile))
         return Bound(args, Buffers(flats, origins, list(self.elements), key[-1]), tuple(key))
 
     def values(self, bound: Bound) -> list[Any]:
-        """What the kernel's arguments are at its entry."""
+        """The values of the kernel's arguments at its entry."""
         out: list[Any] = []
         for i, (arg, element) in enumerate(zip(bound.args, self.elements, strict=True)):
             if element is None:
@@ -97,7 +100,7 @@ class Signature:
         return Window(base, shape, strides, (), self.types[i].block, padding)
 
     def _storage(self, i: int, arg: Array, element: Element) -> tuple[Array, int]:
-        """All memory of the array that `arg` is a view of, and where `arg` begins in it."""
+        """The whole memory of the base array of `arg`, and the place of `arg` in it."""
         root = arg
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -115,19 +118,19 @@ class Signature:
         return ArgumentError(f"kernel {self.kernel}: argument {self.names[i]} {why}")
 
     def _flatten(self, i: int, arg: Any, element: Element) -> tuple[Array, int]:
-        """An array's memory as one axis, from its lowest to its highest element, and where its first element lies."""
+        """An array's memory as one axis, from its lowest to its highest element, and the place of its first element."""
         if not isinstance(arg, np.ndarray):
             raise self._refuse(i, f"is a pointer to {element.name}; pass a NumPy array")
         bits = (
             arg.dtype.kind in "iub" and arg.dtype.itemsize == element.size and (element.narrow or not element.is_float)
         )
         if arg.dtype != element.memory and not bits:
-            raise self._refuse(i, f"points to {element.name}, the array holds {arg.dtype}")
+            raise self._refuse(i, f"points to {element.name}, but the array holds {arg.dtype}: convert the array")
         if arg.flags.c_contiguous or not arg.size:
             return arg.reshape(-1).view(element.storage), 0
-        arg = arg.view(element.bits)  # NumPy's own functions do not know ml_dtypes' types
+        arg = arg.view(element.bits)  # NumPy's own functions do not know the types of ml_dtypes
         if any(s % arg.itemsize for s in arg.strides):
-            raise self._refuse(i, "has strides that are not whole elements")
+            raise self._refuse(i, "has strides that are not whole elements: pass a copy")
         steps = [s // arg.itemsize for s in arg.strides]
         origin = -sum(s * (n - 1) for s, n in zip(steps, arg.shape, strict=True) if s < 0)
         span = 1 + sum(abs(s) * (n - 1) for s, n in zip(steps, arg.shape, strict=True))
@@ -139,7 +142,7 @@ class Signature:
         if (isinstance(arg, np.ndarray) and arg.ndim) or not isinstance(
             arg, bool | int | float | np.generic | np.ndarray
         ):
-            raise self._refuse(i, f"is a scalar {element.name}, not {type(arg).__name__}")
+            raise self._refuse(i, f"must be a scalar {element.name}, not {type(arg).__name__}")
         if element.is_float:
             value = element.compute.type(float(arg))
             to = rounder(element)
@@ -149,6 +152,6 @@ class Signature:
         bits = 8 * element.size
         number = int(arg)
         if not -(2 ** (bits - 1)) <= number < 2**bits:
-            raise self._refuse(i, f"is {number}, which does not fit {element.name}")
+            raise self._refuse(i, f"is {number}, which does not fit in {element.name}")
         number &= 2**bits - 1
         return element.compute.type(number - 2**bits if number >= 2 ** (bits - 1) else number)

@@ -33,7 +33,7 @@ def bessel_y(order: Any, x: Any) -> Any:
 
 
 def bessel_i(order: int, x: Any) -> Any:
-    """The sum of (x/2)^(2k+n) / (k! (k+n)!); all terms have one sign, so nothing cancels.
+    """The sum of (x/2)^(2k+n) / (k! (k+n)!); all terms have the same sign, so nothing cancels.
 
     >>> round(float(bessel_i(1, np.float64(1.0))), 6)
     0.565159

@@ -1,4 +1,4 @@
-"""Translations of the ops that compute: elementwise, shapes, reductions, dots."""
+"""Translations of ops that compute: elementwise, shapes, reductions, dots."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def clamp(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 def convert(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     source, target = op.in_types[0].element, op.out_types[0].element
     if source.is_float and target.is_float and source.compute == target.compute and not target.narrow:
-        return copy_slot(args[0], outs[0])  # already held that wide
+        return copy_slot(args[0], outs[0])  # already held in a type that wide
     return each(ew.convert(op.name, source, target, op.attributes.get("rounding", "")), args, outs[0])
 
 
@@ -137,7 +137,7 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
             return None
         if made.steps or args:
             low.refuse(op, f"PTX {text!r:.60} without results")
-        return partial(_zeros, outs=outs)  # Triton 3.6 gives `griddepcontrol.wait` a result that nothing writes
+        return partial(_zeros, outs=outs)  # Triton 3.6 gives `griddepcontrol.wait` a result that is never written
     pack = op.integer("packed_element", 1)
     types = [t.element for t in op.in_types[: len(args)]]
     fn = inline_asm.elementwise(made, types, [t.element for t in op.out_types], pack)
@@ -157,10 +157,10 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
 
 @builds("tt.map_elementwise")
 def map_elementwise(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    """A function of scalars on every element: each is a block of its own, so that they may go different ways."""
+    """Applies a function of scalars to every element, as if to a block: elements may take different branches."""
     body, pack = low.nested(op.regions[0]), op.integer("pack", 1)
     if body.free:
-        low.refuse(op, "its function reads values from outside")
+        low.refuse(op, "its function reads values from outside, which is not supported")
     template, shape = low.function.template, op.in_types[0].shape
 
     def mapped(*tensors: Any) -> tuple[Any, ...]:
@@ -198,7 +198,10 @@ def bitcast(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
         def rescale(offset: Any) -> Any:
             if np.any(offset * old.size % new.size):
-                raise ValueError(f"a pointer to {old.name} that is not aligned is cast to {new.name}")
+                raise ValueError(
+                    f"an unaligned pointer to {old.name} is cast to {new.name}: its offset must be a multiple of "
+                    f"{new.size} bytes"
+                )
             return offset * old.size // new.size
 
         def recast(active: Active, slots: Slots) -> None:
@@ -239,7 +242,7 @@ def make_range(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
 
 
 def shape_step(low: Lowering, op: Op, args: Ints, outs: Ints, fn: Callable[..., Any] | None) -> Run:
-    """A step that moves elements without changing them, for numbers and for pointers; None: nothing to move."""
+    """A step that moves elements without changing them, for numbers and pointers; None if nothing moves."""
     (out,) = outs
     if op.out_types[0].kind != "pointer":
         return copy_slot(args[0], out) if fn is None else pure(fn, args, out)
@@ -326,10 +329,10 @@ def histogram(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 
 def combine_region(low: Lowering, op: Op) -> tuple[reduction.Combine, Code]:
-    """A combine region as a function of arrays: it never touches memory, so it runs the same in every mode."""
+    """A combine region as a function of arrays. It never touches memory, so it runs the same in every mode."""
     body = low.nested(op.regions[0])
     if body.free:
-        low.refuse(op, "its combine function reads values from outside")
+        low.refuse(op, "its combine function reads values from outside, which is not supported")
     template = low.function.template
 
     def combine(*operands: Any) -> tuple[Any, ...]:
@@ -344,7 +347,7 @@ def combine_region(low: Lowering, op: Op) -> tuple[reduction.Combine, Code]:
 
 
 class _PureActive:
-    """Stands in for the active blocks where only arithmetic can happen."""
+    """Stands in for the active blocks in code that only does arithmetic."""
 
     flops = 0
 

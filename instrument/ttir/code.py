@@ -1,7 +1,8 @@
 """Lowered code: steps over a file of slots, and how blocks of a GPU grid run through them.
 
-A step is a closure `run(active blocks, slots)`. Control flow on which the active blocks disagree is handled in one way
-everywhere: the blocks that disagree are taken out, run on their own, and merged again."""
+A step is a closure `run(active blocks, slots)`. Control flow in which the active blocks disagree is handled in one way
+everywhere: the blocks that disagree are split off, run separately, and merged again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Step:
 
 @dataclass(slots=True)
 class Code:
-    """One basic block. `ends`: how it leaves; `values`: slots it hands on; `targets`: what follows, with arguments."""
+    """One basic block. `ends`: how it leaves; `values`: slots it passes on; `targets`: successors, with arguments."""
 
     args: tuple[int, ...]
     steps: list[Step] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Code:
 class Function:
     name: str
     args: tuple[int, ...] = ()
-    template: Slots = field(default_factory=list)  # constants are already in their slots
+    template: Slots = field(default_factory=list)  # with constants already in their slots
     blocks: list[Code] = field(default_factory=list)
     result_ranks: tuple[int, ...] = ()
 
@@ -66,7 +67,7 @@ def assign(slots: Slots, targets: Sequence[int], values: Sequence[Value]) -> Non
 
 
 def branch(active: Active, slots: Slots, free: Sequence[int], index: Array) -> tuple[Active, Slots]:
-    """The state of some of the active blocks, ready to go their own way."""
+    """The state of some of the active blocks, ready to take a different branch."""
     own = list(slots)
     for i in free:
         own[i] = active.select(slots[i], index)
@@ -78,7 +79,7 @@ def partition(condition: Any) -> tuple[Array, Array]:
 
 
 def call(function: Function, active: Active, values: Sequence[Value]) -> tuple[Value, ...]:
-    """Run a function for all active blocks; its results, merged."""
+    """Runs a function for all active blocks; returns its merged results."""
     slots = list(function.template)
     assign(slots, function.args, values)
     return _follow(function, 0, active, slots)
@@ -159,7 +160,7 @@ def for_loop(
     def ragged(
         active: Active, slots: Slots, low: Array, high: Array, step: Array, values: tuple[Value, ...]
     ) -> tuple[Value, ...]:
-        """Trip counts differ: blocks leave as they finish."""
+        """Runs a loop with differing trip counts: blocks leave as they finish."""
         trips = np.maximum(0, -((low - high) // step))
         group, own, members = active, slots, np.arange(active.nb)
         parts: list[tuple[Array, tuple[Value, ...]]] = []
@@ -188,7 +189,7 @@ def for_loop(
 def while_loop(
     initial: Sequence[int], before: Code, after: Code, outs: Sequence[int], ranks: Sequence[int], waits: bool
 ) -> Run:
-    """`before.values` holds the condition, then what goes on to `after` or out. `waits`: for other blocks."""
+    """`before.values` has the condition, then values for `after` or the exit. `waits`: it waits for other blocks."""
     free = tuple(dict.fromkeys((*before.free, *after.free)))
 
     def run(active: Active, slots: Slots) -> None:

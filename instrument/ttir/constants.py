@@ -1,4 +1,4 @@
-"""`arith.constant`: the value in its text."""
+"""`arith.constant`: parses the value in its text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def constant(text: str, type: Type | None) -> Any:
 def _number(text: str, element: Element) -> Any:
     if text in ("true", "false"):
         return np.bool_(text == "true") if element.name == "i1" else element.compute.type(-(text == "true"))
-    if re.match(r"[-+]?0x", text):  # bit pattern: infinities and NaN are printed so
+    if re.match(r"[-+]?0x", text):  # a bit pattern, as MLIR prints infinities and NaN
         bits = np.array([int(text, 16)], np.uint64).astype(element.bits)
         return decode(bits.view(element.storage), element)[0]
     if element.is_float:

@@ -1,4 +1,4 @@
-"""Translations of the ops that steer control flow."""
+"""Translations of control flow ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between memory and computation: widening what is loaded, rounding what is stored."""
+"""Conversions between memory and computation: widening loaded values, rounding stored ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from paellapy.instrument.ttir import native
 from paellapy.instrument.ttir.types import Array, Element
 
-MIN_COMPILED = 64  # elements from which a compiled loop beats NumPy's conversion
+MIN_COMPILED = 64  # number of elements from which a compiled loop is faster than NumPy's conversion
 
 
 def decode(raw: Any, element: Element) -> Any:
-    """What memory holds (array or scalar of `element.storage`) to the compute type."""
+    """Converts memory contents (array or scalar of `element.storage`) to the compute type."""
     if not element.narrow:
         return raw
     if type(raw) is np.ndarray and raw.size >= MIN_COMPILED:
@@ -50,12 +50,12 @@ def narrowed(value: Any, element: Element) -> Any:
 
 
 def encode(value: Any, element: Element) -> Any:
-    """Compute values to what memory holds (`element.storage`)."""
+    """Converts compute values to memory contents (`element.storage`)."""
     return narrowed(value, element).view(element.storage) if element.narrow else value
 
 
 def rounder(element: Element) -> Callable[[Any], Any] | None:
-    """Function that rounds compute values to `element`'s precision, or None where they already have it."""
+    """A function that rounds compute values to `element`'s precision, or None if they already have it."""
     if not element.narrow:
         return None
 

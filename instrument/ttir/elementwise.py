@@ -1,4 +1,4 @@
-"""Elementwise operations: what each op of `arith` and `math` (and a few of `tt`) is in NumPy."""
+"""Elementwise operations: the NumPy functions for each op of `arith` and `math` (and a few of `tt`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _elementwise: WeakSet[Function] = WeakSet()
 
 
 def elementwise(fn: Function) -> Function:
-    """Notes that an element of the function's result depends on the same element of its arguments alone."""
+    """Marks a function whose result elements depend only on the same elements of its arguments."""
     if type(fn) is not np.ufunc:
         _elementwise.add(fn)
     return fn
@@ -28,7 +28,7 @@ def elementwise(fn: Function) -> Function:
 
 def is_elementwise(fn: Function) -> bool:
     if type(fn) is np.ufunc:
-        return fn.signature is None  # a product of matrices has one
+        return fn.signature is None  # a matrix product has a signature
     return type(fn) is FunctionType and fn in _elementwise
 
 
@@ -56,7 +56,7 @@ def _ceil_divide(a: Any, b: Any) -> Any:
 
 
 def high_product(a: Any, b: Any, sign: bool) -> Any:
-    """The upper half of a product twice as wide."""
+    """The upper half of a product of twice the width."""
     bits = 8 * a.dtype.itemsize
     if bits < 64:
         wide: Any = np.int64 if sign else np.uint64
@@ -75,7 +75,7 @@ def high_product(a: Any, b: Any, sign: bool) -> Any:
 
 
 def in_double(loop: Function) -> Function:
-    """A function of the C library that NumPy lacks, by a compiled loop in float64."""
+    """A function of the C library that NumPy lacks, as a compiled loop in float64."""
 
     def run(x: Any) -> Any:
         wide = np.ascontiguousarray(x, np.float64).reshape(-1)
@@ -104,9 +104,9 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def narrow_fma(a: Any, b: Any, c: Any) -> Any:
-    """`fma` for numbers below 32 bits, in float32 that rounds once more without harm.
+    """`fma` for numbers below 32 bits, in float32 with a harmless second rounding.
 
-    Rounding to odd keeps what lies behind the last bit in that bit, so that the second rounding sees it.
+    Rounding to odd keeps the information beyond the last bit in that bit, so that the second rounding sees it.
     """
     exact = fma(*(np.asarray(x, np.float64) for x in (a, b, c)))
     near = np.asarray(exact.astype(np.float32))
@@ -273,7 +273,7 @@ INTEGER_PREDICATES: dict[str, Function] = {
     "uge": _unsigned_compare(np.greater_equal),
 }
 
-_SIGNED_TRUE = {"slt": "sgt", "sle": "sge", "sgt": "slt", "sge": "sle"}  # true is -1, so order turns round
+_SIGNED_TRUE = {"slt": "sgt", "sle": "sge", "sgt": "slt", "sge": "sle"}  # a signed true is -1, so the order is reversed
 
 
 def integer_predicate(name: str, element: Element) -> Function:
@@ -305,7 +305,7 @@ def _towards_zero(x: Any, target: Element) -> Any:
 
 
 def to_integer(sign: bool, source: Element, target: Element) -> Function:
-    """As PTX's `cvt.rzi`: towards zero, to the nearest end of the range from outside of it.
+    """As PTX's `cvt.rzi`: rounds towards zero, and clamps to the range.
 
     The instruction has no 8-bit results; the compiler takes the lower half of 16 bits. NaN gives 0, or where either
     side has 64 bits the highest bit alone (PTX ISA, `cvt`).

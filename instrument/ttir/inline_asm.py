@@ -1,7 +1,7 @@
 """`tl.inline_asm_elementwise`: the PTX instructions that kernels commonly write by hand, evaluated on whole tensors.
 
-A register is an array of bits; each instruction looks at it as the type in its name. What is not in the tables below
-is refused by name when the kernel is translated.
+A register is an array of bits; each instruction interprets it as the type in its name. Instructions that are not in the
+tables below are refused by name when the kernel is translated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\{[^{}]*\}|[^,]+")
 
 
 class UnknownPtx(Exception):
-    """An instruction that is not evaluated here; the message is the instruction."""
+    """An instruction that cannot be evaluated here; the message is the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _funnel(i: Instruction) -> Function:
 
 
 def _meaning(i: Instruction) -> Function:
-    """What an instruction makes of the bits of its sources; raises `UnknownPtx`."""
+    """The function of an instruction on the bits of its sources; raises `UnknownPtx`."""
     if i.name in ("mov", "not") and i.types and i.types[-1] in ("b8", "b16", "b32", "b64", "u16", "u32", "u64", "s32",
                                                                    "s16", "s64", "f32", "f64"):  # fmt: skip
         return (lambda a: a) if i.name == "mov" else (lambda a: ~a)
@@ -288,7 +288,7 @@ _NO_EFFECT = ("griddepcontrol", "membar", "fence", "bar", "nanosleep", "prefetch
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A piece of PTX over registers: `outputs` and `inputs` are the bytes of each, in the order of $0, $1, …"""
+    """A piece of PTX over registers: `outputs` and `inputs` are the sizes in bytes of $0, $1, … in order."""
 
     steps: tuple[tuple[Instruction, Function | None], ...]
     outputs: tuple[int, ...]
@@ -309,12 +309,13 @@ class Assembly:
             for name in (n for source in sources for n in source if n not in known):
                 _value(name, {}, 4)  # a number, or unknown
             known.update(target)
-        if steps and not {f"${k}" for k in range(len(outputs))} <= known:  # without steps a result only orders things
+        # without steps, a result only orders operations
+        if steps and not {f"${k}" for k in range(len(outputs))} <= known:
             raise UnknownPtx(f"that leaves a result unset: {text!r:.60}")
         return cls(tuple(steps), outputs, inputs)
 
     def run(self, *inputs: Array) -> list[Array]:
-        """Bits of the outputs from the bits of the inputs."""
+        """The bits of the outputs, from the bits of the inputs."""
         first = len(self.outputs)
         registers = {f"${first + k}": bits for k, bits in enumerate(inputs)}
         for step, fn in self.steps:
@@ -366,7 +367,7 @@ def _is_packing(i: Instruction) -> bool:
 
 
 def _pack(i: Instruction, registers: dict[str, Array]) -> dict[str, Array]:
-    """`mov.b32 {low, high}, word` and back."""
+    """`mov.b32 {low, high}, word`, and the reverse."""
     size = int(i.types[-1][1:]) // 8
     target, source = i.operands
     names = [n.strip() for n in (target if target.startswith("{") else source)[1:-1].split(",")]
@@ -396,7 +397,8 @@ def elementwise(assembly: Assembly, types: list[Element], results: list[Element]
 
 
 def _words(tensor: Array, element: Element, pack: int) -> list[Array]:
-    """The registers that hold `pack` elements: 32-bit ones filled with small elements, else one for each."""
+    """The registers that hold `pack` elements: 32-bit registers filled with small elements, otherwise one per element.
+    """
     raw = np.ascontiguousarray(encode(tensor, element)).view(f"u{element.size}").reshape(-1, pack)
     if element.size >= 4 or pack == 1:
         return [raw[:, k] for k in range(pack)]

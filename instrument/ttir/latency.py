@@ -1,8 +1,8 @@
-"""What a block waits for, one after the other: counted per straight line of code when it is translated.
+"""The waiting time of a block: counted for each straight line of code when it is translated.
 
-Loads that do not depend on each other are under way together, so what matters is the longest chain. The chain is found
-with nominal weights; what it consists of is then counted per block as the code runs, and the timing profile of a part
-says how long each kind takes there.
+Independent loads are in flight together, so the longest dependent chain matters. The chain is found with nominal
+weights; its elements are then counted per block as the code runs, and the timing profile of a part gives the time of
+each kind.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ import numpy as np
 from paellapy.instrument.ttir.parser import Op
 from paellapy.instrument.ttir.types import Array
 
-# pressure: thousandths of an atomic update per sector of the array updated, as if spread evenly over it
-# loop0, loop1, …: how often a block went through the first loops of the source, in the order of its text
+# pressure: thousandths of an atomic update per sector of the updated array, as if spread evenly over it
+# loop0, loop1, …: iterations of the first loops of the source, in the order of its text
 LOOPS = ("loop0", "loop1", "loop2", "loop3")
 PATH_FIELDS = ("loads", "atomics", "reductions", "dots", "elements", "instructions", "pressure", *LOOPS)
 PRESSURE = PATH_FIELDS.index("pressure")
 _LOADS, _ATOMICS, _REDUCTIONS, _DOTS = range(4)
-# Results no larger than a small block are one instruction, however many threads compute them. They are counted in
-# loops, where one waits for the other; elsewhere they hide behind the loads.
+# Results no larger than a small block take one instruction, for any number of threads. They are counted in loops, where
+# one waits for the other; elsewhere they are hidden behind loads.
 _FEW = 128
 _NOMINAL_NS = (600, 700, 120, 150)
 
-# Sectors of 32 bytes; from some number on neighbouring lanes' updates go together and nobody queues.
+# Sectors of 32 bytes; above this number of sectors, updates of neighbouring lanes are combined and none waits.
 _SECTOR, _MANY_SECTORS, _WARP = 32, 2048, 32
 
 _KINDS = {
     "tt.load": _LOADS, "tt.descriptor_load": _LOADS, "tt.descriptor_gather": _LOADS,
     "tt.atomic_rmw": _ATOMICS, "tt.atomic_cas": _ATOMICS,
     "tt.reduce": _REDUCTIONS, "tt.scan": _REDUCTIONS, "tt.histogram": _REDUCTIONS, "tt.gather": _REDUCTIONS,
-    "tt.trans": _REDUCTIONS, "tt.reshape": _REDUCTIONS,  # data changes threads: through shared memory, with barriers
+    # data move between threads through shared memory, with barriers
+    "tt.trans": _REDUCTIONS, "tt.reshape": _REDUCTIONS,
     "tt.dot": _DOTS, "tt.dot_scaled": _DOTS,
 }  # fmt: skip
 _PRODUCTS = ("tt.dot", "tt.dot_scaled")
-# Layout and address arithmetic the compiler folds away: no instruction per element.
+# Layout and address arithmetic that the compiler folds away: no instruction per element.
 _FREE = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.addptr", "tt.advance", "tt.store")
 
 
 def critical_path(ops: Sequence[Op], upto: int | None = None) -> Array | None:
-    """Counts (PATH_FIELDS) of one straight line: its longest chain, and what it computes besides.
+    """Counts (PATH_FIELDS) of one straight line: its longest chain, and its other computation.
 
-    `upto`: of its first so many ops only.
+    `upto`: counts only this many ops.
     """
     start: tuple[int, tuple[int, ...]] = (0, (0, 0, 0, 0))
     reach: dict[str, tuple[int, tuple[int, ...]]] = {}
     longest = start
     elements = instructions = 0
-    # Triton loads ahead for products in a loop: there nobody waits for memory, only for the products.
+    # Triton prefetches for products in a loop: blocks there wait only for the products, not for memory.
     in_loop = bool(ops) and ops[-1].name in ("scf.yield", "scf.condition")
     pipelined = in_loop and any(op.name in _PRODUCTS for op in ops)
     for op in ops[:upto]:
@@ -72,12 +73,12 @@ def critical_path(ops: Sequence[Op], upto: int | None = None) -> Array | None:
 
 
 def once_through(loop: int) -> Array:
-    """What going through a loop once adds: a count, for as many loops as are counted."""
+    """The counts for one iteration of a loop, as far as loops are counted."""
     return np.array([name == f"loop{loop}" for name in PATH_FIELDS], np.int64)
 
 
 def pressure(updates: int, target: Array) -> int:
-    """What `updates` elements updated atomically add to the field `pressure`."""
-    # Lanes of a warp that update the same address are combined on the way.
+    """The contribution of `updates` atomic element updates to the field `pressure`."""
+    # Lanes of a warp that update the same address are combined by the hardware.
     combined = max(1, updates * min(target.size, _WARP) // _WARP)
     return 1000 * combined // min(_MANY_SECTORS, max(1, target.nbytes // _SECTOR))

@@ -34,7 +34,7 @@ def _test(fn: Function) -> Function:
 
 
 def _wide(fn: Function) -> Function:
-    """Computed in float64, given back in the type of the first argument."""
+    """Computes in float64, and returns the type of the first argument."""
     return lambda *xs: fn(*(np.asarray(x, np.float64) for x in xs)).astype(xs[0].dtype)[()]
 
 
@@ -50,7 +50,7 @@ def _inverse_erfc(y: Any) -> Any:
 
 def _inverse_erf(y: Any) -> Any:
     size = np.abs(y)
-    # Near 0 the series: erfc(r) = 1 - y has lost what is small in y.
+    # Near 0 the series is used: erfc(r) = 1 - y has lost the small digits of y.
     series = math.sqrt(math.pi) / 2 * size * (1 + math.pi / 12 * size**2 + 7 * math.pi**2 / 480 * size**4)
     r = np.where(size < 1e-3, series, _inverse_erfc(np.clip(1 - size, 1e-300, 1)))
     return np.copysign(np.where(size < 1, r, np.where(size == 1, np.inf, np.nan)), y)
@@ -85,7 +85,7 @@ def _reversed(x: Any) -> Any:
 
 
 def _bytes_of(x: Any, y: Any, selector: Any) -> Any:
-    """`__byte_perm`: each of four bytes is one of the eight of two words."""
+    """`__byte_perm`: selects each of four bytes from the eight bytes of two words."""
     pool = unsigned(x).astype(np.uint64) | unsigned(y).astype(np.uint64) << np.uint64(32)
     s, out = unsigned(selector).astype(np.uint64), np.uint64(0)
     for i in range(4):
@@ -237,7 +237,7 @@ _NAMES: dict[str, Function] = {
     "double2loint": lambda x: x.view(np.int64).astype(np.uint64).astype(np.uint32).view(np.int32),
     "hiloint2double": lambda h, low: (h.astype(np.int64) << 32 | unsigned(low).astype(np.int64)).view(np.float64),
 }
-# Names as they end in libdevice: `tanhf`, `fast_expf`, `isinfd`.
+# Names with their suffixes in libdevice: `tanhf`, `fast_expf`, `isinfd`.
 _CANDIDATES = (r"^(?:fast_)?(\w+?)$", r"^(?:fast_)?(\w+?)f$", r"^(\w+?)d$")
 _TYPES = {"int": "i4", "uint": "u4", "ll": "i8", "ull": "u8", "float": "f4", "double": "f8"}
 _CONVERSION = re.compile(r"^(int|uint|ll|ull|float|double)2(int|uint|ll|ull|float|double)_(r[nzud])$")

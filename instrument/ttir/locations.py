@@ -20,7 +20,7 @@ class Locations:
 
     def frames(self, loc: str) -> list[str]:
         """Call stack of a location, innermost first, as `file:line` strings."""
-        for _ in range(64):  # a cycle cannot be printed by MLIR, but text may come from anywhere
+        for _ in range(64):  # MLIR cannot print a cycle, but the text may come from elsewhere
             loc = loc.strip()
             if loc.startswith("#"):
                 loc = self.table.get(loc, "unknown")

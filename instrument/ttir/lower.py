@@ -1,4 +1,4 @@
-"""Op tree to steps. Every op is translated before anything runs, so an unknown one is refused at parse time."""
+"""Translates the op tree to steps. Every op is translated before anything runs, so an unknown op is refused early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMBINES = ("tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return")  
 
 
 def builds(*names: str) -> Callable[[Builder], Builder]:
-    """Register the translation of some ops."""
+    """Registers the translation of some ops."""
 
     def register(builder: Builder) -> Builder:
         for name in names:
@@ -46,7 +46,7 @@ def builds(*names: str) -> Callable[[Builder], Builder]:
 
 
 class Scope:
-    """Names visible at a point: a region may reuse the names of its siblings, never those around it."""
+    """Names visible at a point: a region may reuse the names of its siblings, never those of enclosing regions."""
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.parent, self.names = parent, dict[str, int]()
@@ -62,19 +62,19 @@ class Scope:
 
 @dataclass(slots=True)
 class Facts:
-    """What the whole program is known to do."""
+    """Known properties of the whole program."""
 
-    serial: bool = False  # blocks wait for each other, so each runs on its own
-    addresses: bool = False  # pointers are made from numbers: what they point to is not among the arguments' facts
+    serial: bool = False  # blocks wait for each other, so each runs separately
+    addresses: bool = False  # pointers are made from numbers, so they may point to arrays that are not arguments
     dot_dtype: str | None = None
     tile: int = 1  # elements of the largest tensor
-    loops: int = 0  # in the text
+    loops: int = 0  # number of loops in the text
     ranges: Ranges = field(default_factory=Ranges)
     written: set[int] = field(default_factory=set)  # indices of arguments that may be stored to
 
 
 class Lowering:
-    """Translates one module. `pointers` joins slots that may hold the same pointer, to know which arguments change."""
+    """Translates one module. `pointers` joins slots that may hold the same pointer, to find changed arguments."""
 
     def __init__(self, module: Module, kernel: str) -> None:
         self.module, self.kernel, self.facts = module, kernel, Facts()
@@ -84,7 +84,7 @@ class Lowering:
         self.stores_anywhere = False
         self.function = Function("")
         self.scope = Scope()
-        self.used: set[str] = set()  # names the current function reads
+        self.used: set[str] = set()  # names that the current function reads
         self.inner_reads: list[int] = []
 
     def program(self) -> Function:
@@ -160,11 +160,11 @@ class Lowering:
         return found
 
     def region(self, region: Region) -> list[Code]:
-        """Translate a region's blocks in a scope of their own."""
+        """Translates a region's blocks in a new scope."""
         self.scope = Scope(self.scope)
         labels = {block.label: i for i, block in enumerate(region)}
         codes = [Code(tuple(self.define(a) for a in block.args)) for block in region]
-        for block in region:  # successors may read what their predecessors define
+        for block in region:  # successors may read values that their predecessors define
             for op in block.ops:
                 for name in op.results:
                     self.define(name)
@@ -231,7 +231,7 @@ class Lowering:
         return self.facts.loops - 1
 
     def nested(self, region: Region) -> Code:
-        """Translate an op's region of one block; what it reads from outside counts as read by the op."""
+        """Translates an op's region of one block; outside values that it reads count as read by the op."""
         (block,) = self.region(region)
         self.inner_reads.extend(block.free)
         return block
@@ -243,7 +243,7 @@ class LoweredStep(Step):
 
 
 def _mark_dead(codes: list[Code], template: code.Slots) -> None:
-    """Tell each step which slots it is the last to read: those defined in its block and read nowhere else."""
+    """Marks for each step the slots that it reads last: those defined in its block and read nowhere else."""
     readers: dict[int, set[int]] = {}
     for i, block in enumerate(codes):
         for step in block.steps:
@@ -266,7 +266,7 @@ def _mark_dead(codes: list[Code], template: code.Slots) -> None:
 
 
 def waits_for_memory(loop: Op, module: Module) -> bool:
-    """Can another block end a loop? Its condition reads memory, or depends on what its body polls."""
+    """Whether another block can end a loop: its condition reads memory, or depends on values that its body polls."""
     if any(op.name in ("tt.load", *_ATOMICS) for op in walk(loop.regions[0])):
         return True
     before, after = (region[0] for region in loop.regions)
@@ -283,7 +283,7 @@ def waits_for_memory(loop: Op, module: Module) -> bool:
 
 
 def _follow_polls(region: Region, known: set[str], module: Module) -> None:
-    """Adds the results that depend on what is in `known`, or on memory that other blocks may change meanwhile."""
+    """Adds the results that depend on names in `known`, or on memory that other blocks may change meanwhile."""
     for op in walk(region):
         whole = (op, *(inner for region in op.regions for inner in walk(region)))
         if any(polls(each, module) or not known.isdisjoint(each.operands) for each in whole):
@@ -294,7 +294,7 @@ _ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_poll", "tt.atomic_load"
 
 
 def polls(op: Op, module: Module) -> bool:
-    """Whether an op reads memory so as to see what other blocks write meanwhile."""
+    """Whether an op reads memory so as to see concurrent writes of other blocks."""
     if op.name == "tt.call":
         func = module.funcs.get(called(op))
         return func is not None and any(polls(inner, module) for inner in walk(func.region))
@@ -307,12 +307,12 @@ def called(op: Op) -> str:
 
 
 def marker_of(op: Op) -> Marker | None:
-    """The begin or end of a range that an op stands for."""
+    """The begin or end of a range that an op stands for, if any."""
     return Marker.of(op.body) if op.name == "tt.elementwise_inline_asm" and "paellapy " in op.body else None
 
 
 def _paths(ops: Sequence[Op]) -> dict[int, Array]:
-    """What blocks wait for in a straight line, booked where it begins; in one with markers, from marker to marker."""
+    """Waiting times of a straight line, booked where it begins; with markers, from marker to marker."""
     cuts = [0, *(i + 1 for i, op in enumerate(ops) if marker_of(op)), len(ops)]
     booked: dict[int, Array] = {}
     before: Any = 0
@@ -325,7 +325,7 @@ def _paths(ops: Sequence[Op]) -> dict[int, Array]:
 
 
 def waits(path: Array) -> Run:
-    """A step that books what the blocks wait for in the straight line it begins."""
+    """A step that books the waiting time of the straight line that it begins."""
 
     def run(active: Active, _: code.Slots) -> None:
         active.path += path

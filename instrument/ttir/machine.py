@@ -1,4 +1,4 @@
-"""Who runs the steps: `Machine` evaluates them; `Recorder` does the same and writes down what depends on memory."""
+"""Execution of steps: `Machine` evaluates them; `Recorder` also records the operations that depend on memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LOADED, STORED, FLOPS, DOT = range(4)
 
 @dataclass(slots=True, frozen=True)
 class Buffers:
-    """The pointer arguments of one run: flat memory, where an array's first element lies in it, its element type."""
+    """The pointer arguments of one run: flat memory, the place of an array's first element in it, its element type."""
 
     flat: list[Array | None]
     origin: list[int]
     element: list[Element | None]
-    fragile: frozenset[int]  # arguments that may change while the kernel runs: written, or overlapping what is written
-    others: list[str] = field(default_factory=list)  # names of arrays beyond the arguments, reached by their addresses
+    fragile: frozenset[int]  # arguments that may change while the kernel runs: written, or overlapping written ones
+    others: list[str] = field(default_factory=list)  # names of arrays beyond the arguments, accessed by their addresses
 
     def add(self, flat: Array, element: Element, name: str) -> int:
-        """Makes an array that is no argument known to this run; its index."""
+        """Adds an array that is not an argument to this run; returns its index."""
         self.flat.append(flat)
         self.origin.append(0)
         self.element.append(element)
@@ -50,7 +50,7 @@ class Buffers:
 
 @dataclass(slots=True, frozen=True)
 class Mark:
-    """Some blocks at the begin or end of a range, and what each had cost until then."""
+    """Some blocks at the begin or end of a range, and the cost of each until then."""
 
     marker: Marker
     ids: Array
@@ -58,12 +58,12 @@ class Mark:
 
 
 class Machine:
-    """Evaluates directly. One machine per run of a chunk of blocks."""
+    """Evaluates directly. Each run of a chunk of blocks has one machine."""
 
     def __init__(self, kernel: str, buffers: Buffers, grid: tuple[int, int, int], ids: Array) -> None:
         self.kernel, self.buffers, self.grid, self.ids = kernel, buffers, grid, ids
         self.cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
-        self.marks: list[Mark] | None = None  # where ranges begin and end, if somebody wants to know
+        self.marks: list[Mark] | None = None  # where ranges begin and end, if requested
         self.give_way: Callable[[], None] = lambda: None  # called by a block while it waits for others
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -73,11 +73,11 @@ class Machine:
         return fn(*args)
 
     def known(self, value: Value) -> Any:
-        """The value itself, for a decision that steers control flow."""
+        """The value itself, for a decision in control flow."""
         return value
 
     def effect(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call something that touches memory or the outside world, in order. `BufferRef`s become the arrays."""
+        """Calls a function that touches memory or the outside world, in order. `BufferRef`s become the arrays."""
         return fn(*[self.buffers.view(a.index, a.element) if type(a) is BufferRef else a for a in args])
 
     def load(self, base: int, offset: Value, mask: Value, other: Value, element: Element, site: Site) -> Value:
@@ -159,7 +159,7 @@ class Recorder(Machine):
 
 
 class Active:
-    """The blocks that are executing: all of the run, or the ones that agreed at a branch."""
+    """The executing blocks: all of the run, or those that agreed at a branch."""
 
     __slots__ = ("dot_flops", "flops", "loaded", "machine", "nb", "path", "pid", "rows", "stored")
 
@@ -169,7 +169,7 @@ class Active:
         self.path = np.zeros(len(PATH_FIELDS), np.int64)
 
     def mark(self, marker: Marker) -> None:
-        """Notes where the active blocks are."""
+        """Records the position of the active blocks."""
         if self.machine.marks is not None:
             self._settle_so_far()
             self.machine.marks.append(Mark(marker, self.machine.ids[self.rows], self.machine.cost[self.rows]))
@@ -181,7 +181,7 @@ class Active:
 
     def subset(self, index: Array) -> Active:
         if self.machine.marks is not None:
-            self._settle_so_far()  # a mark of the subset counts what was before
+            self._settle_so_far()  # a mark of the subset counts the cost before it
         return Active(
             self.machine,
             self.rows[index],
@@ -189,7 +189,7 @@ class Active:
         )
 
     def settle(self) -> None:
-        """Book what was counted for all active blocks alike."""
+        """Books the costs that were counted for all active blocks alike."""
         self.machine.cost[self.rows] += (self.loaded, self.stored, self.flops, self.dot_flops, *self.path)
 
     def select(self, value: Value, index: Array) -> Value:
@@ -205,7 +205,7 @@ class Active:
         return None if value is None else self.machine.call(take_blocks, value, index, self.nb)
 
     def merge(self, parts: list[tuple[Array, tuple[Value, ...]]], ranks: Sequence[int]) -> tuple[Value, ...]:
-        """Join the results of groups that went different ways; each part is (positions in this set, values)."""
+        """Joins the results of groups that took different branches; each part is (positions in this set, values)."""
         if len(parts) == 1:
             return parts[0][1]
         indices = tuple(index for index, _ in parts)

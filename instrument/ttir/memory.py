@@ -1,4 +1,4 @@
-"""Loads, stores and atomics on flat memory, all of them checked: a stray address raises, it never wraps or crashes."""
+"""Loads, stores and atomics on flat memory, all checked: an address out of bounds raises, and never crashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paellapy.instrument.ttir.values import full, is_array
 
 @dataclass(slots=True, frozen=True)
 class Site:
-    """One access of one op by the active blocks: what an error message needs, and the full shape of the access."""
+    """One access of one op by the active blocks: the data for an error message, and the full shape of the access."""
 
     kernel: str
     line: str
@@ -24,9 +24,9 @@ class Site:
     argument: str
     grid: tuple[int, int, int]
     ids: Array  # linear ids of the active blocks
-    rows: Array  # their rows in the run's cost table
-    shape: tuple[int, ...]  # the tensor's, without the block axis
-    origin: int = 0  # of the argument's first element in its flat memory
+    rows: Array  # their rows in the cost table of the run
+    shape: tuple[int, ...]  # shape of the tensor, without the block axis
+    origin: int = 0  # place of the argument's first element in its flat memory
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Site:
 
 
 def check(offset: Array, mask: Any, size: int, site: Site) -> None:
-    """Raise if any unmasked offset lies outside [0, size)."""
+    """Raises if any unmasked offset lies outside [0, size)."""
     if not offset.size or (offset.min() >= 0 and offset.max() < size):
         return
     bad = (offset < 0) | (offset >= size)
@@ -67,7 +67,7 @@ def _rows(x: Any, shape: tuple[int, ...]) -> Array:
 
 
 def gather(flat: Array, offset: Any, mask: Any, other: Any, element: Element, site: Site) -> Any:
-    """Load. Without `other`, masked elements read as 0 (undefined on a GPU)."""
+    """Loads. Without `other`, masked elements read as 0 (undefined on a GPU)."""
     if mask is not None and not is_array(mask):
         if not mask:
             return element.compute.type(0) if other is None else other
@@ -94,7 +94,8 @@ def broadcast(site: Site, *values: Any) -> list[Array]:
 
 
 def scatter(flat: Array, offset: Any, value: Any, mask: Any, element: Element, site: Site) -> None:
-    """Store. Where several elements go to one address the last in block order wins, as one of the legal outcomes."""
+    """Stores. If several elements go to one address, the last in block order wins, which is one of the legal outcomes.
+    """
     if mask is not None and not is_array(mask):
         if not mask:
             return
@@ -106,7 +107,7 @@ def scatter(flat: Array, offset: Any, value: Any, mask: Any, element: Element, s
 
 
 def count_bytes(cost: Array, field: int, mask: Any, size: int, site: Site) -> None:
-    """Add the bytes of an access to the blocks' rows of a cost table."""
+    """Adds the bytes of an access to the blocks' rows of a cost table."""
     elements = 1
     for d in site.shape:
         elements *= d
@@ -144,7 +145,7 @@ def atomic(flat: Array, offset: Any, value: Any, mask: Any, kind: str, element: 
 
 
 def _atomic_narrow(flat: Array, index: Array, values: Array, kind: str, element: Element) -> Array:
-    """Floats held wider than stored: one element after the other."""
+    """For floats held wider than stored: one element after the other."""
     combine = {"fadd": np.add, "add": np.add, "max": np.fmax, "min": np.fmin}.get(kind)
     old = np.empty(index.size, element.compute)
     for i, (at, value) in enumerate(zip(index, values, strict=True)):
@@ -165,7 +166,7 @@ def compare_and_swap(flat: Array, offset: Any, expected: Any, value: Any, elemen
 
 
 def device_assert(condition: Any, message: str, site: Site) -> None:
-    """`tl.device_assert`: every active block and element must agree."""
+    """`tl.device_assert`: the condition must hold for every active block and element."""
     if condition.all():
         return
     condition = np.asarray(condition)

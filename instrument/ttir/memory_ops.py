@@ -1,4 +1,4 @@
-"""Translations of the ops that touch memory or the outside world."""
+"""Translations of ops that touch memory or the outside world."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def atomic_cas(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     def run(active: Active, slots: Slots) -> None:
         p = slots[args[0]]
         if p.which is not None:
-            low.refuse(op, "its pointer may point into several arguments")
+            low.refuse(op, "its pointer may point into several arguments, which is not supported")
         access.count(active, LOADED, None, p.bases[0])
         access.count(active, STORED, None, p.bases[0])
         site, ref = access.site(active, p.bases[0]), BufferRef(p.bases[0], element)
@@ -154,7 +154,7 @@ def atomic_store(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 
 @builds("tt.atomic_poll")
 def atomic_poll(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
-    """Waits until memory holds a value. Blocks take turns; a time-out never comes, because waiting takes no time."""
+    """Waits until memory holds a value. Blocks take turns; a time-out never happens, because waiting takes no time."""
     low.facts.serial = True
     access = Access(low, op, op.in_types[0].shape, op.in_types[0].element)
 
@@ -197,4 +197,4 @@ def device_print(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
 @builds("gpu.barrier", "ttg.barrier", "ttg.local_barrier", "llvm.intr.assume", "tt.debug_barrier",
         "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents")  # fmt: skip
 def nothing(low: Lowering, op: Op, args: Ints, outs: Ints) -> None:
-    """Barriers hold by construction: a block's elements move together."""
+    """Barriers need no step: a block's elements move together."""

@@ -1,4 +1,4 @@
-"""The loops NumPy has no call for, compiled by Numba (cached on disk, without the GIL)."""
+"""Loops that NumPy has no function for, compiled by Numba (cached on disk, without the GIL)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def copy_runs(source: Any, target: Any, source_start: Any, target_start: Any, le
 
 @jit
 def gather(memory: Any, offset: Any, mask: Any, masked: bool, out: Any) -> bool:
-    """out[b, i] = memory[offset[b, i]] where mask[b, i]; rows of one stand for all. False: some offset is outside."""
+    """out[b, i] = memory[offset[b, i]] where mask[b, i]; one row stands for all. False: an offset is outside."""
     for b in range(out.shape[0]):
         at, keep = (b if offset.shape[0] > 1 else 0), (b if mask.shape[0] > 1 else 0)
         for i in range(out.shape[1]):
@@ -56,7 +56,7 @@ def scatter(memory: Any, offset: Any, mask: Any, masked: bool, value: Any) -> No
 
 @jit
 def atomic(memory: Any, index: Any, value: Any, kind: int, old: Any) -> None:
-    """memory[index[i]] = op(memory[index[i]], value[i]) in order, with the old values kept in `old`."""
+    """memory[index[i]] = op(memory[index[i]], value[i]) in order, with the old values stored in `old`."""
     for i in range(index.size):
         at = index[i]
         was = memory[at]
@@ -96,18 +96,18 @@ def compare_and_swap(memory: Any, index: Any, expected: Any, value: Any, old: An
             memory[at] = value[i]
 
 
-# float16 and back. NumPy converts element by element (1.5 and 3 ns); these loops are vectorised by the compiler.
+# float16 and back. NumPy converts element by element (1.5 and 3 ns); the compiler vectorises these loops.
 
 _ONE_HALF = np.uint32(0x3F000000)  # 0.5, whose last bit is worth 2**-24: float16's smallest subnormal
 _SMALLEST_NORMAL = np.uint32(0x38800000)  # 2**-14
 _TOO_LARGE = np.uint32(0x47800000)  # 2**16
 _INFINITY = np.uint32(0x7F800000)
-_REBIAS = np.uint32(112 << 23)  # between the exponents' biases, 127 - 15
+_REBIAS = np.uint32(112 << 23)  # difference of the exponents' biases, 127 - 15
 
 
 @jit
 def to_half(value: Any, bits: Any, out: Any) -> None:
-    """out = value as float16 bits, to nearest even; `bits` is `value` seen as uint32."""
+    """out = value as float16 bits, rounded to nearest even; `bits` is `value` viewed as uint32."""
     for i in range(out.size):
         u = np.uint32(bits[i] & np.uint32(0x7FFFFFFF))
         sign = (bits[i] >> np.uint32(16)) & np.uint32(0x8000)
@@ -121,7 +121,7 @@ def to_half(value: Any, bits: Any, out: Any) -> None:
 
 @jit
 def from_half(half: Any, out: Any) -> None:
-    """out (float32 seen as uint32) = float16 bits."""
+    """out (float32 viewed as uint32) = float16 bits."""
     for i in range(out.size):
         h = np.uint32(half[i])
         exponent = h & np.uint32(0x7C00)
@@ -134,7 +134,7 @@ def from_half(half: Any, out: Any) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
 def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c with one rounding: LLVM's own, the machine's instruction where it has one."""
+    """a * b + c with one rounding: LLVM's intrinsic, which is the machine's instruction if it has one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)

@@ -71,11 +71,11 @@ class _Reader:
             raise self.fail(f"unknown type {text!r}", loc) from None
 
     def region(self, first: Block) -> Region:
-        """Blocks up to the line that closes the region (left unread)."""
+        """Blocks up to the line that closes the region, which is left unread."""
         blocks = [first]
         while True:
             if self.pos >= len(self.lines):
-                raise self.fail("the text ends inside a region", "unknown")
+                raise self.fail("the text ends inside a region; pass the complete TTIR", "unknown")
             line, loc = self.lines[self.pos]
             if line.startswith("}"):
                 return blocks
@@ -154,7 +154,7 @@ class _Reader:
         outs = split_top(after[1:-1] if after.startswith("(") and after.endswith(")") else after) if arrow else ins[-1:]
         for source, target in ((ins, op.in_types), (outs, op.out_types)):
             for i, x in enumerate(source):
-                if x.startswith("<"):  # the prefix is left out where the op allows only one kind of type
+                if x.startswith("<"):  # the prefix is omitted where the op allows only one kind of type
                     last = op.name == "tt.make_tensor_descriptor" and (i > 0 or target is op.out_types)
                     x = ("!tt.tensordesc" if last else "!tt.ptr") + x
                 try:
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def parse(text: str, kernel: str = "") -> Module:
-    """Read one TTIR module.
+    """Reads one TTIR module.
 
     >>> module = parse("module {\\n tt.func public @k(%n: i32) {\\n %0 = arith.addi %n, %n : i32\\n tt.return\\n }\\n}")
     >>> [op.name for op in module.entry.region[0].ops]

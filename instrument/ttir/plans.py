@@ -1,8 +1,8 @@
-"""Accesses whose addresses and masks are known before the data: worked out once, replayed at the speed of a copy.
+"""Accesses whose addresses and masks are known before the data: computed once, replayed at the speed of a copy.
 
 In order of preference: a strided view of the argument (no copy at all), a slice of it where a mask cuts off the end,
 runs of consecutive elements copied by one compiled loop, and a gather or scatter over an index array. Bounds are
-checked here, once: a plan is for one array size.
+checked once, here: a plan is for one array size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paellapy.instrument.ttir.prefixes import PrefixRead, PrefixStore, prefix
 from paellapy.instrument.ttir.types import Array, Element
 from paellapy.instrument.ttir.values import is_array
 
-MIN_RUN = 4  # elements per run below which an index array is as quick
-MAX_JOINED = 1 << 20  # addresses of one load that are kept for joining it with others
+MIN_RUN = 4  # elements per run below which an index array is as fast
+MAX_JOINED = 1 << 20  # most addresses of one load that are kept for joining it with others
 
 Shape = tuple[int, ...]
 Runs = tuple[Array, Array, Array, Shape]
 
 
 def reinterpret(flat: Array, element: Element) -> Array:
-    """Flat memory as another element type; a remainder that does not fill an element is out of reach."""
+    """Flat memory as another element type; a remainder that does not fill an element is not accessible."""
     size = element.size
     if flat.itemsize < size:
         flat = flat[: flat.size * flat.itemsize // size * size // flat.itemsize]
@@ -50,7 +50,7 @@ def _affine(offset: Array) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _collapse(offset: Array, mask: Array | None) -> tuple[Array, Array | None]:
-    """Drop axes along which neither address nor mask changes: every block that loads the same tile shares one."""
+    """Drops axes along which neither address nor mask changes: all blocks that load the same tile share one."""
     for axis in range(offset.ndim):
         first = (slice(None),) * axis + (slice(0, 1),)
         if offset.shape[axis] > 1 and bool((offset == offset[first]).all()):
@@ -90,16 +90,16 @@ def _runs(offset: Array, mask: Array | None) -> Runs | None:
 
 @dataclass(slots=True)
 class StaticLoad:
-    """A load whose addresses are known: distinct tiles are read once and handed to the blocks that want them."""
+    """A load with known addresses: distinct tiles are read once and passed to the blocks that want them."""
 
     read: Callable[[Array], Any]
-    rows: Array | None  # which tile each block gets; None: as they come
+    rows: Array | None  # index of the tile for each block; None: in order
     element: Element
     fill: Any
     fragile: bool
     offset: Array | None = None  # kept for products (see products.py) until the tape is compiled
     mask: Array | None = None
-    ragged: bool = False  # masked in the last block alone
+    ragged: bool = False  # masked only in the last block
 
     def __call__(self, flat: Array) -> Any:
         tiles = self.read(flat)
@@ -107,7 +107,7 @@ class StaticLoad:
 
 
 def load_plan(offset: Any, mask: Any, other: Any, element: Element, size: int, site: Site, fragile: bool) -> StaticLoad:
-    """How to load at these addresses. `fragile`: memory may change before the value is used."""
+    """A plan for loading at these addresses. `fragile`: memory may change before the value is used."""
     rank = 1 + len(site.shape)
     offset = offset if is_array(offset) else np.asarray(offset).reshape((1,) * rank)
     if mask is not None and not is_array(mask):
@@ -138,19 +138,21 @@ def _varies(fill: Any) -> bool:
 
 
 def _distinct(offset: Array, mask: Array | None) -> tuple[Array, Array | None, Array | None]:
-    """The distinct tiles among the blocks' tiles, and which one each block has; unchanged where few are shared."""
+    """The distinct tiles among the blocks' tiles, and the index of each block's tile; unchanged where few are shared.
+    """
     nb = offset.shape[0]
     if nb < 4 or offset.ndim < 2:
         return offset, mask, None
     flat = offset.reshape(nb, -1)
     weights = np.random.default_rng(1).integers(1, 2**62, flat.shape[1])
-    digest: Array = flat @ weights  # wraps around; equal tiles agree, and what agrees is compared below
+    # wraps around; equal tiles have equal digests, and tiles with equal digests are compared below
+    digest: Array = flat @ weights
     if mask is not None:
         digest = digest + mask.reshape(nb, -1) @ weights[::-1]
     _, first, rows = np.unique(digest, return_index=True, return_inverse=True)
     if 2 * len(first) > nb:
         return offset, mask, None
-    order = np.argsort(first)  # tiles in the order in which blocks first want them
+    order = np.argsort(first)  # tiles in the order in which blocks first need them
     first, rows = first[order], np.argsort(order)[rows]
     if not bool((offset[first[rows]] == offset).all()):
         return offset, mask, None
@@ -253,7 +255,7 @@ def store_plan(offset: Any, mask: Any, element: Element, size: int, site: Site) 
 
 
 def _disjoint(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """No two elements of a strided window share an address (a sufficient test)."""
+    """Whether no two elements of a strided window share an address (a sufficient test)."""
     reach = 0
     for step, n in sorted((abs(s), n) for s, n in zip(steps, shape, strict=True) if n > 1):
         if step <= reach:
@@ -263,7 +265,7 @@ def _disjoint(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 class ViewStore:
-    """Store to a strided window; the tape may let the producing ufunc write straight into it."""
+    """A store to a strided window; the tape may let the producing ufunc write straight into it."""
 
     def __init__(self, shape: tuple[int, ...], element: Element, start: int, steps: tuple[int, ...]) -> None:
         self.shape, self.element = shape, element

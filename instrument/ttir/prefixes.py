@@ -1,6 +1,6 @@
 """Accesses to consecutive elements whose mask cuts off the end, as `offset < n` does: slices of memory.
 
-Only the elements before the cut are read or written; bounds are the caller's to check.
+Only the elements before the cut are read or written; the caller checks the bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from paellapy.instrument.ttir.types import Array, Element
 
 
 def prefix(offset: Array, mask: Array) -> tuple[int, int] | None:
-    """Where the elements begin, and how many come before the cut; None where that does not say it all."""
+    """The place of the first element, and the number of elements before the cut; None if the access has another form.
+    """
     flat, keep = offset.reshape(-1), mask.reshape(-1)
     count = int(np.count_nonzero(keep))
     if not count or not keep[:count].all():
@@ -26,7 +27,7 @@ def prefix(offset: Array, mask: Array) -> tuple[int, int] | None:
 
 
 class PrefixRead:
-    """A load of `count` consecutive elements into a larger tile, the rest of which is `fill`."""
+    """A load of `count` consecutive elements into a larger tile, whose remainder is `fill`."""
 
     __slots__ = ("_fill", "count", "element", "shape", "start")
 

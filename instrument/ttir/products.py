@@ -1,4 +1,4 @@
-"""Products over tiles whose addresses are known become one large product.
+"""Joins products over tiles with known addresses to one large product.
 
 A kernel's loop `acc = dot(a, b, acc)` over tiles of two matrices is unrolled on the tape. Where all tiles are loads
 from memory that does not change, their addresses are joined along k; and where the blocks combine every distinct row of
@@ -21,13 +21,13 @@ from paellapy.instrument.ttir.shapes import Transpose
 from paellapy.instrument.ttir.tape import BufferRef, Entry, Ref
 from paellapy.instrument.ttir.types import Array
 
-MAX_JOINED = 1 << 23  # addresses of one side
-WASTE = 2  # how many products too many may be computed for the sake of one large one
+MAX_JOINED = 1 << 23  # most addresses of one side
+WASTE = 2  # largest ratio of computed to needed products, for the sake of one large product
 
 
 @dataclass(slots=True)
 class Side:
-    """One operand over the whole chain: joined addresses (tiles, rows, columns) and which tile each block has."""
+    """One operand over the whole chain: joined addresses (tiles, rows, columns), and the index of each block's tile."""
 
     ref: BufferRef
     load: StaticLoad
@@ -46,7 +46,7 @@ class Side:
 
 
 def join_products(entries: list[Entry]) -> list[Entry]:
-    """Replace chains of dots by large products; what they no longer need dies with the tape's dead code."""
+    """Replaces chains of dots by large products; unneeded entries are removed with the tape's dead code."""
     by_id = {entry.id: entry for entry in entries}
     uses = Counter(a.id for entry in entries for a in entry.args if type(a) is Ref)
     inner: set[int] = set()  # dots that only feed the next one of their chain
@@ -86,7 +86,7 @@ def _product(chain: list[Entry], by_id: dict[int, Entry]) -> Entry | None:
 
 @dataclass(slots=True)
 class Tiles:
-    """One operand of one dot: a load with its addresses, turned as the dot reads it."""
+    """One operand of one dot: a load with its addresses, transposed as the dot reads it."""
 
     ref: BufferRef
     load: StaticLoad
@@ -95,7 +95,7 @@ class Tiles:
 
 
 def _tiles(operand: Any, by_id: dict[int, Entry]) -> Tiles | None:
-    """What an operand loads, if it is a load whose addresses were kept, or its transpose."""
+    """The tiles that an operand loads, if it is a load whose addresses were kept, or its transpose."""
     entry = by_id.get(operand.id) if type(operand) is Ref else None
     if entry is None:
         return None
@@ -111,7 +111,7 @@ def _tiles(operand: Any, by_id: dict[int, Entry]) -> Tiles | None:
 
 
 def _side(operands: list[Any], by_id: dict[int, Entry], axis: int) -> Side | None:
-    """Join the loads of one operand along `axis`, if they are alike."""
+    """Joins the loads of one operand along `axis`, if they have the same form."""
     parts = [_tiles(operand, by_id) for operand in operands]
     tiles = [t for t in parts if t is not None]
     if len(tiles) < len(parts):
@@ -134,7 +134,7 @@ def _same(a: Array | None, b: Array | None) -> bool:
 
 
 def _crossed(a: Side, b: Side, nb: int, m: int, n: int, k: int) -> Callable[..., Any]:
-    """All rows of tiles times all columns of tiles, then each block's own."""
+    """All rows of tiles times all columns of tiles, then each block's own tile."""
     read_a, read_b = a.read((0, 1, 2), (a.tiles * m, k)), b.read((1, 0, 2), (k, b.tiles * n))
     rows = _index(a, nb)
     columns = _index(b, nb)
@@ -155,7 +155,7 @@ def _index(side: Side, nb: int) -> Array:
 
 
 def _matrix(x: Any, shape: tuple[int, int]) -> Any:
-    """A load that is masked everywhere gives its fill alone."""
+    """The operand as a matrix; a load that is masked everywhere consists of its fill alone."""
     return x if type(x) is np.ndarray and x.shape == shape else np.broadcast_to(x, shape)
 
 

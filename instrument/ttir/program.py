@@ -38,20 +38,20 @@ from paellapy.instrument.ttir.types import Array
 COST_DTYPE = np.dtype([(name, np.int64) for name in COST_FIELDS])
 
 CHUNK_ELEMENTS = 1 << 21  # elements of the kernel's largest tensor, over all blocks of a chunk: 16 MiB of addresses
-MIN_SPLIT = 1 << 14  # elements from which a second, short tape for a ragged last block pays
+MIN_SPLIT = 1 << 14  # number of elements from which a second, short tape for a partly masked last block pays
 TAPE_ENTRIES = 512  # tapes kept per program
-TAPE_BYTES = 512 << 20  # and the memory their constants may take
+TAPE_BYTES = 512 << 20  # most memory for the constants of the tapes
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What is remembered of one (arguments' shapes, scalars, grid, blocks): first only that it was seen."""
+    """The record of one combination of argument shapes, scalars, grid and blocks; at first only that it was seen."""
 
     replay: Replay | None = None
-    cost: Array | None = None  # the part that does not depend on data
+    cost: Array | None = None  # the part of the cost that does not depend on data
     bytes: int = 0
     hopeless: bool = False  # its tape grows too large
-    split: bool = False  # only its last block is masked: run on its own, it lets the others work without copies
+    split: bool = False  # only its last block is masked: run separately, it lets the others work without copies
 
 
 class TtirProgram:
@@ -72,21 +72,22 @@ class TtirProgram:
         self._signature = Signature(kernel, [t for _, t in module.entry.args], names, self.facts.written)
         self._tapes: OrderedDict[Any, Recorded] = OrderedDict()
         self._tape_bytes = 0
-        self._seen: set[Any] = set()  # arguments on views that stayed within them
+        self._seen: set[Any] = set()  # keys of runs on views that stayed within them
         self._lock = Lock()
-        self._dynamic = self.facts.serial or self.facts.addresses  # what runs depends on data: nothing to record
-        self._whole = False  # it reaches beyond the views it is given, into what they are views of
+        # control flow depends on data: nothing can be recorded
+        self._dynamic = self.facts.serial or self.facts.addresses
+        self._whole = False  # the kernel reaches beyond its views, into their base arrays
 
     @classmethod
     def parse(cls, text: str, kernel: str) -> TtirProgram:
-        """Translate TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
+        """Translates TTIR text (`asm["ttir"]` of `triton.compile`). An unknown op raises `UnsupportedOpError`."""
         program = cls(parse(text, kernel), kernel)
         program.facts.ranges = Ranges.in_text(text)
         return program
 
     @property
     def dot_dtype(self) -> str | None:
-        """Element type of the dots' left operand, `f16` for example; None where there is no dot."""
+        """Element type of the dots' left operand, `f16` for example; None if there is no dot."""
         return self.facts.dot_dtype
 
     def run(
@@ -98,11 +99,11 @@ class TtirProgram:
         record: bool = True,
         marks: list[Mark] | None = None,
     ) -> Array:
-        """Run blocks of the grid; returns one row of cost per block (dtype `COST_DTYPE`).
+        """Runs blocks of the grid; returns one row of cost per block (dtype `COST_DTYPE`).
 
-        `blocks` are linear ids, x fastest; None runs all. What does not depend on data is folded on the second call
-        with the same scalars, shapes and blocks, and the rest replayed from then on; `record=False` turns that off.
-        `marks` takes where ranges begin and end; nothing is recorded then.
+        `blocks` are linear ids, x fastest; None runs all. The second call with the same scalars, shapes and blocks
+        folds the parts that do not depend on data, and later calls replay the rest; `record=False` turns that off.
+        `marks` receives where ranges begin and end; nothing is recorded then.
         """
         shape = _grid(grid, self.kernel)
         ids = _block_ids(blocks, shape, self.kernel)
@@ -115,17 +116,17 @@ class TtirProgram:
         except OutOfBoundsError as error:
             if before is None:
                 raise
-            # On a GPU nobody knows of views: what lies in the array behind one can be reached.
+            # A GPU does not know views: the base array of a view can be accessed.
             for flat, copy in before:
                 flat[...] = copy
             cost = self._run(self._signature.bind(args, whole=True), shape, ids, record, marks)
             self._whole = True
-            warnings.warn(f"{error}. The array that argument is a view of holds it, so the kernel goes on, as it would "
-                          "on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(f"{error}. The element exists in the array that this argument is a view of, so the kernel "
+                          "continues, as it would on a GPU", ViewWarning, stacklevel=2)  # fmt: skip
             return cost
 
     def _contents(self, bound: Bound) -> list[tuple[Array, Array]] | None:
-        """Copies of what the kernel writes, where it may turn out that it reaches beyond the views it is given."""
+        """Copies of the memory that the kernel writes, if it may turn out to reach beyond its views."""
         if bound.key in self._seen or not any(_is_view(arg) for arg in bound.args):
             return None
         self._seen.add(bound.key)
@@ -150,9 +151,9 @@ class TtirProgram:
         return cost.view(COST_DTYPE).reshape(-1)
 
     def prepare(self, args: Sequence[Any], grid: Sequence[int], blocks: range) -> Callable[[], None] | None:
-        """The run of these blocks on these arrays, from its tape; None where it has none.
+        """The run of these blocks on these arrays, from its tape; None if there is no tape.
 
-        For callers that run it often, with floating-point warnings off, and do not ask what it costs.
+        For callers that run it often, with floating-point warnings off, and do not need its cost.
         """
         shape = _grid(grid, self.kernel)
         bound = self._signature.bind(args, self._whole)
@@ -174,7 +175,8 @@ class TtirProgram:
     def _chunk(
         self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, record: bool, at_once: bool = False
     ) -> Array:
-        """Run some blocks, from a tape if there is one. `at_once`: record even what was never seen before."""
+        """Runs some blocks, from a tape if there is one. `at_once`: record even a combination that was not seen before.
+        """
         if not record or self._dynamic:
             return self._evaluate(Machine, bound, grid, ids)[0]
         key = (bound.key, grid, (ids.start, ids.stop, ids.step) if isinstance(ids, range) else ids.tobytes())
@@ -215,7 +217,7 @@ class TtirProgram:
     def _take_turns(
         self, bound: Bound, grid: tuple[int, int, int], ids: range | Array, marks: list[Mark] | None
     ) -> Array:
-        """Blocks that wait for each other run one by one."""
+        """Runs blocks that wait for each other one by one."""
         cost = np.zeros((len(ids), len(COST_FIELDS)), np.int64)
 
         def body(row: int) -> Callable[[Callable[[], None]], None]:
@@ -285,7 +287,7 @@ def _uniform(x: Array) -> Any:
 def _grid(grid: Sequence[int], kernel: str) -> tuple[int, int, int]:
     shape = tuple(int(g) for g in grid)
     if not 1 <= len(shape) <= 3 or min(shape) < 0:
-        raise LaunchError(f"kernel {kernel}: the grid {tuple(grid)} is not one to three sizes")
+        raise LaunchError(f"kernel {kernel}: the grid {tuple(grid)} must have one to three sizes of at least 0")
     return (*shape, *(1,) * (3 - len(shape)))  # type: ignore[return-value]
 
 
@@ -295,7 +297,7 @@ def _block_ids(blocks: range | Array | None, grid: tuple[int, int, int], kernel:
         return range(total)
     ids = blocks if isinstance(blocks, range) else np.ascontiguousarray(blocks, np.int64).reshape(-1)
     if len(ids) and not (min(ids[0], ids[-1]) >= 0 if isinstance(ids, range) else ids.min() >= 0):
-        raise LaunchError(f"kernel {kernel}: a block id is negative")
+        raise LaunchError(f"kernel {kernel}: a block id is negative: ids must be from 0 to the size of the grid")
     if len(ids) and (max(ids[0], ids[-1]) if isinstance(ids, range) else ids.max()) >= total:
-        raise LaunchError(f"kernel {kernel}: a block id lies outside the grid {grid} of {total} blocks")
+        raise LaunchError(f"kernel {kernel}: a block id is outside the grid {grid} of {total} blocks")
     return ids

@@ -14,7 +14,7 @@ from paellapy.instrument.ttir.values import full, is_array
 
 Combine = Callable[..., tuple[Any, ...]]
 
-CACHED = 1 << 17  # elements of a tensor whose temporaries a core's cache can hold
+CACHED = 1 << 17  # elements of a tensor whose temporaries fit in a core's cache
 
 UFUNCS = {
     "arith.addf": np.add,
@@ -34,7 +34,7 @@ UFUNCS = {
 
 
 def as_ufunc(region: Region) -> np.ufunc | None:
-    """The ufunc a combine region amounts to: one op on its two arguments."""
+    """The ufunc that a combine region stands for: one op on its two arguments."""
     block = region[0]
     if len(region) != 1 or len(block.ops) != 2 or len(block.args) != 2:
         return None
@@ -54,7 +54,7 @@ def as_arg_reduction(region: Region) -> Callable[..., Any] | None:
     ops = block.ops[:-1]
     names = [op.name.removeprefix("arith.") + (":" + op.word if "cmp" in op.name else "") for op in ops]
     v1, i1, v2, i2 = block.args
-    reads = ([v1, v2], [i1, i2], None, [v1, v2], None, [v1, v2], [i1, i2])  # the select's condition is left out
+    reads = ([v1, v2], [i1, i2], None, [v1, v2], None, [v1, v2], [i1, i2])  # the condition of the select is left out
     if len(ops) != len(reads) or any(r is not None and op.operands[-2:] != r for op, r in zip(ops, reads, strict=True)):
         return None
     for pick, comparisons in ((np.argmax, ("cmpf:oeq cmpf:ogt", "cmpi:eq cmpi:sgt")),
@@ -86,7 +86,7 @@ def reduce_ufunc(ufunc: np.ufunc, axis: int, shape: tuple[int, ...]) -> Callable
 
 
 def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tuple[int, ...]) -> Combine:
-    """argmax/argmin with ties to the left, where the indices grow along the axis; else the region itself decides."""
+    """argmax/argmin with ties to the left, if the indices grow along the axis; otherwise the region itself decides."""
     a = axis + 1
     general = reduce_general(combine, axis, shape)
 
@@ -96,7 +96,7 @@ def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tup
             return general(x, index)
         at = np.expand_dims(pick(x, axis=a), a)
         best = np.take_along_axis(x, at, a).squeeze(a)
-        if x.dtype.kind == "f" and bool(np.isnan(best).any()):  # NumPy picks a NaN where there is one
+        if x.dtype.kind == "f" and bool(np.isnan(best).any()):  # NumPy picks a NaN if there is one
             return general(x, index)
         index = np.broadcast_to(index, x.shape[:1] + index.shape[1:])
         return best, np.take_along_axis(index, at, a).squeeze(a)
@@ -105,7 +105,7 @@ def reduce_arg(pick: Callable[..., Any], combine: Combine, axis: int, shape: tup
 
 
 def _whole(xs: tuple[Any, ...], shape: tuple[int, ...]) -> list[Array]:
-    """Operands at full shape, for all blocks of any of them."""
+    """Operands at full shape, for the blocks of all of them."""
     arrays = [full(x, shape) for x in xs]
     nb = max(x.shape[0] for x in arrays)
     return [np.broadcast_to(x, (nb, *shape)) for x in arrays]
@@ -132,7 +132,7 @@ def reduce_general(combine: Combine, axis: int, shape: tuple[int, ...]) -> Combi
 
     def run(*operands: Any) -> tuple[Any, ...]:
         xs = _whole(operands, shape)
-        nb, step = len(xs[0]), max(1, CACHED // size)  # in pieces whose many temporaries stay in the cache
+        nb, step = len(xs[0]), max(1, CACHED // size)  # in pieces whose temporaries stay in the cache
         parts = [part([x[low : low + step] for x in xs]) for low in range(0, nb, step)]
         return parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
@@ -174,7 +174,7 @@ def scan_general(combine: Combine, axis: int, shape: tuple[int, ...], reverse: b
 
 @dataclass(slots=True, frozen=True)
 class Dot:
-    """Matrix product plus accumulator, in float32 at least (tf32 is not emulated); integers in float64, exactly."""
+    """Matrix product plus accumulator, in at least float32 (tf32 is not emulated); integers in float64, exactly."""
 
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
@@ -185,7 +185,7 @@ class Dot:
         a, b = full(a, self.a_shape), full(b, self.b_shape)
         if self.integer:
             a, b = a.astype(np.float64), b.astype(np.float64)
-        if b.ndim == 3 and b.shape[0] == 1 and a.shape[0] > 1:  # one right side for all blocks: one large product
+        if b.ndim == 3 and b.shape[0] == 1 and a.shape[0] > 1:  # one right operand for all blocks: one large product
             r = (a.reshape(-1, self.a_shape[1]) @ b[0]).reshape(a.shape[0], self.a_shape[0], self.b_shape[1])
         else:
             r = a @ b
@@ -193,7 +193,7 @@ class Dot:
 
 
 def accumulate(r: Any, c: Any) -> Any:
-    """r + c, in r's own memory where it has room for the result."""
+    """r + c, in r's own memory if it can hold the result."""
     if not is_array(c):
         return r if c == 0 else r + c
     if c.shape[0] > r.shape[0]:

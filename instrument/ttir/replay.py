@@ -1,4 +1,4 @@
-"""A tape compiled to one Python function."""
+"""Compiles a tape to one Python function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paellapy.instrument.ttir.types import Element
 
 
 def compile_tape(entries: list[Entry], declared: Sequence[Element | None]) -> Replay:
-    """The function `replay(flat arguments, cost table)`. Entries nobody needs are left out."""
+    """The function `replay(flat arguments, cost table)`. Unneeded entries are left out."""
     entries = join_products(entries)
     for entry in entries:
         if isinstance(entry.fn, StaticLoad):
@@ -102,7 +102,7 @@ class _Writer:
 
     @staticmethod
     def store_target(kept: list[tuple[Entry, list[int]]], position: int) -> ViewStore | None:
-        """The window of the store that follows at once and is the only reader, where the ufunc can write into it."""
+        """The window of the store that follows directly and is the only reader, if the ufunc can write into it."""
         entry = kept[position][0]
         if type(entry.fn) is not np.ufunc or position + 1 == len(kept):
             return None

@@ -15,7 +15,7 @@ _WHOLE = {"rn": np.rint, "rz": np.trunc, "ru": np.ceil, "rd": np.floor}
 
 
 def _turned(nearest: Any, rest: Any, mode: str) -> Any:
-    """The nearest number moved one step where `rest`, the sign of what was rounded off, asks for it."""
+    """The nearest number moved by one step where `rest`, the sign of the rounding error, requires it."""
     up, down = np.inf, -np.inf
     if mode == "rn":
         return nearest
@@ -30,7 +30,7 @@ def _turned(nearest: Any, rest: Any, mode: str) -> Any:
 
 
 def _sum_rest(a: Any, b: Any, s: Any) -> Any:
-    """What a + b rounded to s leaves (Knuth's two-sum)."""
+    """The rounding error of a + b rounded to s (Knuth's two-sum)."""
     t = s - a
     return (a - (s - t)) + (b - t)
 
@@ -62,7 +62,7 @@ def _rsqrt(a: Any) -> tuple[Any, Any]:
 
 def _fma(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     r = fma(a, b, c)
-    if a.dtype == np.float32:  # exact in float64 but for what cannot turn a float32 round
+    if a.dtype == np.float32:  # exact in float64, except for parts too small to change the rounding of a float32
         wide = [np.asarray(x, np.float64) for x in (a, b, c)]
         return r, fma(*wide) - r
     p = a * b
@@ -97,7 +97,7 @@ def directed(name: str, mode: str) -> Function:
 
 
 def to_integer(x: Any, mode: str, target: str) -> Any:
-    """A float as an integer of NumPy type `target`, saturated as PTX's `cvt` does it."""
+    """A float as an integer of NumPy type `target`, saturated as in PTX's `cvt`."""
     limits = np.iinfo(target)
     whole = _WHOLE[mode](x)
     low, high = x.dtype.type(limits.min), x.dtype.type(2.0 ** (8 * limits.dtype.itemsize - (target[0] == "i")))
@@ -113,6 +113,6 @@ def to_float(x: Any, mode: str, target: str) -> Any:
     nearest = np.asarray(x.astype(target))
     if x.dtype.kind == "f":
         return _turned(nearest, x - nearest.astype(x.dtype), mode)
-    # Integers in two halves, each exact in float64: what is left of them after taking the nearest float away.
+    # Integers in two halves, each exact in float64: the remainder after subtracting the nearest float.
     high, low = (x >> 32).astype(np.float64) * 2.0**32, (x & x.dtype.type(0xFFFFFFFF)).astype(np.float64)
     return _turned(nearest, (high - nearest.astype(np.float64)) + low, mode)

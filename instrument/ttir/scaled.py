@@ -1,4 +1,4 @@
-"""`tl.dot_scaled`: products of narrow floats, each group along k with a scale of its own (the OCP formats)."""
+"""`tl.dot_scaled`: products of narrow floats, with a scale for each group along k (the OCP formats)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT = re.compile(r"lhs = (\w+) rhs = (\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side: its elements as float32, k along `axis` (counted from the end), and its scales with k last."""
+    """One side: its elements as float32, with k along `axis` (counted from the end), and its scales with k last."""
 
     type: Type
     format: str
@@ -47,7 +47,7 @@ class Operand:
         if self.scale is None:
             return x
         s = full(scale, self.scale.shape)
-        if not self.scale.element.is_float:  # e8m0: an exponent; 255 is not a number
+        if not self.scale.element.is_float:  # e8m0: an exponent; 255 stands for NaN
             e = s.view(np.uint8).astype(np.float64)
             s = np.where(e == 255, np.nan, np.exp2(e - 127)).astype(np.float32)
         s = np.repeat(s, x.shape[axis] // s.shape[-1], axis=-1)
@@ -63,7 +63,7 @@ class Operand:
 
 
 def _operands(op: Op) -> tuple[Operand, Operand, list[int | None]]:
-    """Both sides, and where among the op's operands a, its scales, b, its scales and c are."""
+    """Both sides, and the positions of a, its scales, b, its scales and c among the op's operands."""
     m = _TEXT.search(op.body)
     assert m is not None
     names = re.findall(r"(%[\w$.\-#]+)( scale)?", op.body.partition(" lhs = ")[0])

@@ -57,7 +57,10 @@ def gather(axis: int, source: Shape, index: Shape, where: str) -> Function:
         x, at = np.broadcast_to(x, (nb, *source)), np.broadcast_to(at, (nb, *index))
         if at.size and (at.min() < 0 or at.max() >= source[axis]):
             bad = int(at[(at < 0) | (at >= source[axis])][0])
-            raise OutOfBoundsError(f"{where}: tl.gather takes element {bad} of {source[axis]} along axis {axis}")
+            raise OutOfBoundsError(
+                f"{where}: tl.gather takes element {bad} along axis {axis}, which has {source[axis]}; keep the indices "
+                "within it"
+            )
         return np.take_along_axis(x, at, a)
 
     return run

@@ -1,8 +1,8 @@
-"""Tapes of elementwise kernels without what is masked: every tile becomes the slice of memory that its mask leaves.
+"""Tapes of elementwise kernels without their masked parts: every tile becomes the slice of memory that its mask leaves.
 
-Where all loads and stores are cut at the same element, and nothing in between looks at other elements than its own,
-what lies behind the cut is never stored. So loads are views of the arguments, the last call writes into them, and
-neither fills nor copies are left: `offset < n` costs what no mask costs.
+If all loads and stores are cut at the same element, and every operation in between depends only on the same element,
+the elements behind the cut are never stored. So loads are views of the arguments, the last call writes into them, and
+neither fills nor copies remain: `offset < n` costs no more than no mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paellapy.instrument.ttir.types import Array
 
 
 def shorten(entries: list[Entry]) -> list[Entry] | None:
-    """The entries over slices, or None where they are not all of that kind."""
+    """The entries over slices, or None if they do not all have this form."""
     stores = [entry.fn for entry in entries if type(entry.fn) is PrefixStore]
     if not stores:
         return None
@@ -63,7 +63,7 @@ def _short(entry: Entry, shape: tuple[int, ...], count: int) -> Entry | None:
 
 
 def _operand(value: Any, shape: tuple[int, ...], count: int) -> Any:
-    """A constant cut to the slice; None where it is an array that would have to grow first."""
+    """A constant cut to the slice; None if it is an array that would have to grow first."""
     if type(value) is not np.ndarray:
         return value
     if value.size == 1:
@@ -72,7 +72,7 @@ def _operand(value: Any, shape: tuple[int, ...], count: int) -> Any:
 
 
 class _Slice:
-    """A view of memory; a copy where the memory may change before it is used."""
+    """A view of memory, or a copy if the memory may change before it is used."""
 
     __slots__ = ("_copy", "_element", "_where")
 

@@ -29,7 +29,7 @@ def closing(text: str, start: int) -> int:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at separators outside brackets and strings; empty parts are dropped."""
+    """Splits at separators outside brackets and strings; empty parts are dropped."""
     parts, depth, start = [], 0, 0
     for found in _marks(separator).finditer(text):
         mark = found[0]
@@ -47,7 +47,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 @cache
 def _marks(separator: str) -> re.Pattern[str]:
-    """Strings and arrows, to be passed over; brackets; and the beginnings of separators."""
+    """Strings and arrows, which are skipped; brackets; and the beginnings of separators."""
     string = r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)'
     return re.compile(rf"{string}|(?={re.escape(separator)})|->|[<>()\[\]{{}}]", re.DOTALL)
 
@@ -56,7 +56,7 @@ _NOTED = re.compile(r'"|//|(?:(?<=[ ,(])|\A)loc\(')
 
 
 def take_locations(line: str) -> tuple[str, str]:
-    """Remove every ` loc(...)` of a line, outside strings; the last one is the op's own."""
+    """Removes every ` loc(...)` of a line, outside strings; the last one is the op's own."""
     out, loc, i, start = [], "unknown", 0, 0
     while found := _NOTED.search(line, i):
         i = found.start()
@@ -79,7 +79,7 @@ _PLAIN = re.compile(r'[^"{<]+')
 
 
 def attributes_of(body: str) -> tuple[str, dict[str, str]]:
-    """Cut the dictionaries `{...}` and `<{...}>` out of an op's body; `key = word` pairs beside them count too."""
+    """Cuts the dictionaries `{...}` and `<{...}>` out of an op's body; `key = word` pairs beside them count too."""
     attributes: dict[str, str] = {}
     rest = ""
     i = 0

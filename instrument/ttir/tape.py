@@ -1,7 +1,8 @@
-"""The tape: what is left of a run once everything that does not depend on memory has been worked out.
+"""The tape: the part of a run that remains once everything that does not depend on memory has been computed.
 
 A tape is compiled to one straight Python function of calls; values are dropped after their last use, and a value that
-dies at an elementwise call gives its memory to the result."""
+dies at an elementwise call gives its memory to the result.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAX_KEPT = 256 << 20
 
 @dataclass(slots=True, frozen=True)
 class BufferRef:
-    """An argument's flat memory, seen as `element`."""
+    """An argument's flat memory, viewed as `element`."""
 
     index: int
     element: Element
@@ -44,9 +45,9 @@ class Entry:
     args: tuple[Any, ...]
     pure: bool
     touches_memory: bool = False
-    shape: tuple[int, ...] | None = None  # of the result, where it is one array
+    shape: tuple[int, ...] | None = None  # shape of the result, if it is one array
     dtype: Any = None
-    owned: bool = False  # the result is fresh memory nobody else sees
+    owned: bool = False  # the result is fresh memory that no other value uses
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Tape:
     bytes: int = 0  # held by constants and plans
     kept: int = 0  # bytes of addresses kept until products are joined
     full: bool = False  # too large to be worth keeping
-    ragged: bool = False  # some load is masked in the last block alone
+    ragged: bool = False  # some load is masked only in the last block
 
     def _refs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(Ref(a.id) if type(a) is Sym else a for a in args)
@@ -81,7 +82,7 @@ class Tape:
         return Sym(self.next_id, value)
 
     def _note_views(self, args: Sequence[Any], value: Any) -> None:
-        """Whoever is seen through a view cannot give its memory away."""
+        """Marks values that are seen through a view, which therefore cannot give their memory away."""
         results = [v for v in (value if type(value) is tuple else (value,)) if type(v) is np.ndarray]
         for a in args:
             if type(a) is Sym and type(a.value) is np.ndarray and any(np.may_share_memory(a.value, r) for r in results):

@@ -1,4 +1,4 @@
-"""The op tree: what a TTIR module holds."""
+"""The op tree of a TTIR module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Region = list[Block]
 
 @dataclass(slots=True)
 class Op:
-    """One operation. `body` is the text between name and types; `operands` the values it reads, in order."""
+    """One operation. `body` is the text between name and types; `operands` are the values it reads, in order."""
 
     name: str
     results: list[str]
@@ -45,7 +45,7 @@ class Op:
         return int(text.split(":")[0])
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """`array<i32: 1, 0>` or `[1, 0]`."""
+        """The integers of `array<i32: 1, 0>` or `[1, 0]`."""
         text = self.attributes.get(name, "")
         return tuple(int(x) for x in re.findall(r"-?\d+", re.sub(r"array<\w+:?|: *i\d+", "", text)))
 
@@ -80,7 +80,7 @@ class Module:
 
 
 def walk(region: Region) -> Iterator[Op]:
-    """All ops of a region, nested ones included."""
+    """All ops of a region, including nested ones."""
     for block in region:
         for op in block.ops:
             yield op

@@ -1,8 +1,8 @@
-"""Blocks that wait for each other: each runs on its own, and gives way while it waits.
+"""Blocks that wait for each other: each runs separately, and gives way while it waits.
 
-In lockstep a spin lock livelocks (the owner cannot leave the loop before the others do); one block after the other, a
-grid-wide barrier deadlocks. So a block that goes round a waiting loop is parked and others get their turn. Only one
-runs at any time. A thread runs blocks one after the other until one of them waits; the next thread takes over there.
+In lockstep a spin lock would livelock, since the owner cannot leave the loop before the others do; one block after the
+other, a grid-wide barrier would deadlock. So a block in a waiting loop is parked and others get their turn. Only one
+runs at any time. A thread runs blocks one after the other until one of them waits; then the next thread takes over.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 
 from paellapy.instrument.errors import LaunchError
 
-MAX_WAITING = 4096  # threads; more blocks than any GPU holds at once
-MAX_ROUNDS = 200  # turns every waiting block gets while none of them finishes, before memory is looked at
-MAX_LOOKS = 5_000  # looks at memory that has changed, while no block finishes: the kernel never ends
+MAX_WAITING = 4096  # threads; more than the blocks that any GPU holds at once
+MAX_ROUNDS = 200  # turns of every waiting block without any finishing, before memory is checked
+MAX_LOOKS = 5_000  # checks with changed memory but without a finished block, after which the kernel counts as endless
 
 Body = Callable[[Callable[[], None]], None]  # one block; it calls its argument while it waits
 
 
 class Turns:
-    """The blocks still to be started, and how many are done."""
+    """The blocks still to be started, and the number of finished ones."""
 
     def __init__(self, bodies: list[Body]) -> None:
         self.todo: Iterator[Body] = iter(bodies)
@@ -36,14 +36,14 @@ class Turns:
 
 
 class Worker:
-    """A thread that runs blocks; `resume` lets it go on until there are none left or its block waits."""
+    """A thread that runs blocks; `resume` lets it continue until none is left or its block waits."""
 
     def __init__(self, turns: Turns) -> None:
         self.finished = False
         self.error: BaseException | None = None
         self._turns, self._cancelled = turns, False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        context = contextvars.copy_context()  # NumPy's error state lives there
+        context = contextvars.copy_context()  # it holds NumPy's error state
         self._thread = threading.Thread(target=context.run, args=(self._main,), daemon=True)
         self._thread.start()
 
@@ -74,7 +74,7 @@ class Worker:
             raise self.error
 
     def cancel(self) -> None:
-        """Unwind a block that will never finish."""
+        """Unwinds a block that will never finish."""
         if not self.finished:
             self._cancelled = True
             self._go.release()
@@ -86,10 +86,10 @@ class _Cancelled(BaseException):
 
 
 def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int]) -> None:
-    """Run all bodies to their ends; each gets a function to call while it waits.
+    """Runs all bodies to their ends; each receives a function to call while it waits.
 
-    `memory` is a number that stands for the contents of what the kernel writes: blocks that take work from a queue go
-    round many times before one of them finishes, and memory shows that they get on.
+    `memory` returns a number that stands for the contents of the memory that the kernel writes. Blocks that take work
+    from a queue may loop many times before one of them finishes, and changes of memory show that they make progress.
     """
     turns = Turns(bodies)
     workers: list[Worker] = []
@@ -119,7 +119,7 @@ def take_turns(kernel: str, bodies: list[Body], memory: Callable[[], int]) -> No
 
 def _stuck(kernel: str, waiting: int, still: bool) -> str:
     if still:
-        why = "wait for each other and none goes on; a barrier over the grid needs all its blocks in one launch"
+        why = "wait for each other without progress; a barrier over the grid needs all its blocks in one launch"
     else:
-        why = f"go round a loop that polls, and none has finished in {MAX_LOOKS * MAX_ROUNDS:,} turns; bound that loop"
+        why = f"poll in a loop, and none has finished in {MAX_LOOKS * MAX_ROUNDS:,} turns; bound that loop"
     return f"kernel {kernel}: {waiting} blocks {why}"

@@ -1,7 +1,7 @@
-"""TTIR types, and how each element type is stored in memory and held while computing.
+"""TTIR types, and how each element type is stored in memory and held during computation.
 
 Floats below 32 bits are held as float32 rounded to their own precision: NumPy's half arithmetic and ml_dtypes' loops
-are several times slower than float32's, dots want float32 anyway, and a float32 result rounded once more is the
+are several times slower than float32's, dots need float32 anyway, and a float32 result rounded once more is the
 correctly rounded one for +, -, *, / and sqrt (24 >= 2 * 11 + 2 bits).
 """
 
@@ -25,19 +25,19 @@ class Element:
     name: str
     memory: np.dtype[Any]  # in the user's arrays
     compute: np.dtype[Any]  # while evaluating
-    storage: np.dtype[Any]  # in flat memory: `memory`, or plain bits where NumPy itself has no such type
+    storage: np.dtype[Any]  # in flat memory: `memory`, or plain bits where NumPy has no such type
     bits: np.dtype[Any]  # unsigned integer of the same size
     size: int
     is_float: bool
     narrow: bool  # computed in a wider type than it is stored in
-    limit: float | None  # largest number, where narrowing saturates
+    limit: float | None  # largest number, if narrowing saturates
 
 
 def _element(name: str, memory: Any, compute: Any = None, limit: float | None = None) -> Element:
     stored = np.dtype(memory)
     wide = np.dtype(memory if compute is None else compute)
     bits = np.dtype(f"u{stored.itemsize}")
-    own = stored.num <= np.dtype(np.float16).num  # ml_dtypes' type numbers lie beyond NumPy's own
+    own = stored.num <= np.dtype(np.float16).num  # type numbers of ml_dtypes lie beyond NumPy's own
     return Element(
         name,
         stored,

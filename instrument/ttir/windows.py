@@ -90,7 +90,7 @@ def window_mask(block: Shape, checked: Shape) -> Callable[..., Any]:
 
 
 def window_access(active: Active, w: Window, at: tuple[Value, ...], checked: Shape, block: Shape) -> tuple[Ptr, Value]:
-    """The pointer tensor and mask a tile stands for."""
+    """The pointer tensor and the mask of a tile."""
     call = active.machine.call
     offset = call(window_offset(block), w.base.offset, *at, *w.strides)
     mask = call(window_mask(block, checked), *at, *w.shape) if checked else None

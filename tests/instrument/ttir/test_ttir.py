@@ -170,7 +170,7 @@ def test_an_index_outside_what_is_gathered_from_is_named() -> None:
     source = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(source, 1) if "# <- the gather" in text)
     at[3] = 16
-    with pytest.raises(OutOfBoundsError, match=f"kernel pick, .*test_ttir.py:{line}.*element 16 of 16 along axis 0"):
+    with pytest.raises(OutOfBoundsError, match=f"kernel pick, .*test_ttir.py:{line}.*element 16 along axis 0"):
         evaluator.run([x, at, x.copy()], (1,))
 
 
@@ -443,10 +443,10 @@ def test_common_ptx_inside_a_kernel_is_translated(case: Case) -> None:
     ("args", "error"),
     [
         ([np.zeros(4, np.float32)], "takes 4 arguments"),
-        ([np.zeros(4, np.float64), np.zeros(4, np.float32), 0, 4], "%?x points to f32, the array holds float64"),
+        ([np.zeros(4, np.float64), np.zeros(4, np.float32), 0, 4], "%?x points to f32, .*holds float64"),
         ([[1.0], np.zeros(4, np.float32), 0, 4], "pass a NumPy array"),
-        ([np.zeros(4, np.float32), np.zeros(4, np.float32), 2**40, 4], "does not fit i32"),
-        ([np.zeros(4, np.float32), np.zeros(4, np.float32), "0", 4], "is a scalar i32, not str"),
+        ([np.zeros(4, np.float32), np.zeros(4, np.float32), 2**40, 4], "does not fit in i32"),
+        ([np.zeros(4, np.float32), np.zeros(4, np.float32), "0", 4], "must be a scalar i32, not str"),
         ([np.zeros(4, np.float32), np.frombuffer(bytes(16), np.float32), 0, 4], "is read-only"),
     ],
 )
