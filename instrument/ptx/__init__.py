@@ -1,1 +1,1 @@
-"""PTX: a lossless model of its text, the passes that edit it, and its way through the assembler."""
+"""PTX: a lossless model of its text, the passes that edit it, and its assembly to machine code."""

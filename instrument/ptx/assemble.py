@@ -1,7 +1,8 @@
-"""PTX → machine code with `ptxas`: which one to use, and what it says about the result.
+"""PTX → machine code with `ptxas`: choosing one, and reading its report on the result.
 
-Triton's wheel brings one or two `ptxas`; they, a toolkit's and NVIDIA's `nvidia-cuda-nvcc` wheel are candidates. The
-first that understands the module's PTX version is used: NVRTC is often newer than the `ptxas` beside it.
+Triton's wheel brings one or two `ptxas`; these, a toolkit's and that of NVIDIA's `nvidia-cuda-nvcc` wheel are
+candidates. The first one that supports the module's PTX version is used: NVRTC is often newer than the `ptxas` beside
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LONGEST_S = 600  # the largest kernels of flash-linear-attention take tens of s
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Machine code of one entry and the resources a block of it takes."""
+    """Machine code of one entry, and the resources of a block."""
 
     cubin: bytes
     registers: int  # per thread
@@ -47,7 +48,7 @@ class Ptxas:
 
     @property
     def newest_ptx(self) -> tuple[int, int]:
-        """The newest PTX ISA a CUDA release reads (PTX ISA manual, release history)."""
+        """The newest PTX ISA that a CUDA release reads (PTX ISA manual, release history)."""
         major, minor = self.release
         if major == 12 and minor >= 6:  # 12.5 and 12.6 read the same PTX
             minor -= 1
@@ -60,7 +61,7 @@ def find_ptxas() -> tuple[Ptxas, ...]:
     paths: list[Path] = []
     if configured := os.environ.get("PAELLAPY_PTXAS"):
         if _release(Path(configured)) is None:
-            raise PtxError(f"PAELLAPY_PTXAS={configured} is not a ptxas that runs here; correct or unset it")
+            raise PtxError(f"PAELLAPY_PTXAS={configured} is not a ptxas that runs on this machine; correct or unset it")
         paths.append(Path(configured))
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin:
@@ -71,7 +72,7 @@ def find_ptxas() -> tuple[Ptxas, ...]:
     if on_path := shutil.which("ptxas"):
         paths.append(Path(on_path))
     paths.append(Path("/usr/local/cuda/bin/ptxas"))
-    different: dict[Path, Path] = {}  # $CUDA_HOME, $PATH and the usual place may be one
+    different: dict[Path, Path] = {}  # $CUDA_HOME, $PATH and the usual place may be the same
     for path in paths:
         different.setdefault(path.resolve(), path)
     return tuple(Ptxas(str(path), release) for path in different.values() if (release := _release(path)))
@@ -87,7 +88,7 @@ def _release(path: Path) -> tuple[int, int] | None:
 
 
 def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> Ptxas:
-    """The first `ptxas` that reads `ptx_version`, `preferred` before all others."""
+    """The first `ptxas` that reads `ptx_version`; `preferred` is tried before all others."""
     known = find_ptxas()
     ordered = sorted(known, key=lambda p: p.path != preferred)
     for candidate in ordered:
@@ -95,8 +96,9 @@ def choose_ptxas(ptx_version: tuple[int, int], preferred: str | None = None) -> 
             return candidate
     have = ", ".join(f"{p.path} (CUDA {p.release[0]}.{p.release[1]})" for p in known) or "none"
     raise PtxError(
-        f"no ptxas here reads PTX {ptx_version[0]}.{ptx_version[1]} (found: {have}). Install a newer Triton or "
-        "`pip install nvidia-cuda-nvcc` and point PAELLAPY_PTXAS at its ptxas."
+        f"no ptxas on this machine reads PTX {ptx_version[0]}.{ptx_version[1]} (found: {have}). Install a newer "
+        "Triton, "
+        "or `pip install nvidia-cuda-nvcc` and set PAELLAPY_PTXAS to its ptxas."
     )
 
 
@@ -104,7 +106,7 @@ def assemble(ptx: str, arch: str, entry: str, options: tuple[str, ...] = (), pre
     """Machine code for one entry, cached on disk. `arch` is a name such as "sm_90a"."""
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", ptx, re.M)
     if version is None:
-        raise PtxError("this PTX module has no .version line")
+        raise PtxError("the PTX module has no .version line: pass a complete module")
     tool = choose_ptxas((int(version[1]), int(version[2])), preferred)
     key = cache.digest("cubin", ptx, arch, entry, " ".join(options), f"{tool.path} {tool.release}")
     if stored := cache.read(key):
@@ -126,7 +128,7 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
         except subprocess.TimeoutExpired:
             raise PtxError(
                 f"ptxas {tool.release[0]}.{tool.release[1]} has not assembled kernel {entry!r} for {arch} within "
-                f"{_LONGEST_S} s. Choose smaller blocks, or another ptxas with PAELLAPY_PTXAS."
+                f"{_LONGEST_S} s. Use smaller blocks, or another ptxas with PAELLAPY_PTXAS."
             ) from None
         log = done.stderr + done.stdout
         if done.returncode:
@@ -141,4 +143,4 @@ def _run(tool: Ptxas, ptx: str, arch: str, entry: str, options: tuple[str, ...])
                     spill_bytes=int(found["store"]) + int(found["load"]),
                     stack_bytes=int(found["stack"]),
                 )
-    raise PtxError(f"ptxas did not report the resources of kernel {entry!r}:\n{log}")
+    raise PtxError(f"the output of ptxas does not list the resources of kernel {entry!r}:\n{log}")

@@ -1,4 +1,4 @@
-"""A compiled kernel: what both front ends produce and every device takes."""
+"""A compiled kernel: the result of both front ends, and the input of every device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from paellapy.instrument.ptx.registers import REGISTER_STEP, blocks_by_registers
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One specialisation of a kernel before our passes: plain PTX and what a launcher must know.
+    """One specialisation of a kernel before our passes: plain PTX, and the facts that a launcher needs.
 
-    `param_format` is the `struct` format of the kernel's own parameter buffer, hidden parameters included.
+    `param_format` is the `struct` format of the kernel's own parameter buffer, including hidden parameters.
     """
 
     name: str  # entry in the PTX
     ptx: str
     arch: str  # "sm_90a"
     param_format: str
-    threads: int | None  # per block; None where the launch decides (CUDA C)
+    threads: int | None  # per block; None if the launch decides (CUDA C)
     dynamic_shared_bytes: int = 0
     cluster: int = 1
     exits: passes.Exits = "auto"
@@ -36,7 +36,7 @@ class Source:
     scratch_bytes: int = 0  # per block, of the `global_scratch` parameter
     scratch_align: int = 1
     cooperative: bool = False
-    dependent: bool = False  # programmatic dependent launch: it may start before the kernel before it is done
+    dependent: bool = False  # programmatic dependent launch: it may start before the previous kernel is done
     ttir: str = ""
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -46,8 +46,8 @@ class Source:
             config = replace(config, exits=self.exits)
         if config.preempt and self.cooperative:
             raise InstrumentError(
-                f"kernel {self.name!r} cannot be preempted: a cooperative launch promises that all its blocks run at "
-                "once. Launch it as a whole."
+                f"kernel {self.name!r} cannot be preempted: it is launched cooperatively, so all its blocks must run "
+                "at once. Launch it without `preemptible`."
             )
         ptx = _passed(self.ptx, config, self.name)
         code = assemble(ptx, self.arch, self.name, self.ptxas_options, self.ptxas_path)
@@ -56,9 +56,9 @@ class Source:
         return Compiled(self, config, ptx, code)
 
     def _with_as_many_blocks(self, ptx: str, code: Assembled, threads: int) -> Assembled:
-        """Machine code that lets an SM hold as many blocks as of the plain kernel, or nearly, if it costs no spills.
+        """Machine code that lets an SM hold about as many blocks as of the plain kernel, if that needs no spills.
 
-        Not where warps hand registers to each other, or the kernel itself says how many it takes.
+        Not for kernels whose warps exchange registers, or that limit their registers themselves.
         """
         if room_for_all(code.registers, threads) or "setmaxnreg" in ptx or ".maxnreg" in ptx:
             return code
@@ -74,7 +74,8 @@ class Source:
 
 
 def _passed(ptx: str, config: PassConfig, name: str) -> str:
-    """What the passes make of a module; kept on disk, since reading and printing PTX takes as long as compiling it."""
+    """The result of the passes on a module, kept on disk, since parsing and printing PTX takes as long as compiling it.
+    """
     where = cache.digest("passes", config.key(), name, ptx)
     stored = cache.read(where)
     if stored is not None:
@@ -85,7 +86,7 @@ def _passed(ptx: str, config: PassConfig, name: str) -> str:
 
 
 class Draft:
-    """A kernel as far as it must be compiled to be evaluated: TTIR. The rest is done when somebody asks for it."""
+    """A kernel compiled as far as evaluation needs: to TTIR. The rest is compiled on demand."""
 
     def __init__(self, name: str, ttir: str, metadata: dict[str, Any], finish: Callable[[], Source]) -> None:
         self.name, self.ttir, self.metadata = name, ttir, metadata
@@ -93,7 +94,7 @@ class Draft:
 
     @classmethod
     def of(cls, source: Source) -> Draft:
-        """A draft of what is finished."""
+        """A draft of a finished source."""
         return cls(source.name, source.ttir, source.metadata, lambda: source)
 
     @functools.cached_property
@@ -103,7 +104,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel ready to load: source, the passes applied to it, the resulting PTX and machine code."""
+    """A kernel ready to load: source, applied passes, the resulting PTX and machine code."""
 
     source: Source
     config: PassConfig
@@ -133,7 +134,7 @@ class Compiled:
         """Shared memory per block, static and dynamic."""
         return self.code.static_shared_bytes + self.source.dynamic_shared_bytes
 
-    # -- by the names that Triton's own compiled kernels have
+    # -- with the names of Triton's own compiled kernels
 
     @property
     def asm(self) -> Stages:
@@ -154,7 +155,7 @@ class Compiled:
         return SimpleNamespace(**facts, **self.source.metadata)
 
     def _init_handles(self) -> None:
-        """Triton's scripts call it before they read `n_regs`; there is nothing to do."""
+        """Does nothing; Triton's scripts call it before they read `n_regs`."""
 
     def __repr__(self) -> str:
         level = self.config.report or "plain"
@@ -165,7 +166,7 @@ class Compiled:
 
 
 class Stages(Mapping[str, Any]):
-    """`.asm` of a compiled kernel. What comes after TTIR is compiled once somebody asks for it."""
+    """`.asm` of a compiled kernel. Stages after TTIR are compiled on demand."""
 
     def __init__(self, name: str, ttir: str, compiled: Callable[[], Compiled]) -> None:
         self._name, self._ttir, self._compiled = name, ttir, compiled
@@ -185,7 +186,7 @@ class Stages(Mapping[str, Any]):
 
 
 class Launched:
-    """What a launch on a device returns that needs no machine code: a `Compiled`, made once somebody looks at it."""
+    """The result of a launch that needs no machine code: a `Compiled`, made on first access."""
 
     def __init__(self, draft: Draft, compiled: Callable[[], Compiled]) -> None:
         self._draft, self._compiled = draft, compiled

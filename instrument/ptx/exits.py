@@ -1,10 +1,10 @@
-"""Decides how the end of a block can be seen: by a barrier at the exit, or by counting its threads out.
+"""Decides how to detect the end of a block: by a barrier at the exit, or by counting its threads out.
 
-A barrier is cheap, but a thread that leaves early and waits there while others still wait at a barrier of the body
-deadlocks, or satisfies the body's barrier in their place. It is safe when the body has no barrier, or when no branch
-that threads of a block may take differently leads around one. That is decided here from the code: registers derived
-from the thread's index (or from memory) make a branch divergent, and a divergent branch is harmful when a barrier can
-be reached before its two ways meet again.
+A barrier is cheap. But a thread that leaves early, and waits there while others still wait at a barrier of the body,
+deadlocks or satisfies the body's barrier in their place. The exit barrier is safe if the body has no barrier, or if no
+branch that threads of a block may take differently leads around one. This is decided from the code: registers derived
+from the thread's index (or from memory) make a branch divergent, and a divergent branch is harmful if a barrier can be
+reached before its two paths meet again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paellapy.instrument.ptx.flow import UNIFORM_SPECIAL, FlowGraph, Names, is_s
 from paellapy.instrument.ptx.module import Function, Module, Statement
 
 BARRIER_OPS = ("bar", "barrier")
-# Give different threads different results whatever their operands: memory, other threads, pieces of a matrix.
+# Instructions that give threads different results for equal operands: memory, other threads, matrix fragments.
 _PER_THREAD = (
     "atom", "shfl", "activemask", "match", "elect", "tex", "tld4", "suld", "ldmatrix", "mbarrier", "vote", "mma",
     "wmma", "wgmma", "tcgen05", "multimem", "alloca",
@@ -22,7 +22,7 @@ _PER_THREAD = (
 
 
 def refuse_exit_in_functions(module: Module, kernel: str) -> None:
-    """`exit` in a device function ends the thread behind the caller's back: its end could not be reported."""
+    """Refuses `exit` in a device function: it ends the thread without returning, so its end would be missed."""
     for function in module.functions():
         if not function.is_entry and any(s.is_op("exit") for s in function.instructions()):
             raise InstrumentError(
@@ -35,12 +35,12 @@ def refuse_exit_in_functions(module: Module, kernel: str) -> None:
 def barrier_at_exit_is_safe(module: Module, entry: Function) -> bool:
     """Whether every thread of a block may wait for the others at the exit of `entry`."""
     if any(s.is_op(*BARRIER_OPS) for f in module.functions() if not f.is_entry for s in f.instructions()):
-        return False  # a barrier inside a called function is not placed in the entry's flow graph
+        return False  # a barrier inside a called function is not part of the entry's flow graph
     if not any(s.is_op(*BARRIER_OPS) for s in entry.instructions()):
         return True
     graph = FlowGraph.of(entry)
     if graph is None:
-        return False  # indirect branches, or a jump to where we cannot follow
+        return False  # indirect branches, or a jump to an unknown place
     return not _divergent_branch_skips_barrier(graph, Names.of(entry))
 
 
@@ -62,7 +62,8 @@ def _divergent_branch_skips_barrier(graph: FlowGraph, names: Names) -> bool:
                 region = graph.region(i, meeting[i])
                 if any(graph.code[j].is_op(*BARRIER_OPS) for j in region):
                     return True
-                # What is assigned on one way only, or once per turn of a loop left at different times, differs too.
+                # A value assigned on one path only, or once per iteration of a loop left at different times, differs
+                # too.
                 for j in region:
                     divergent |= results[j]
     # A predicated barrier is skipped without any branch.

@@ -1,4 +1,4 @@
-"""The control flow of a PTX body: where each instruction may go next, where ways meet, and what it writes."""
+"""The control flow of a PTX body: the successors of each instruction, where paths meet, and the registers it writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paellapy.instrument.ptx.module import Function, Kind, Statement
 
-# Special registers with the same value in every thread of a block; all others are taken as different.
+# Special registers with the same value in every thread of a block; all others are assumed to differ.
 UNIFORM_SPECIAL = (
     "%ctaid", "%nctaid", "%ntid", "%smid", "%nsmid", "%gridid", "%clusterid", "%nclusterid", "%cluster_ctaid",
     "%cluster_nctaid", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster", "%dynamic_smem_size",
@@ -17,7 +17,7 @@ _NO_RESULT = ("st", "bra", "brx", "bar", "barrier", "red", "ret", "exit", "call"
 
 @dataclass(slots=True)
 class Names:
-    """What the names in a body stand for. Inline assembly may call its registers anything, also without "%"."""
+    """The meaning of names in a body. Inline assembly may give its registers any name, also without "%"."""
 
     params: set[str]
     registers: set[str]
@@ -38,7 +38,7 @@ class Names:
         return cls(set(entry.param_names()), registers)
 
     def register(self, text: str) -> str:
-        """The register an operand names (without the component of a vector), or ""."""
+        """The register that an operand names (without the component of a vector), or ""."""
         name = text if is_special(text) else text.split(".")[0]
         return name if name.startswith("%") or name in self.registers else ""
 
@@ -49,7 +49,7 @@ def _is_identifier(text: str) -> bool:
 
 @dataclass(slots=True)
 class FlowGraph:
-    """Instructions of a body and where each may go next; index len(code) is the exit."""
+    """The instructions of a body and their successors; index len(code) is the exit."""
 
     code: list[Statement]
     successors: list[list[int]]
@@ -58,7 +58,7 @@ class FlowGraph:
     def of(cls, entry: Function) -> FlowGraph | None:
         code: list[Statement] = []
         labels: dict[tuple[tuple[int, ...], str], int] = {}  # a label is known in its own pair of braces
-        scopes: list[tuple[int, ...]] = []  # of each instruction: the braces around it
+        scopes: list[tuple[int, ...]] = []  # the braces around each instruction
         scope: tuple[int, ...] = ()
         for position, statement in enumerate(entry.body or ()):
             if statement.kind is Kind.OPEN:
@@ -139,9 +139,9 @@ class FlowGraph:
         return a
 
     def loops(self) -> list[set[int]]:
-        """The loop of every jump backwards: what can run between its target and the jump.
+        """The loop of every backward jump: the instructions that can run between its target and the jump.
 
-        Two jumps to one target give two loops, one inside the other as often as not: the text does not tell.
+        Two jumps to one target give two loops, often one inside the other: the text does not show it.
         """
         before: list[list[int]] = [[] for _ in range(len(self.code) + 1)]
         for i, ways in enumerate(self.successors):
@@ -156,7 +156,7 @@ class FlowGraph:
         return loops
 
     def region(self, branch: int, meeting: int) -> set[int]:
-        """Instructions that can run between a branch and the point where its ways meet."""
+        """Instructions that can run between a branch and the point where its paths meet."""
         found: set[int] = set()
         pending = [w for w in self.successors[branch] if w != meeting]
         while pending:
@@ -168,7 +168,7 @@ class FlowGraph:
 
 
 def _reached(start: int, ways: list[list[int]], stop: int) -> set[int]:
-    """All that can be reached along `ways` without going on from `stop`."""
+    """Everything that can be reached along `ways` without continuing from `stop`."""
     found, pending = {start}, [start] if start != stop else []
     while pending:
         for way in ways[pending.pop()]:

@@ -1,8 +1,8 @@
 """A PTX module as a tree that can be edited safely and printed back byte for byte.
 
-Tokens keep the white space and comments before them, so an unedited module prints as it was read. The tree knows what
-the passes need: functions, their parameters and directives, and bodies as flat lists of statements (instructions with
-guard and opcode, labels, directives, braces). Everything else (globals, debug sections) is kept as it stands.
+Tokens keep the white space and comments before them, so an unedited module prints as it was read. The tree has the
+parts that the passes need: functions, their parameters and directives, and bodies as flat lists of statements
+(instructions with guard and opcode, labels, directives, braces). All else (globals, debug sections) is kept as is.
 
 >>> m = Module.parse(".version 8.0\\n.target sm_80\\n.address_size 64\\n.visible .entry k() { ret; }")
 >>> [f.name for f in m.entries()], str(m).endswith("{ ret; }")
@@ -50,7 +50,7 @@ class Token:
 
 @dataclass(slots=True)
 class Statement:
-    """One statement of a body. `tokens` is all of it; the other fields say what it is."""
+    """One statement of a body. `tokens` is all of it; the other fields classify it."""
 
     kind: Kind
     tokens: list[Token]
@@ -70,7 +70,7 @@ class Statement:
         return [t.text for t in self.tokens[self.first_operand : -1]]
 
     def is_op(self, *names: str) -> bool:
-        """Whether this is an instruction whose opcode is one of `names`, whatever its suffixes."""
+        """Whether this is an instruction whose opcode is one of `names`, with any suffixes."""
         return self.kind is Kind.INSTRUCTION and self.opcode.split(".", 1)[0] in names
 
 
@@ -80,7 +80,7 @@ class Function:
 
     name: str
     is_entry: bool
-    head: list[Token]  # linkage … name and "("; a list without parentheses has none
+    head: list[Token]  # linkage … name and "("; without parentheses, there is none
     params: list[list[Token]]  # one list per parameter, commas excluded
     after: list[Token]  # ")" and the directives after it; a declaration ends here with ";"
     body: list[Statement] | None  # from "{" to the matching "}", both included; None for a declaration
@@ -104,7 +104,7 @@ class Function:
         self.params.append(tokenize("\n\t" + declaration)[0])
 
     def directive(self, name: str) -> list[int] | None:
-        """The integers after a performance directive such as ".reqntid", or None where it is absent."""
+        """The integers after a performance directive such as ".reqntid", or None if it is absent."""
         for i, token in enumerate(self.after):
             if token.text == name:
                 values: list[int] = []
@@ -117,15 +117,15 @@ class Function:
         return None
 
     def insert_prologue(self, text: str) -> None:
-        """Puts statements before the first label or instruction, after the leading declarations."""
+        """Inserts statements before the first label or instruction, after the leading declarations."""
         assert self.body is not None
         at = next(i for i, s in enumerate(self.body) if i and s.kind is not Kind.DIRECTIVE)
         self.body[at:at] = statements(text)
 
     def insert_after_first_loads(self, text: str) -> None:
-        """Puts statements after the last global load of the straight line the body begins with.
+        """Inserts statements after the last global load of the straight line with which the body begins.
 
-        That line ends at the first label, branch, barrier or call; without a load in it this is the prologue. Labels
+        That line ends at the first label, branch, barrier or call; without a load in it, this is the prologue. Labels
         before its first instruction do not end it (they mark lines for debuggers), unless the body jumps there.
         """
         assert self.body is not None
@@ -144,7 +144,7 @@ class Function:
         self.body[best:best] = statements(text)
 
     def insert_epilogue(self, text: str) -> None:
-        """Puts statements before the closing brace."""
+        """Inserts statements before the closing brace."""
         assert self.body is not None
         self.body[-1:-1] = statements(text)
 
@@ -173,15 +173,15 @@ class Module:
         if len(found) != 1:
             names = ", ".join(f.name for f in self.entries()) or "none"
             wanted = "exactly one entry" if name is None else f"an entry named {name!r}"
-            raise PtxError(f"expected {wanted} in this PTX module; its entries are: {names}")
+            raise PtxError(f"the PTX module must have {wanted}; its entries are: {names}")
         return found[0]
 
     def version(self) -> tuple[int, int]:
-        """The PTX ISA version the module asks for."""
+        """The PTX ISA version that the module asks for."""
         value = self._header(".version")
         found = re.fullmatch(r"(\d+)(?:\.(\d+))?", value, re.A)
         if found is None:
-            raise PtxError(f"this PTX module has no readable version: .version {value}")
+            raise PtxError(f"the PTX module has an unreadable version: .version {value}")
         return int(found[1]), int(found[2] or 0)
 
     def target(self) -> str:
@@ -191,7 +191,7 @@ class Module:
         for item in self.items:
             if isinstance(item, list) and item[0].text == name:
                 return item[1].text
-        raise PtxError(f"this PTX module has no {name} line")
+        raise PtxError(f"the PTX module has no {name} line: pass a complete module")
 
 
 def tokenize(text: str) -> tuple[list[Token], str]:
@@ -252,12 +252,12 @@ class _Reader:
 
     def take(self) -> Token:
         if self.done():
-            raise PtxError("PTX module ends in the middle of a statement")
+            raise PtxError("the PTX module ends inside a statement: pass the complete text")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def through(self, closer: str) -> list[Token]:
-        """Takes tokens up to and including `closer`, skipping over nested brackets."""
+        """Takes tokens up to and including `closer`, skipping nested brackets."""
         taken: list[Token] = []
         depth = 0
         while True:

@@ -1,14 +1,14 @@
-"""PTX → PTX passes: `report` (which block runs on which SM, when), `slice` (run part of a logical grid), `preempt`.
+"""PTX → PTX passes: `report` (which block runs on which SM, and when), `slice` (run part of a logical grid), `preempt`.
 
-All talk to the host through one launch descriptor (records.DESCRIPTOR): by value as an added last parameter where we
-launch, or through a pointer parameter that a foreign launcher fills (Triton's own, under PyTorch).
+All communicate with the host through one launch descriptor (records.DESCRIPTOR): passed by value as an added last
+parameter where we launch, or through a pointer parameter that a foreign launcher fills (Triton's own, under PyTorch).
 
-Why the reports look as they do (H200, see docs/architecture.md):
+The design of the reports follows measurements on an H200 (see docs/architecture.md):
 * Counters and rings are per SM. One word shared by all blocks costs 30–96 % on short blocks.
-* A trace record's slot is reserved by an atomic when the block starts, but its result is first needed when the block
-  ends, so the round trip to L2 hides behind the kernel's own work.
-* Only thread 0 reports, behind a branch: reading special registers in every warp costs more than the branch does
-  (seen on a kernel of 2.5 µs). Other threads run the kernel's own instructions plus one predicate.
+* A trace record's slot is reserved by an atomic when the block starts, but the result is first needed when the block
+  ends, so the round trip to L2 is hidden behind the kernel's own work.
+* Only thread 0 reports, behind a branch: on a kernel of 2.5 µs, reading special registers in every warp costs more than
+  the branch. Other threads run the kernel's own instructions plus one predicate.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _STARTED, _ENDED, _TAIL = (field_offset(SM_LINE, n) for n in ("started", "ended"
 
 @dataclass(frozen=True, slots=True)
 class PassConfig:
-    """What to do to a kernel. Part of every cache key.
+    """The changes to make to a kernel. Part of every cache key.
 
-    `also_notify` makes a kernel that counts or traces tell, besides, when its last block starts.
-    `exits` says how the end of a block is seen: "auto" decides from the code (exits.py).
-    `pointer_param` names the parameter that points to the descriptor; None adds a parameter passed by value.
-    `preempt` makes blocks look at a flag when they start, and not run while it is set; with `sliced` a launch may
-    then run any list of blocks.
+    `also_notify` makes a kernel that counts or traces also report when its last block starts. `exits` says how the end
+    of a block is detected: "auto" decides from the code (exits.py). `pointer_param` names the parameter that points to
+    the descriptor; None adds a parameter passed by value. `preempt` makes blocks look at a flag when they start, and
+    not run while it is set; with `sliced`, a launch may then run any list of blocks.
     """
 
     report: Report | None = None
@@ -59,9 +58,13 @@ class PassConfig:
         if self.exits not in get_args(Exits):
             raise InstrumentError(f"unknown kind of exits {self.exits!r}; use one of {', '.join(get_args(Exits))}")
         if self.sliced and self.pointer_param is not None:
-            raise InstrumentError("a kernel launched by somebody else cannot be sliced")
+            raise InstrumentError(
+                "a kernel launched by other code (pointer_param) cannot be sliced: launch it as a pp.kernel"
+            )
         if self.preempt and self.pointer_param is not None:
-            raise InstrumentError("a kernel launched by somebody else cannot be preempted")
+            raise InstrumentError(
+                "a kernel launched by other code (pointer_param) cannot be preempted: launch it as a pp.kernel"
+            )
 
     @property
     def changes_anything(self) -> bool:
@@ -72,7 +75,7 @@ class PassConfig:
         return self.report == "notify" or self.also_notify
 
     def notifying(self) -> PassConfig:
-        """The same, and it tells when its last block starts."""
+        """The same configuration, and the kernel reports when its last block starts."""
         return self if self.notifies else replace(self, also_notify=True)
 
     def key(self) -> str:
@@ -83,7 +86,7 @@ class PassConfig:
 
 
 def pass_version() -> str:
-    """A digest of the sources that decide what the passes emit: changing them invalidates compiled results."""
+    """A digest of the sources that determine the passes' output: changing them invalidates compiled results."""
     return _VERSION
 
 
@@ -99,7 +102,7 @@ def apply(ptx: str, config: PassConfig, entry: str | None = None) -> str:
     module = Module.parse(ptx)
     function = module.entry(entry)
     if _descriptor_name(function) in function.param_names() or "%paellapy" in str(function):
-        raise InstrumentError(f"kernel {function.name!r} is instrumented already; give the pass the original PTX")
+        raise InstrumentError(f"kernel {function.name!r} is already instrumented: pass the original PTX")
     if config.changes_anything:
         _Editor(module, function, config).run()
     return str(module)
@@ -110,7 +113,7 @@ def _descriptor_name(entry: Function) -> str:
 
 
 class _Editor:
-    """One entry being edited. Reports are put in first, so that slicing also renumbers the blocks they report."""
+    """One entry being edited. Reports are inserted first, so that slicing also renumbers their blocks."""
 
     def __init__(self, module: Module, entry: Function, config: PassConfig) -> None:
         self.module, self.entry, self.config = module, entry, config
@@ -136,7 +139,7 @@ class _Editor:
         if self.config.preempt:
             insert_flag_load(self.entry, self._load, self._thread_index_bits("%paellapy_pt", "%paellapy_pu"))
         if self.config.notifies:
-            self._notify()  # after slicing: the last block of *this launch* is the one that tells
+            self._notify()  # after slicing: the last block of *this launch* reports
 
     # -- the descriptor
 
@@ -147,11 +150,14 @@ class _Editor:
         else:
             names = self.entry.param_names()
             if not -len(names) <= self.config.pointer_param < len(names):
-                raise InstrumentError(f"kernel {self.entry.name!r} has no parameter that could point to a descriptor")
+                raise InstrumentError(
+                    f"kernel {self.entry.name!r} has no parameter {self.config.pointer_param} that could point to a "
+                    "descriptor"
+                )
             self._param = names[self.config.pointer_param]
 
     def _load(self, register: str, field: str) -> str:
-        """Loads one field of the descriptor. By value it is in constant memory: no traffic."""
+        """Loads one field of the descriptor. Passed by value, it is in constant memory and causes no traffic."""
         bits = DESCRIPTOR[field].itemsize * 8
         offset = field_offset(DESCRIPTOR, field)
         if self.config.pointer_param is None:
@@ -159,7 +165,7 @@ class _Editor:
         return f"ld.global.u{bits} {register}, [%paellapy_desc+{offset}];"
 
     def _guard_pointer(self, skip: str) -> str:
-        """Behind a pointer there may be nothing, or somebody else's scratch memory: look for the magic number."""
+        """Checks the magic number: the pointer may be null, or point to other scratch memory."""
         if self.config.pointer_param is None:
             return ""
         return f"""
@@ -170,10 +176,10 @@ class _Editor:
 	setp.ne.u64 %paellapy_foreign, %paellapy_magic, {MAGIC};
 	@%paellapy_foreign bra {skip};"""
 
-    # -- who reports
+    # -- the reporting thread
 
     def _thread_index_bits(self, result: str = "%paellapy_t", scratch: str = "%paellapy_u") -> str:
-        """result = 0 exactly in the block's first thread."""
+        """Computes a number that is 0 exactly in the block's first thread."""
         code = f"mov.u32 {result}, %tid.x;"
         for axis, extent in zip("yz", self.threads[1:] if self.threads else (0, 0), strict=True):
             if extent != 1:
@@ -183,7 +189,7 @@ class _Editor:
         return code
 
     def _weight(self) -> str:
-        """%paellapy_w = blocks and warps one block adds to its SM's counter."""
+        """%paellapy_w = the blocks and warps that one block adds to its SM's counter."""
         if self.threads:
             warps = -(-self.threads[0] * self.threads[1] * self.threads[2] // 32)
             return f"mov.b64 %paellapy_w, {warps << WARP_SHIFT | 1};"
@@ -230,14 +236,16 @@ $paellapy_started:""")
         return chosen
 
     def _check_spare_barrier(self) -> None:
-        """Warp-specialised kernels: groups of warps leave at different times and meet at barriers with explicit
-        thread counts, so nobody in the body waits for a thread that already waits at the exit."""
+        """Checks a warp-specialised kernel: groups of warps leave at different times and meet at barriers with explicit
+        thread counts, so no thread of the body waits for one that already waits at the exit.
+        """
         for s in self.entry.instructions():
             if s.is_op(*BARRIER_OPS) and ".cluster" not in s.opcode and ".warp" not in s.opcode:
                 operands = [t for t in s.operands() if t != ","]
                 if operands and operands[0] == str(_SPARE_BARRIER):
                     raise InstrumentError(
-                        f"kernel {self.entry.name!r} cannot be instrumented: it uses barrier {_SPARE_BARRIER} itself"
+                        f"kernel {self.entry.name!r} cannot be instrumented: it uses barrier {_SPARE_BARRIER} itself, "
+                        "which the instrumentation needs"
                     )
 
     def _check_count_out(self) -> None:
@@ -245,18 +253,18 @@ $paellapy_started:""")
         for s in self.entry.body or ():
             if s.kind is Kind.DIRECTIVE and s.opcode == ".shared":
                 used += _declared_bytes(s.tokens)
-        for item in self.module.items:  # variables that device functions use as well
+        for item in self.module.items:  # variables that device functions use too
             if isinstance(item, list) and item[0].text != ".extern" and ".shared" in (t.text for t in item[:2]):
                 used += _declared_bytes(item)
         if used + 12 > _STATIC_SHARED_LIMIT:
             raise InstrumentError(
-                f"kernel {self.entry.name!r} cannot be instrumented: threads leave it at different times, counting "
-                f"them out needs 12 bytes of shared memory, and it already declares {used} of {_STATIC_SHARED_LIMIT} "
+                f"kernel {self.entry.name!r} cannot be instrumented: its threads leave at different times, and "
+                f"them needs 12 bytes of shared memory, but it already declares {used} of {_STATIC_SHARED_LIMIT} "
                 "bytes. Use dynamic shared memory instead, or return from one place."
             )
 
     def _redirect_exits(self) -> None:
-        """Every way out of the body goes through one label."""
+        """Redirects every exit of the body through one label."""
         for s in self.entry.instructions():
             if s.is_op("ret", "exit"):
                 guard = s.tokens[: s.first_operand - 1]
@@ -271,7 +279,8 @@ $paellapy_started:""")
 	red.relaxed.gpu.global.add.u64 [%paellapy_a+{_STARTED}], %paellapy_w;"""
 
     def _reserve_slot(self) -> str:
-        # The atomic's result is not used before the end of the block: its latency is the kernel's own work.
+        # The atomic's result is not used before the end of the block, so its latency is hidden behind the kernel's own
+        # work.
         return f"""mov.u32 %paellapy_sm, %smid;
 	{self._line_address()}
 	atom.relaxed.gpu.global.add.u32 %paellapy_slot, [%paellapy_a+{_TAIL}], 1;
@@ -303,8 +312,8 @@ $paellapy_started:""")
     def _linear_block() -> str:
         """%paellapy_t = this block's number in its grid, x fastest.
 
-        Grid sizes are in constant memory, block indices in slow special registers: a flat grid, the usual case, reads
-        only the one the kernel has read already.
+        Grid sizes are in constant memory, block indices in slow special registers: for a flat grid, the usual case,
+        only the register is read that the kernel has already read.
         """
         return """mov.u32 %paellapy_t, %ctaid.x;
 	mov.u32 %paellapy_u, %nctaid.y;
@@ -328,7 +337,7 @@ $paellapy_numbered:"""
             write = f"{self.ranges.at_end()}\n\t{write}"
         if exits == "count-out":
             fetch = "mov.u32 %paellapy_sm, %smid;"
-            if trace:  # the last thread out is rarely thread 0: slot and start time wait in shared memory
+            if trace:  # the last thread to leave is rarely thread 0: slot and start time wait in shared memory
                 fetch += """
 	ld.shared.u32 %paellapy_slot, [paellapy_out+4];
 	ld.shared.u32 %paellapy_start, [paellapy_out+8];"""
@@ -344,8 +353,9 @@ $paellapy_done:
         barrier = f"barrier.sync {_SPARE_BARRIER if exits == 'spare-barrier' else 0};"
         before = ""
         if not trace:
-            # A counter's address is worked out before the barrier, while thread 0 waits for the slowest warp anyway. A
-            # record's is not: it takes registers the kernel's last instructions need (40 became 48 in a layer norm).
+            # A counter's address is computed before the barrier, while thread 0 waits for the slowest warp anyway. A
+            # record's address is not: it takes registers that the kernel's last instructions need (40 became 48 in a
+            # layer norm).
             before = f"""
 	@%paellapy_other bra $paellapy_wait;{foreign}
 	{prepare}
@@ -368,7 +378,7 @@ $paellapy_done:
 	bar.sync 0;"""
 
     def _count_out_end(self, trace: bool) -> str:
-        # Lanes that leave together are counted by the lowest of them. Thread 0 leaves what it knows before it counts.
+        # Lanes that leave together are counted by the lowest of them. Thread 0 stores its values before it counts.
         leave = ""
         if trace:
             leave = """
@@ -407,7 +417,7 @@ $paellapy_leaving:"""
 	setp.ne.u32 %paellapy_np, %paellapy_nt, %paellapy_nu;
 	@%paellapy_np bra $paellapy_notified;"""
         index = self._thread_index_bits("%paellapy_nt", "%paellapy_nu")
-        shared = ""  # with the report of start and end, which declares them where there is one
+        shared = ""  # the report of start and end declares these registers if there is one
         if self.config.report not in ("count", "trace"):
             shared = """
 	.reg .b64 %paellapy_desc, %paellapy_magic;

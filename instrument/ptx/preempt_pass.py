@@ -1,11 +1,11 @@
-"""The `preempt` pass: a block that starts while its launch's flag is set does not run; it notes its number and exits.
+"""The `preempt` pass: a block that starts while its launch's flag is set does not run; it records its number and exits.
 
 One thread of the block reads the flag, and a barrier with a reduction tells all others: every block decides as one,
-without shared memory. The read is issued first and its result is needed last, after the loads that the kernel begins
-with: the round trip to L2 hides behind theirs. Loads change nothing, so a block that leaves there has not begun.
+without shared memory. The read is issued first and its result is needed last, after the loads with which the kernel
+begins: the round trip to L2 is hidden behind theirs. Loads change nothing, so a block that leaves there has no effect.
 
-A flag is a number. A launch has a number too (`epoch`), and it is preempted while the flag's is not below its own. So
-a launch that is made later is not caught by a flag that was set before.
+A flag is a number. A launch also has a number (`epoch`), and is preempted unless the flag is below it. So a launch that
+is made later is not affected by a flag that was set before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paellapy.instrument.records import FLAG_COPIES, FLAG_COPY_BYTES, LEFT_HEAD_
 
 Load = Callable[[str, str], str]  # (register, field of the descriptor) → the instruction that loads it
 
-# Instructions that only compute: a block that has executed nothing else has not begun.
+# Instructions that only compute: a block that has executed no others has had no effect.
 _COMPUTES = (
     "abs", "add", "and", "bfe", "bfi", "brev", "clz", "cnot", "cvt", "cvta", "div", "ex2", "fma", "isspacep", "lg2",
     "lop3", "mad", "mad24", "max", "min", "mov", "mul", "mul24", "neg", "not", "or", "popc", "prmt", "rcp", "rem",
@@ -29,23 +29,23 @@ _COMPUTES = (
 
 
 def refuse_unpreemptible(module: Module, entry: Function) -> None:
-    """Raises for kernels of which some blocks cannot run without others."""
+    """Raises for kernels whose blocks cannot run without each other."""
     cluster = entry.directive(".reqnctapercluster")
     decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
     if decided_at_launch or max(cluster or (1,)) > 1:
         raise InstrumentError(
-            f"kernel {entry.name!r} cannot be preempted: the blocks of a cluster must run together, and they would "
-            "decide one by one. Launch it without clusters."
+            f"kernel {entry.name!r} cannot be preempted: the blocks of a cluster must run together, but would be "
+            "preempted one by one. Launch it without clusters."
         )
     if waited_at := blocks_that_wait(module, entry):
         raise InstrumentError(
             f"kernel {entry.name!r} cannot be preempted: its blocks wait for each other in a loop around "
-            f"`{waited_at}`. A block that waits for one that was not run would never end. Launch it as a whole."
+            f"`{waited_at}`, and would wait for ever for a block that does not run. Launch it without `preemptible`."
         )
 
 
 def insert_decision(entry: Function, load: Load, thread_index_bits: str) -> None:
-    """Puts the decision after the loads that the kernel begins with. `slice` then renumbers the block it notes."""
+    """Inserts the decision after the loads with which the kernel begins. `slice` then renumbers the recorded block."""
     assert entry.body is not None
     at = _after_first_loads(entry)
     entry.body[at:at] = statements(f"""
@@ -73,9 +73,7 @@ $paellapy_run:""")
 
 
 def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> None:
-    """Reads one of the flag's copies before anything else. Threads but the first see a flag of 0, which no launch's
-    number is.
-    """
+    """Reads a copy of the flag before anything else. All threads but the first use 0, below every launch's number."""
     entry.insert_prologue(f"""
 	.reg .b32 %paellapy_pt, %paellapy_pu, %paellapy_pw, %paellapy_pe;
 	.reg .b64 %paellapy_pa;
@@ -93,7 +91,7 @@ def insert_flag_load(entry: Function, load: Load, thread_index_bits: str) -> Non
 
 
 def _after_first_loads(entry: Function) -> int:
-    """Where in the body to decide: after the loads that need no other load's result, before anything has an effect."""
+    """The place of the decision: after the loads that need no other load's result, before any effect."""
     assert entry.body is not None
     names = Names.of(entry)
     jumped_to = {t.text for s in entry.body if s.kind is not Kind.LABEL for t in s.tokens}
@@ -121,5 +119,5 @@ def _only_reads(s: Statement) -> bool:
 
 
 def _uses(s: Statement, registers: set[str], names: Names) -> bool:
-    """Whether an instruction reads one of these registers, or writes what a load under way will write."""
+    """Whether an instruction reads one of these registers, or writes a register that a pending load will write."""
     return s.guard in registers or any(names.register(text) in registers for text in s.operands())

@@ -1,11 +1,11 @@
-"""The range pass: every marker of a range becomes an event, written by one thread of the block, or of each warp.
+"""The range pass: turns every marker of a range into an event, written by one thread of the block, or of each warp.
 
-An event is 8 bytes, clock and tag, stored to a place that belongs to the block (and the warp) alone: no atomics, no
-shared memory, nothing to wait for. A block's place is found by its number in the grid. The SM's clock is read, because
-it counts every cycle and costs little; `%globaltimer` ticks every 32 ns on an H200. The clock at the block's start and
-end lie beside the events, so the host can put them on the time line of the block's record.
+An event is 8 bytes, clock and tag, stored to memory that belongs to the block (and the warp) alone: no atomics, no
+shared memory, no waiting. The block's number in the grid gives its place. The SM's clock is read because it counts
+every cycle and costs little; `%globaltimer` ticks every 32 ns on an H200. The clock at the block's start and end is
+stored beside the events, so the host can place them on the time line of the block's record.
 
-The layout is records.py's: per block and lane a head (RANGE_HEAD), then a ring of RANGE_EVENT.
+The layout is that of records.py: per block and lane a head (RANGE_HEAD), then a ring of RANGE_EVENT.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def has_markers(module: Module) -> bool:
 
 
 def refuse_outside(module: Module, entry: Function) -> None:
-    """Raises for markers in functions that are called: their callers' registers are out of reach there."""
+    """Raises for markers in called functions, which cannot access the registers of their callers."""
     for function in module.functions():
         if function is not entry and any(_marker(s) for s in function.body or ()):
             raise InstrumentError(
@@ -40,7 +40,7 @@ def refuse_outside(module: Module, entry: Function) -> None:
 
 
 class RangePass:
-    """Code for one entry: what goes to its beginning, its markers and its end."""
+    """Code for one entry: for its beginning, its markers and its end."""
 
     def __init__(self, entry: Function, load: Load, threads: list[int] | None) -> None:
         self.entry, self.load, self.threads = entry, load, threads
@@ -67,7 +67,7 @@ class RangePass:
 	{"@" + leads + " " if self.ranges.per_warp else ""}add.u32 %paellapy_ro, %paellapy_ro, {RANGE_EVENT.itemsize};"""
 
     def prologue(self) -> str:
-        """Finds the lane's place. %paellapy_rl: this thread notes events; %paellapy_rk: it is the block's first."""
+        """Finds the lane's place. %paellapy_rl: this thread records events; %paellapy_rk: it is the block's first."""
         return f"""{REGISTERS}
 	{self._thread("%paellapy_rv")}
 	setp.eq.u32 %paellapy_rk, %paellapy_rv, 0;
@@ -79,18 +79,18 @@ class RangePass:
 	mov.u32 %paellapy_ro, 0;"""
 
     def at_start(self) -> str:
-        """By the first thread, where it notes the time: its clock, and the time beside it to tell replays apart."""
+        """For the first thread, where it records the time: its clock, and the time, which distinguishes replays."""
         return f"""
 	@%paellapy_rk mov.u32 %paellapy_rc, %clock;
 	@%paellapy_rk st.global.v2.u32 [%paellapy_rb+{_CLOCK_START}], {{%paellapy_rc, %paellapy_start}};"""
 
     def at_exit(self) -> str:
-        """By every thread on its way out: how far its lane was used."""
+        """For every thread that leaves: stores how much of its lane was used."""
         return f"""
 	@%paellapy_rl st.global.u32 [%paellapy_rb+{_COUNT}], %paellapy_ro;"""
 
     def at_end(self) -> str:
-        """By the thread that writes the block's record."""
+        """For the thread that writes the block's record."""
         return f"""
 	{self._block_place("%paellapy_ra")}
 	setp.ne.u64 %paellapy_rn, %paellapy_ra, 0;
@@ -98,7 +98,7 @@ class RangePass:
 	@%paellapy_rn st.global.u32 [%paellapy_ra+{_CLOCK_END}], %paellapy_rc;"""
 
     def _block_place(self, out: str) -> str:
-        """The block's first lane; 0 where this launch has no place for events."""
+        """The address of the block's first lane; 0 if this launch has no room for events."""
         return f"""mov.u32 %paellapy_rt, %ctaid.z;
 	mov.u32 %paellapy_ru, %nctaid.y;
 	mov.u32 %paellapy_rc, %ctaid.y;
@@ -115,7 +115,7 @@ class RangePass:
 	@%paellapy_rn mad.wide.u32 {out}, %paellapy_rt, %paellapy_ru, {out};"""
 
     def _lane_place(self) -> str:
-        """Of the thread's own warp; the first thread of each warp leads it."""
+        """The lane of the thread's own warp; the first thread of each warp leads it."""
         return f"""{self.load("%paellapy_ru", "range_mask")}
 	add.u32 %paellapy_ru, %paellapy_ru, {RANGE_HEAD.itemsize + 1};
 	shr.u32 %paellapy_rt, %paellapy_rv, 5;

@@ -1,18 +1,18 @@
-"""Registers and how many blocks an SM has room for: passes must not cost a kernel blocks that run at a time.
+"""Registers and the number of blocks that an SM has room for: passes must not reduce a kernel's resident blocks.
 
-All parts from sm_70 on have 65,536 registers an SM in four partitions, given out to warps in units of 256.
+All parts from sm_70 on have 65,536 registers per SM in four partitions, allocated to warps in units of 256.
 """
 
 from __future__ import annotations
 
 _PARTITION, _PARTITIONS, _UNIT, _WARP = 16384, 4, 256, 32
 _MOST_THREADS = 2048
-_SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of the largest part: it bounds what others hold
-REGISTER_STEP = 8  # registers of a thread, as ptxas gives them out
+_SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of the largest part, which bounds the others
+REGISTER_STEP = 8  # registers per thread, in ptxas's steps
 
 
 def blocks_by_registers(registers: int, threads: int) -> int:
-    """Blocks an SM's registers suffice for.
+    """The number of blocks for which an SM's registers suffice.
 
     >>> blocks_by_registers(40, 128), blocks_by_registers(48, 128)
     (12, 10)
@@ -22,12 +22,12 @@ def blocks_by_registers(registers: int, threads: int) -> int:
 
 
 def room_for_all(registers: int, threads: int) -> bool:
-    """Whether registers cannot be what limits a kernel."""
+    """Whether registers cannot be the limit of a kernel's resident blocks."""
     return blocks_by_registers(registers, threads) * threads >= _MOST_THREADS
 
 
 def most_registers(blocks: int, threads: int, shared_bytes: int) -> int:
-    """The most registers of a thread with which an SM holds so many blocks, as far as shared memory lets it."""
+    """The most registers per thread with which an SM holds this many blocks, as far as shared memory allows it."""
     blocks = min(blocks, _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES))
     return max(
         (r for r in range(REGISTER_STEP, 256, REGISTER_STEP) if blocks_by_registers(r, threads) >= blocks),

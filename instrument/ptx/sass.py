@@ -1,8 +1,8 @@
-"""Machine code of Hopper GPUs, read from a cubin: what each instruction is, what it waits for and where it may go.
+"""Machine code of Hopper GPUs, read from a cubin: each instruction's kind, the results it waits for, and its jumps.
 
-The encoding is not documented by NVIDIA. An instruction has 128 bits; besides the operation it carries the cycles until
-the next may be issued and up to six barriers that it waits for or sets (Jia et al., "Dissecting the NVIDIA Volta GPU
-Architecture via Microbenchmarking", 2018). Opcodes and the distance of a jump were read off disassembled kernels.
+NVIDIA does not document the encoding. An instruction has 128 bits; besides the operation it has the cycles until the
+next one may be issued, and up to six barriers that it waits for or sets (Jia et al., "Dissecting the NVIDIA Volta GPU
+Architecture via Microbenchmarking", 2018). Opcodes and the distance of a jump were found in disassembled kernels.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-BYTES = 16  # of an instruction
+BYTES = 16  # bytes of an instruction
 NO_BARRIER = 7
 
-# By the opcode's low nine bits; the three above say where operands come from.
+# By the opcode's low nine bits; the three bits above say where operands come from.
 _KINDS = {
     0x181: "load", 0x180: "load", 0x184: "shared load", 0x183: "shared load", 0x18C: "shared load",
     0x03B: "matrix load", 0x188: "shared store", 0x187: "shared store", 0x044: "shared store", 0x186: "store",
@@ -26,7 +26,7 @@ _KINDS = {
     0x147: "jump", 0x144: "call", 0x143: "call", 0x150: "return", 0x14D: "exit", 0x1C5: "group",
 }  # fmt: skip
 _POLL_BARRIER = 0x5A7  # waits for a bulk copy
-_WIDTHS = {5: 8, 6: 16}  # bytes a thread moves, where it is more than four
+_WIDTHS = {5: 8, 6: 16}  # bytes per thread, if more than four
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class Instruction:
     kind: str  # one of _KINDS, "poll", or "" for the rest
     guarded: bool
     stall: int  # cycles until the next one may be issued
-    sets: int  # the barrier that says its result is there
-    frees: int  # the barrier that says its operands were read
+    sets: int  # the barrier that signals its result
+    frees: int  # the barrier that signals that its operands were read
     awaits: int  # a bit for each barrier
     width: int  # bytes each thread moves
     target: int  # index of the instruction that a jump or call goes to; -1 elsewhere
-    left: int  # of groups of copies that may still be under way
+    left: int  # groups of copies that may still be in flight
 
 
 def instructions(cubin: bytes, entry: str) -> list[Instruction]:
-    """The machine code of one kernel, in order; empty where the cubin has none of that name."""
+    """The machine code of one kernel, in order; empty if the cubin has no kernel of that name."""
     text = _section(cubin, f".text.{entry}")
     words = struct.unpack(f"<{len(text) // BYTES * 2}Q", text[: len(text) // BYTES * BYTES])
     return [_decode(words[i], words[i + 1], i // 2) for i in range(0, len(words), 2)]

@@ -1,4 +1,4 @@
-"""The `slice` pass: a launch runs part of a logical grid, and every block sees its place in the whole."""
+"""The `slice` pass: a launch runs part of a logical grid, and every block sees its place in the whole grid."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GRID = ("%ctaid", "%nctaid")
 
 
 def slice_entry(module: Module, entry: Function, load: Load, listed: bool = False) -> None:
-    """The launch is a 1-D grid of n blocks; each takes the place of block `first + i` of the logical grid.
+    """The launch is a 1-D grid of n blocks; block i takes the place of block `first + i` of the logical grid.
 
-    `listed`: or of the i-th block of the descriptor's list, where it has one.
+    `listed`: or of the i-th block in the descriptor's list, if there is one.
     """
     for function in module.functions():
         if not function.is_entry and any(_reads_grid(s) for s in function.instructions()):
@@ -28,13 +28,16 @@ def slice_entry(module: Module, entry: Function, load: Load, listed: bool = Fals
     decided_at_launch = cluster is None and entry.directive(".explicitcluster") is not None
     if decided_at_launch or max(cluster or (1,)) > 1:
         raise InstrumentError(
-            f"kernel {entry.name!r} cannot be sliced: the blocks of a cluster must be launched together"
+            f"kernel {entry.name!r} cannot be sliced: the blocks of a cluster must be launched together. Launch it "
+            "without clusters, or unsliced."
         )
     used: set[str] = set()
     for s in entry.instructions():
         for token in s.tokens[s.first_operand :]:
             if token.text.startswith(("%clusterid", "%nclusterid")):
-                raise InstrumentError(f"kernel {entry.name!r} cannot be sliced: it numbers whole clusters")
+                raise InstrumentError(
+                    f"kernel {entry.name!r} cannot be sliced: it reads numbers of clusters. Launch it unsliced."
+                )
             if token.text in _SLICED:
                 used.add(token.text)
                 token.text = _SLICED[token.text]
@@ -75,7 +78,7 @@ $paellapy_placed:"""
 
 
 def _from_list(load: Load) -> str:
-    """Takes the block's number from the list, if there is one; `first` is 0 then."""
+    """Takes the block's number from the list, if there is one; `first` is then 0."""
     return f"""
 	.reg .b64 %paellapy_sl;
 	{load("%paellapy_sl", "todo")}

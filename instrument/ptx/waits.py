@@ -1,9 +1,9 @@
 """Decides from the PTX whether the blocks of a kernel may wait for each other.
 
-A block waits where it goes round a loop until a value in global memory, which others write, lets it leave: a lock, a
-barrier over the grid, a flag. Weak loads cannot be waited on (a compiler may read them once), so only volatile,
-relaxed and acquiring loads and atomics count. An atomic that makes progress whenever it is executed is no wait: a
-counter that tiles are drawn from, or a compare-and-swap that is tried again with the value it has just found.
+A block waits if it repeats a loop until a value in global memory, which others write, lets it leave: a lock, a barrier
+over the grid, a flag. Weak loads cannot be waited on (a compiler may read them once), so only volatile, relaxed and
+acquiring loads and atomics count. An atomic that makes progress at every execution is not a wait: a counter from which
+tiles are drawn, or a compare-and-swap that is repeated with the value it has just found.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from paellapy.instrument.ptx.flow import FlowGraph, Names, written
 from paellapy.instrument.ptx.module import Function, Module, Statement
 
 _STRONG = {"volatile", "relaxed", "acquire", "mmio", "cv"}
-_OWN_SPACES = (".shared", ".local", ".param", ".const")  # nothing another block writes
+_OWN_SPACES = (".shared", ".local", ".param", ".const")  # spaces that no other block writes to
 
 
 def blocks_that_wait(module: Module, entry: Function) -> str:
-    """The instruction that blocks of `entry` wait at, as text; empty where none waits."""
+    """The instruction at which blocks of `entry` wait, as text; empty if none waits."""
     functions = [entry, *(f for f in module.functions() if not f.is_entry)]
     pollers = _pollers(functions)
     for function in functions:
         graph, names = FlowGraph.of(function), Names.of(function)
-        if graph is None:  # an indirect branch: any way round may be a loop
+        if graph is None:  # an indirect branch: any path may be a loop
             watched = next((s for s in function.instructions() if _watches(s)), None)
             if watched is not None:
                 return _text(watched)
@@ -50,7 +50,7 @@ def _watches(s: Statement) -> bool:
 
 
 def _pollers(functions: list[Function]) -> set[str]:
-    """Names of functions that watch memory, themselves or through what they call."""
+    """Names of functions that watch memory, themselves or through functions that they call."""
     found = {f.name for f in functions if any(_watches(s) for s in f.instructions())}
     while True:
         more = {f.name for f in functions if any(_calls(s, found) for s in f.instructions())} - found
@@ -64,7 +64,7 @@ def _calls(s: Statement, names: set[str]) -> bool:
 
 
 def _constants(graph: FlowGraph, names: Names) -> dict[str, int]:
-    """Registers that hold one number wherever they are written."""
+    """Registers that hold the same number wherever they are written."""
     values: dict[str, int | None] = {}
     for s in graph.code:
         for name in written(s, names):
@@ -96,7 +96,7 @@ def _arguments(s: Statement) -> list[list[str]]:
 
 @dataclass(slots=True)
 class _Wait:
-    """One loop, and what in it depends on memory that other blocks write."""
+    """One loop, and the values in it that depend on memory written by other blocks."""
 
     graph: FlowGraph
     names: Names
@@ -104,8 +104,8 @@ class _Wait:
     pollers: set[str]
     meeting: list[int]
     loop: set[int]
-    _seen: set[str] = field(default_factory=set)  # registers that depend on what was read
-    _through_memory: bool = False  # such a value lies in memory of the block's own
+    _seen: set[str] = field(default_factory=set)  # registers that depend on such reads
+    _through_memory: bool = False  # whether such a value is in the block's own memory
 
     def find(self) -> str:
         """The instruction whose value decides whether the loop is left."""
@@ -127,7 +127,8 @@ class _Wait:
         if "add" in parts and operands:
             value = _number(operands[-1])
             return bool(self.constants.get(operands[-1], 0) if value is None else value)
-        if "cas" in parts and len(operands) == 2:  # tried again with a value of this turn, or with the same for ever
+        # repeated with a value of this iteration, or for ever with the same one
+        if "cas" in parts and len(operands) == 2:
             compared = self.names.register(operands[0])
             return compared not in self.constants and any(
                 compared in written(self.graph.code[i], self.names) for i in self.loop
@@ -144,13 +145,13 @@ class _Wait:
                 if s.guard in self._seen and len(ways) > 1:
                     if any(way not in self.loop for way in ways):
                         return True
-                    for j in self.graph.region(i, self.meeting[i]) & self.loop:  # assigned on one way only
+                    for j in self.graph.region(i, self.meeting[i]) & self.loop:  # assigned on one path only
                         self._seen |= self._results(self.graph.code[j])
             changed = (len(self._seen), self._through_memory) != before
         return False
 
     def _follow(self, s: Statement) -> None:
-        """Passes on what an instruction reads to what it writes."""
+        """Propagates the dependence of an instruction's operands to its results."""
         reads = s.guard in self._seen or any(self.names.register(t) in self._seen for t in s.operands())
         own = any(space in s.opcode for space in _OWN_SPACES) or ".global" not in s.opcode
         if s.is_op("ld", "ldu", "ldmatrix"):

@@ -260,12 +260,12 @@ def test_any_text_tokenises_without_loss_or_is_refused(text: str) -> None:
     [
         (HEADER + '.visible .entry k() { .pragma "x; ret; }', "unterminated string in PTX at line 5"),
         (HEADER + ".visible .entry k() { /* ret; }", "unterminated comment in PTX at line 5"),
-        (HEADER + ".visible .entry k() { ret;", "ends in the middle"),
-        (HEADER + ".visible .entry k(.param .u32 n", "ends in the middle"),
-        (HEADER + ".visible .entry", "ends in the middle"),
-        (HEADER + ".visible .entry k() { @%p1", "ends in the middle"),
-        (HEADER + ".global .b8 x[4] = {1, 2", "ends in the middle"),
-        (".version", "ends in the middle"),
+        (HEADER + ".visible .entry k() { ret;", "ends inside"),
+        (HEADER + ".visible .entry k(.param .u32 n", "ends inside"),
+        (HEADER + ".visible .entry", "ends inside"),
+        (HEADER + ".visible .entry k() { @%p1", "ends inside"),
+        (HEADER + ".global .b8 x[4] = {1, 2", "ends inside"),
+        (".version", "ends inside"),
     ],
 )
 def test_truncated_modules_are_refused(text: str, message: str) -> None:

@@ -68,7 +68,7 @@ def apply(body: str, config: PassConfig | None = None, directives: str = "") -> 
 
 def test_a_cooperative_kernel_is_refused() -> None:
     source = replace(source_of(next(c for c in TRITON_CASES if c.name == "add")), cooperative=True)
-    with pytest.raises(InstrumentError, match="'add' cannot be preempted: a cooperative launch"):
+    with pytest.raises(InstrumentError, match=r"'add' cannot be preempted: .*cooperative"):
         source.build(PassConfig(preempt=True))
 
 
@@ -79,7 +79,7 @@ def test_clusters_are_refused(directives: str) -> None:
 
 
 def test_a_foreign_launch_cannot_be_preempted() -> None:
-    with pytest.raises(InstrumentError, match="somebody else cannot be preempted"):
+    with pytest.raises(InstrumentError, match="cannot be preempted"):
         PassConfig(preempt=True, pointer_param=0)
 
 
