@@ -10,7 +10,7 @@ import numpy as np
 
 from paellapy.instrument.ttir import elementwise as ew
 from paellapy.instrument.ttir import inline_asm, libdevice, reduction, shapes
-from paellapy.instrument.ttir.code import Code, Run, Slots, execute
+from paellapy.instrument.ttir.code import Code, Function, Run, Slots, call
 from paellapy.instrument.ttir.conversion import rounder
 from paellapy.instrument.ttir.lower import Lowering, builds, copy_slot, each, marker_of, pure
 from paellapy.instrument.ttir.machine import Active, Buffers, Machine
@@ -158,21 +158,20 @@ def assembly(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run | None:
 @builds("tt.map_elementwise")
 def map_elementwise(low: Lowering, op: Op, args: Ints, outs: Ints) -> Run:
     """Applies a function of scalars to every element, as if to a block: elements may take different branches."""
-    body, pack = low.nested(op.regions[0]), op.integer("pack", 1)
-    if body.free:
+    pack, before = op.integer("pack", 1), len(low.function.template)
+    blocks = low.region(op.regions[0])
+    if any(slot < before for block in blocks for slot in block.free):
         low.refuse(op, "its function reads values from outside, which is not supported")
-    template, shape = low.function.template, op.in_types[0].shape
+    results = len(outs) * pack
+    function = Function("map_elementwise", blocks[0].args, low.function.template, blocks, (0,) * results)
+    shape = op.in_types[0].shape
 
     def mapped(*tensors: Any) -> tuple[Any, ...]:
         whole = np.broadcast_arrays(*[full(t, shape) for t in tensors])
         columns = [w.reshape(-1, pack)[:, k] for w in whole for k in range(pack)]
         count = len(columns[0])
         active = Active(Machine(low.kernel, _NO_BUFFERS, (count, 1, 1), np.arange(count)), np.arange(count), _ORIGIN)
-        slots = list(template)
-        for slot, value in zip(body.args, columns, strict=True):
-            slots[slot] = value
-        execute(body, active, slots)
-        found = [np.broadcast_to(slots[i], (count,)) for i in body.values]
+        found = [np.broadcast_to(value, (count,)) for value in call(function, active, columns)]
         rows = [np.stack(found[k : k + pack], 1) for k in range(0, len(found), pack)]
         return tuple(r.reshape(whole[0].shape) for r in rows)
 

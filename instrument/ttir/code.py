@@ -89,7 +89,7 @@ def _follow(function: Function, index: int, active: Active, slots: Slots) -> tup
     while True:
         code = function.blocks[index]
         execute(code, active, slots)
-        if code.ends == "return":
+        if code.ends in ("return", "yield"):
             return tuple(slots[i] for i in code.values)
         if code.ends == "br":
             choice = 0

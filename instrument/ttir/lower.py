@@ -168,17 +168,17 @@ class Lowering:
             for op in block.ops:
                 for name in op.results:
                     self.define(name)
+        combines = any(block.ops and block.ops[-1].name in COMBINES for block in region)
         for block, target in zip(region, codes, strict=True):
-            self.block(block, target, codes, labels)
+            self.block(block, target, codes, labels, combines)
         _mark_dead(codes, self.function.template)
         assert self.scope.parent is not None
         self.scope = self.scope.parent
         return codes
 
-    def block(self, block: Block, target: Code, codes: list[Code], labels: dict[str, int]) -> None:
+    def block(self, block: Block, target: Code, codes: list[Code], labels: dict[str, int], combines: bool) -> None:
         reads: dict[int, None] = {}
         defined = set(target.args)
-        combines = bool(block.ops) and block.ops[-1].name in COMBINES
         paths = {} if combines else _paths(block.ops)
         for at, op in enumerate(block.ops):
             if (path := paths.get(at)) is not None:

@@ -82,7 +82,7 @@ class _Reader:
             if m := _LABEL.match(line):
                 self.pos += 1
                 block = Block(m[1], _SSA.findall(re.sub(r": *[^,]*<[^>]*>+", "", m[2] or "")))
-                if len(blocks) == 1 and not first.ops and not first.args:
+                if blocks[-1] is first and not first.ops and not first.args:
                     blocks = [block]
                 else:
                     blocks.append(block)

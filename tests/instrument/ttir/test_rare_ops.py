@@ -232,6 +232,29 @@ def test_a_function_of_scalars_maps_over_tensors():
 
 
 @triton.jit
+def compare(a, b):
+    if a < b:
+        return -1
+    if a == b:
+        return 0
+    return 1
+
+
+@triton.jit
+def map_compare(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    signs = tl.map_elementwise(compare, tl.load(x + i)[:, None], tl.load(y + i)[None, :])
+    tl.store(out + i[:, None] * N + i[None, :], signs)
+
+
+@pytest.mark.skipif(not hasattr(tl, "map_elementwise"), reason="this Triton has none")
+def test_a_mapped_function_may_branch_more_than_once():
+    x, y, out = np.arange(16, dtype=np.int32), np.arange(16, dtype=np.int32)[::-1].copy(), np.zeros((16, 16), np.int32)
+    pp.kernel(map_compare)[1,](x, y, out, 16)
+    assert (out == np.sign(x[:, None] - y[None, :])).all()
+
+
+@triton.jit
 def split_pair(x, out):
     a, b = tl.split(tl.load(x + tl.arange(0, 2)))
     tl.store(out, a - 2 * b)
