@@ -241,7 +241,8 @@ class TritonKernel(Kernel):
         device = None if target else Device.current()
         if self._tuner is not None:
             kwargs = self._tuner.first(args, kwargs)
-        values, key, options = self._bind(device or _NoDevice, args, kwargs)
+        typed = any(isinstance(each, str) for each in (*args, *kwargs.values()))
+        values, key, options = self._bind(_NoDevice if typed or device is None else device, args, kwargs)
         if options:
             key = self._with_options(key, options)
         source = self._compile_source(values, key, options, target or (device.target if device else ""))

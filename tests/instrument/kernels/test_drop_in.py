@@ -140,6 +140,12 @@ def test_options_of_other_vendors_mean_nothing_and_unknown_ones_are_refused():
         add[1,](x, x, out, 8, 8, wavse_per_eu=2)
 
 
+def test_types_may_stand_for_arrays_with_a_target_and_for_the_present_device():
+    types = ("*fp32", "*fp32", "*fp32", "i32", 8)
+    assert add.compile(*types).source.arch.startswith(pp.Device.current().target)
+    assert add.compile(*types, target="sm_80").source.arch == "sm_80"
+
+
 def test_options_of_the_compiler_are_passed_on():
     options = {"launch_cooperative_grid": True, "extern_libs": {}}
     made = add.compile("*fp32", "*fp32", "*fp32", "i32", 8, target="sm_90", **options)
