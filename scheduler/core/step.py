@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from paellapy.instrument.device.jit import address_of, compiled, part, reachable
 from paellapy.scheduler.core.atomics import call_step, call_write, load_at
+from paellapy.scheduler.core.choosing import choose
 from paellapy.scheduler.core.clocks import read_clock
 from paellapy.scheduler.core.codes import CANCELLED, DONE_TAIL, EXPIRED, RUNNING
+from paellapy.scheduler.core.completing import poll, tick
 from paellapy.scheduler.core.crowd import watch_queue
-from paellapy.scheduler.core.dispatch import choose, measure, poll, tick
 from paellapy.scheduler.core.gates import watch_gates
 from paellapy.scheduler.core.lanes import look_at_held, take_out
+from paellapy.scheduler.core.launching import measure
 from paellapy.scheduler.core.loop import wakes
 from paellapy.scheduler.core.predict import predict_finish
 from paellapy.scheduler.core.reclaim import reclaim

@@ -1,0 +1,255 @@
+"""Choosing in the core: the lanes that may launch now, by the policy's ranks.
+
+Lanes that may launch are *active*, at most `core.max_active` of them; the others wait in a heap by rank. A better lane
+replaces the worst active one that still has segments to launch; segments that are already launched keep running. Ranks
+may depend on the time and on other jobs: the heap's top is ranked afresh whenever it is read, and other lanes in turn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paellapy.instrument.device.heaps import heap_pop, heap_push
+from paellapy.instrument.device.jit import part
+from paellapy.scheduler.core.atomics import call_asking
+from paellapy.scheduler.core.codes import FILLING, NEVER, NONE
+from paellapy.scheduler.core.crowd import choose_who_stands_back, find_shortest, gives_way, has_room, stands_back
+from paellapy.scheduler.core.job import READS_TOP
+from paellapy.scheduler.core.lanes import (
+    ask,
+    close_lane,
+    deactivate,
+    make_ready,
+    set_running,
+    settle,
+    take_berth,
+    touch,
+    unready,
+)
+from paellapy.scheduler.core.launching import feed, measure
+from paellapy.scheduler.core.requests import fill_lane_job, rank_lane
+from paellapy.scheduler.core.shares import over_limit
+from paellapy.scheduler.core.state import State
+
+_ZERO = np.uint64(0)
+
+
+@part
+def refresh(s: State, n: int, now: int) -> None:
+    """Ranks the heap's top and n other lanes afresh, so that a rank that depends on the time does not get old."""
+    core = s.core[0]
+    if core.timeless:
+        return
+    for k in range(min(n + 1, core.ready)):
+        i = 0
+        if k > 0:
+            core.refresh_at += 1
+            if core.refresh_at >= core.ready:
+                core.refresh_at = 0
+            i = core.refresh_at
+        make_ready(s, s.ready[i], rank_lane(s, s.ready[i], now))
+
+
+@part
+def activate(s: State, lane: int) -> bool:
+    """Starts the lane's turn; False if it must wait for its inputs."""
+    core = s.core[0]
+    a = s.lane[lane]
+    unready(s, lane)
+    core.decisions += 1
+    if a.state == FILLING:
+        complete = close_lane(s, lane)
+        take_berth(s, lane, lane)
+        ask(s, a.model)
+        if s.residency[0].managed > 0:
+            s.weights[a.model].served += 1
+        if not complete:
+            return False
+        set_running(s, lane)
+    s.active[core.active] = lane
+    a.active_at = core.active
+    core.active += 1
+    a.back = 0
+    a.demand = s.size[a.model, a.size].demand
+    core.demand += a.demand
+    return True
+
+
+@part
+def worst(s: State, now: int) -> int:
+    """The active lane of the highest last known rank, among lanes with segments left to launch."""
+    core = s.core[0]
+    found = NONE
+    for k in range(core.active):
+        lane = s.active[k]
+        a = s.lane[lane]
+        if a.issued < a.segments and (found < 0 or a.rank > s.lane[found].rank):
+            found = lane
+    if found >= 0 and not core.timeless:
+        s.lane[found].rank = rank_lane(s, found, now)
+    return found
+
+
+@part
+def look_at_top(s: State) -> None:
+    """Finds the highest priority among active jobs, and, for policies that read it, their resources on the GPU."""
+    top = -NEVER
+    for k in range(s.core[0].active):
+        top = max(top, s.lane[s.active[k]].priority)
+    gpu = s.gpu[0]
+    gpu.active_priority = top
+    if s.core[0].facts & READS_TOP:
+        of_top = gpu.top
+        of_top.ns = of_top.blocks = of_top.compute = of_top.memory = gpu.lower_ns = 0.0
+        for k in range(s.core[0].flight):
+            lane = s.flight[k]
+            a = s.lane[lane]
+            ns = 0.0
+            for j in range(a.done, a.issued):
+                ns += s.segment[a.model, a.size, j].time_ns
+            if a.whole:  # the expected remainder
+                ns = max(0.0, s.size[a.model, a.size].total_ns - (s.gpu[0].now_ns - s.segment_ns[lane, 0, 0]))
+            if a.priority >= top:
+                f = s.segment[a.model, a.size, a.done]
+                of_top.ns += ns
+                of_top.blocks += f.blocks
+                of_top.compute += f.compute
+                of_top.memory += f.memory
+            else:
+                gpu.lower_ns += ns
+
+
+@part
+def admitted(s: State, lane: int, now: int) -> bool:
+    """Whether the policy, and the client's limit, let the lane launch now. An idle GPU takes it in any case, unless the
+    policy may leave the GPU idle: other policies only order work, and waste no time.
+    """
+    if over_limit(s, lane, now):
+        return False
+    others = s.core[0].active - (1 if s.lane[lane].active_at >= 0 else 0)
+    if s.call[0].admit == _ZERO or (s.core[0].may_idle == 0 and s.core[0].flight == 0 and others == 0):
+        return True
+    measure(s)
+    look_at_top(s)
+    fill_lane_job(s, lane, now)
+    answer = call_asking(s.call[0].admit, s.job.ctypes.data, s.call[0].admit_2, s.call[0].admit_3)
+    if np.isnan(answer):
+        s.core[0].bad_ranks += 1
+        return False
+    if answer == 0.0:
+        return False
+    if answer == 1.0 or answer <= now:
+        return True
+    s.core[0].ask_at_ns = min(s.core[0].ask_at_ns, np.ceil(answer))
+    return False
+
+
+@part
+def best_admitted(s: State, lane: int, full: bool, most: float, now: int) -> int:
+    """The best waiting lane that is admitted, asked in order of rank; NONE if there is none. If the active set is full,
+    only ranks below `most` count.
+    """
+    if admitted(s, lane, now):
+        return lane
+    # The children of a refused lane in the heap come next, so each lane that is read is also asked.
+    n = push_behind(s, 0, 0)
+    while n > 0:
+        at = s.next_at[0]
+        lane = int(s.ready[at])
+        if full and s.lane[lane].rank >= most:
+            return NONE
+        if (full or s.core[0].active == 0 or has_room(s, lane)) and admitted(s, lane, now):
+            return lane
+        heap_pop(s.next_rank, s.next_at, 0, n)
+        n = push_behind(s, at, n - 1)
+    return NONE
+
+
+@part
+def push_behind(s: State, at: int, n: int) -> int:
+    """Adds the children of a place in the heap of waiting lanes to the scratch heap of n places; returns its new size.
+    """
+    for k in range(2 * at + 1, min(2 * at + 3, s.core[0].ready)):
+        heap_push(s.next_rank, s.next_at, 0, n, s.lane[s.ready[k]].rank, k)
+        n += 1
+    return n
+
+
+@part
+def next_turn(s: State, n: int, swaps: int, now: int) -> int:
+    """The lane whose turn comes next, with a place made for it in the active set; NONE if no change is needed."""
+    core = s.core[0]
+    settle(s, now)
+    if core.ready == 0:
+        return NONE
+    full = core.active >= core.max_active
+    # Programs launched in one piece cannot be held back any more.
+    if full and (core.whole_always or core.preemptions >= swaps):
+        return NONE
+    refresh(s, n, now)
+    lane = int(s.ready[0])
+    if not full and core.active > 0:
+        full = not has_room(s, lane)
+        if full and (core.whole_always or core.preemptions >= swaps):
+            return NONE
+    other = NONE
+    most = np.inf
+    if full:
+        other = worst(s, now)
+        if other < 0 or s.lane[lane].rank >= s.lane[other].rank:
+            return NONE
+        most = s.lane[other].rank
+    lane = best_admitted(s, lane, full, most, now)
+    if lane < 0:
+        return NONE
+    if other >= 0:
+        deactivate(s, other)
+        touch(s, other)
+        core.preemptions += 1
+    return lane
+
+
+@part
+def goes_on(s: State, lane: int, now: int) -> bool:
+    """Whether an active lane stays: a policy with `admit`, or a limit, may stop it between segments."""
+    a = s.lane[lane]
+    asked = s.call[0].admit != _ZERO or s.core[0].limited > 0
+    if not asked or a.issued == 0 or a.issued >= a.segments or admitted(s, lane, now):
+        return True
+    deactivate(s, lane)
+    make_ready(s, lane, a.rank)
+    return False
+
+
+@part
+def choose(s: State, now: int) -> bool:
+    """Fills the active set with the best waiting lanes and launches their segments; False if the backend fails."""
+    core = s.core[0]
+    n = core.refresh
+    swaps = core.preemptions + core.max_active
+    k = NONE
+    core.ask_at_ns = np.inf
+    while k < core.active:
+        if k < 0:  # first new lanes, each fed at once, so that the next one is judged by the remaining room
+            lane = next_turn(s, n, swaps, now)
+            if lane < 0:
+                k = 0
+                choose_who_stands_back(s)
+                continue
+            n = 0
+            if not activate(s, lane) or gives_way(s, lane, find_shortest(s)):
+                continue
+        else:
+            lane = s.active[k]
+            if not goes_on(s, lane, now):  # another lane may have stood back for it
+                k = 0
+                choose_who_stands_back(s)
+                continue
+            k += 1
+            if stands_back(s, lane):
+                continue
+        if not feed(s, lane, now):
+            return False
+    core.changed = 0
+    core.room_at_ns = min(core.room_at_ns, core.ask_at_ns)
+    return True
