@@ -41,7 +41,7 @@ class CudaSource:
 
     @classmethod
     def from_cupy(cls, raw: Any, name: str | None) -> CudaSource:
-        """From a `cupy.RawKernel`, or a `cupy.RawModule` and the name of an entry."""
+        """The source of a `cupy.RawKernel`, or of a `cupy.RawModule` and the name of an entry."""
         wanted = name or getattr(raw, "name", None)
         if wanted is None:
             raise ArgumentError("a cupy.RawModule holds several kernels: choose one with name=…")

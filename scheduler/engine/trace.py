@@ -171,7 +171,7 @@ class Traceable(Protocol):
 
 
 class trace_engine:
-    """What `engine.trace()` returns: `with engine.trace() as t:` fills `t` when the block is left."""
+    """The context manager of `engine.trace()`: `with engine.trace() as t:` fills `t` when the block is left."""
 
     def __init__(self, engine: Traceable, records_per_sm: int) -> None:
         self._engine, self._records_per_sm = engine, records_per_sm
