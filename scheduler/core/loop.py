@@ -30,7 +30,7 @@ def wakes(word: int, for_request: bool) -> bool:
 
 
 @part
-def ask(word: int, value: int) -> None:
+def ask(word: int, value: np.uint64) -> None:
     """Announces that the caller is about to sleep. The caller looks for work once more after this."""
     store_at(word, value)
     fence()
