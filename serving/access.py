@@ -1,8 +1,8 @@
-"""Who may do what: API keys with roles, and what pages of other sites must not reach through a browser.
+"""Access control: API keys with roles, and protection against requests that other sites' pages send via a browser.
 
-A browser sends requests to a server on its user's machine for any page that asks it to, though the page does not see
-the answer; a page whose name is made to mean 127.0.0.1 sees even that. So what changes the server's state is refused
-to pages of other origins, and under names that are not this server's.
+Any web page can make its visitor's browser send requests to a server on the visitor's machine. The page does not see
+the answer, unless its host name has been made to resolve to 127.0.0.1. Requests that change the server's state are
+therefore refused when they come from a page of another origin, or name a host that is not this server's.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ Handler = TypeVar("Handler", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Key:
-    """A secret, and what it opens. It has no `repr`: nothing that is printed holds a key."""
+    """A secret and the roles it grants. It has no `repr`, so that no secret is ever printed."""
 
     secret: str
     roles: tuple[Role, ...] = ROLES
-    tenant: str | None = None  # whose its requests are; None: the key's own name
+    tenant: str | None = None  # owner of the key's requests; None: the key's own name
 
 
 def open_to_all(handler: Handler) -> Handler:
-    """A handler that needs no key."""
+    """Marks a handler that needs no key."""
     handler.needs = None  # type: ignore[attr-defined]
     return handler
 
 
 def infers(handler: Handler) -> Handler:
-    """A handler that needs the role `infer`."""
+    """Marks a handler that needs the role `infer`."""
     handler.needs = "infer"  # type: ignore[attr-defined]
     return handler
 
 
 def operates(handler: Handler) -> Handler:
-    """A handler that changes the server's state: it needs the role `operate`, and is not for other sites' pages."""
+    """Marks a handler that changes the server's state: it needs the role `operate` and refuses other sites' pages."""
     handler.needs = "operate"  # type: ignore[attr-defined]
     return handler
 
 
 class Keys:
-    """API keys by name. Only their digests are kept, and all are compared, whatever the first say."""
+    """API keys by name. Only digests are kept, and a given key is compared with all of them, in constant time."""
 
     def __init__(self, keys: Mapping[str, str | Key]) -> None:
         given = {name: key if isinstance(key, Key) else Key(key) for name, key in keys.items()}
@@ -63,7 +63,7 @@ class Keys:
         return bool(self._known)
 
     def client_of(self, request: web.Request, role: Role | None) -> str:
-        """Whose the request is, by its key; RequestError 401 without one, 403 where it does not open this."""
+        """Tenant or name of the request's key. RequestError 401: no known key; 403: the key lacks the role."""
         given = request.headers.get("X-API-Key", "")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if not given and scheme.lower() == "bearer":
@@ -74,17 +74,19 @@ class Keys:
             if hmac.compare_digest(digest, known):
                 found = name, key
         if found is None:
-            raise RequestError("a key is needed: send it as X-API-Key or as Authorization: Bearer …", status=401)
+            said = "this server needs an API key: send one it knows as X-API-Key: … or as Authorization: Bearer …"
+            raise RequestError(said, status=401)
         if role is not None and role not in found[1].roles:
-            raise RequestError(f"the key of {found[0]!r} has not the role {role!r}, which this needs", status=403)
+            said = f"the key of {found[0]!r} lacks the role {role!r}, which this address needs: use a key that has it"
+            raise RequestError(said, status=403)
         return found[1].tenant or found[0]
 
 
 class Access:
-    """What is asked of every request before its handler: a key, and of those that change things, where they are from.
+    """The checks every request passes before its handler runs: its key, and its origin where it changes the server.
 
-    `hosts` are names of this server beside its addresses, "localhost" and the machine's own name. `control`: models and
-    the policy may be changed over HTTP at all.
+    `hosts` are names of this server in addition to its addresses, "localhost" and the machine's own name. `control`
+    says whether models and the policy may be changed over HTTP at all.
     """
 
     def __init__(self, keys: Mapping[str, str | Key], hosts: Iterable[str] = (), control: bool = True) -> None:
@@ -92,12 +94,12 @@ class Access:
         self._hosts = {"localhost", socket.gethostname().lower(), *(each.lower() for each in hosts)}
 
     def set_keys(self, keys: Mapping[str, str | Key]) -> None:
-        """Those that open the server from now on. Whether it needs any at all stays as it is."""
+        """Replaces the keys. Whether the server requires keys at all does not change."""
         self._keys = Keys(keys)
 
     def client(self, request: web.Request, client_header: str) -> str:
-        """Who asks; "": nobody in particular. RequestError where it must not."""
-        # By the handler that was found: a path may be spelled in many ways.
+        """Name of the client; "": unnamed. RequestError where the request is not allowed."""
+        # The handler decides, not the path: one path can be spelled in many ways.
         role: Role | Literal[""] | None = getattr(request.match_info.handler, "needs", "")
         if role == "operate":
             self._check_origin(request)
@@ -107,18 +109,19 @@ class Access:
 
     def _check_origin(self, request: web.Request) -> None:
         if not self._control:
-            said = "models and the policy are not changed over HTTP here: set server.model_control = true to allow it"
+            said = "this server does not let models or the policy be changed over HTTP: set server.model_control = true"
             raise RequestError(said, status=403)
         if not self._knows(request.host):
-            said = f"this server is not known as {short(request.host)}: name it under server.hosts"
+            said = f"this server does not know the host name {short(request.host)}: add it to server.hosts"
             raise RequestError(said, status=403)
         origin = request.headers.get("Origin")
         elsewhere = origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
         if elsewhere or request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-            raise RequestError("pages of other sites cannot change anything here", status=403)
+            said = "a page of another site may not change this server: use the server's own dashboard, or a program"
+            raise RequestError(said, status=403)
 
     def _knows(self, host: str) -> bool:
-        """An address, which no page can be made to stand for, or one of its names."""
+        """Whether `host` is an IP address, which no other site can claim, or one of the server's names."""
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         return name in self._hosts or _is_address(name)
 
@@ -132,7 +135,7 @@ def _is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches it.
+    """Whether only this machine can reach the host.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, False)

@@ -1,10 +1,10 @@
-"""Admission: a request that cannot be done in time is refused at once, instead of late.
+"""Admission: a request that cannot finish in time is refused at once, instead of answered late.
 
-Two grounds. The core predicts when a request would be done, from the profiles of what its policy puts before it:
-what is hopeless even at that speed is refused. What really happens is slower: the host, kernels that disturb each
-other, and on a virtual GPU the CPU that computes for it, all take their time. So a model with limits to keep has only
-so many requests in flight at a time, a number that follows their latencies, and predictions may use up only part of the
-limit: `paellapy.scheduler.core.admission` has the arithmetic.
+A request is refused on one of two grounds. First, the core predicts its finish time from the profiles of the work that
+the policy puts before it; a request that would be late even by that prediction is refused. Second, reality is slower
+than the prediction: the host, kernels that disturb each other and, on a virtual GPU, the CPU all add time. So each
+model with a limit to keep has an allowance: a number of requests in flight that follows their measured latencies, and
+the part of the limit that a prediction may use. `paellapy.scheduler.core.admission` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _note_latency: Any = admission.note_latency.py_func  # type: ignore[attr-defined
 
 
 class Allowance(ctypes.Structure):
-    """How many requests of a model may be in flight, and what predictions are worth: a row of ALLOWANCE as an object.
+    """How many requests of a model may be in flight, and how far predictions are trusted: a row of ALLOWANCE.
 
-    The core's functions run on it as they do on the table's rows. A row of NumPy would take ten times as long to read.
+    The core's functions take this object in place of a table row; reading a NumPy row takes ten times as long.
     """
 
     _fields_ = struct_fields(admission.ALLOWANCE)
@@ -52,13 +52,13 @@ class Allowance(ctypes.Structure):
         self.table = np.frombuffer(self, admission.ALLOWANCE)  # type: ignore[call-overload]
 
     def begin(self, batch: int, trial_ns: float, workers: int) -> None:
-        """A trial took so long for one full batch. Until real requests tell, as many are let in as it had time for."""
+        """Sets the first rate from the time that a trial took for one full batch. Measured requests then correct it."""
         if trial_ns > 0:
             t = self.tuning
             self.rate = t.few_margin / t.first_margin * batch / trial_ns / max(1, workers)
 
     def is_full(self, limit_ns: float) -> bool:
-        """For a request with so much time."""
+        """Whether a request with this limit must be refused."""
         return self.in_flight >= self.size and self.in_flight >= _room((self,), 0, limit_ns, self.tuning)
 
     def reach_ns(self, limit_ns: float, alone_ns: float, live: int, now_ns: int) -> float:
@@ -66,28 +66,30 @@ class Allowance(ctypes.Structure):
         return float(_reach_ns((self,), 0, limit_ns, alone_ns, live, now_ns, self.tuning))
 
     def done(self, entered_ns: int, now_ns: int, limit_ns: float, was_in_flight: int) -> None:
-        """A request that entered as one of so many is done, or its deadline has passed."""
+        """Notes a request that has finished, or whose deadline has passed, with the number in flight when it
+        entered.
+        """
         _note_latency((self,), 0, entered_ns, now_ns, limit_ns, was_in_flight, self.tuning)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request that was let in."""
+    """An admitted request."""
 
     allowance: Allowance
     entered_ns: int
     limit_ns: float
-    number: int  # it was one of so many in flight
+    number: int  # requests in flight when it entered, itself included
 
     def leave(self, answered: bool) -> None:
-        """`answered`: it ran, or was too late; not if its client left."""
+        """`answered`: it ran or missed its deadline; False: its client left."""
         self.allowance.in_flight -= 1
         if answered:
             self.allowance.done(self.entered_ns, time.monotonic_ns(), self.limit_ns, self.number)
 
 
 class Asked(ctypes.Structure):
-    """A request at the door: a row of ASKED."""
+    """A request that asks for admission: a row of ASKED."""
 
     _fields_ = struct_fields(admission.ASKED)
     model: int
@@ -105,7 +107,7 @@ class Asked(ctypes.Structure):
 
 
 class Admission:
-    """`mode`: refuse by the requests' deadlines only, also by their models' targets, or never."""
+    """Decides which requests enter. `mode`: "deadlines" heeds requests' deadlines, "targets" also models' targets."""
 
     def __init__(self, engine: Engine | RemoteEngine, mode: Mode = "targets") -> None:
         self._engine, self.mode = engine, mode
@@ -115,8 +117,9 @@ class Admission:
         self._reader = reader(engine.state)
 
     def check_room(self, model: Model) -> None:
-        """Before a request's body is read, where every request has a limit: under overload most are refused, and what
-        that costs the accepted ones have not.
+        """Refuses a request before its body is read, where the model's target limits every request.
+
+        Under overload most requests are refused; reading their bodies would take time from the accepted ones.
         """
         if self.mode == "targets" and model.target_ms is not None:
             allowance = self.allowances.get(model.name)
@@ -124,7 +127,9 @@ class Admission:
                 raise _overloaded(model, allowance, "target", model.target_ms)
 
     def enter(self, model: Model, row: int, priority: int | None, deadline_ms: float | None) -> Ticket | None:
-        """A ticket to be given back with `leave`; None where there is no limit to keep; or RefusedError."""
+        """Returns a ticket, to be given back with `leave`, or None where there is no limit to keep. May raise
+        RefusedError.
+        """
         limit_ms = deadline_ms if deadline_ms is not None or self.mode != "targets" else model.target_ms
         if limit_ms is None or self.mode == "off":
             return None
@@ -133,7 +138,7 @@ class Admission:
         state = self._engine.state
         generation = int(state.model["generation"][row])
         allowance = self.allowances.get(model.name)
-        if allowance is None or allowance.generation != generation:  # of another model of that name
+        if allowance is None or allowance.generation != generation:  # belongs to an earlier model of that name
             tuning = Tuning.of_row(state.tuning[0])
             allowance = self.allowances[model.name] = Allowance(model.max_batch, tuning, generation)
             allowance.begin(model.max_batch, float(state.model["trial_ns"][row]), len(state.wake) - 1)
@@ -146,11 +151,11 @@ class Admission:
             raise _overloaded(model, allowance, kind, limit_ms)
         if verdict == admission.TOO_LATE:
             predicted_ms, reach_ms = asked.predicted_ns * 1e-6, asked.reach_ns * 1e-6
-            if want_weights(state, row):  # else a model whose copy takes longer than its target would never come
+            if want_weights(state, row):  # else a model whose copy takes longer than its target would never be copied
                 self._engine._front.nudge()
-            beyond = "" if predicted_ms > limit_ms else f"; predictions may use {reach_ms:.3g} ms of that for now"
+            beyond = "" if predicted_ms > limit_ms else f", of which predictions may use {reach_ms:.3g} ms for now"
             raise RefusedError(
-                f"model {model.name!r}: it would take {predicted_ms:.3g} ms now, and the {kind} is {limit_ms:.3g} ms"
+                f"model {model.name!r}: this request would take {predicted_ms:.3g} ms; its {kind} is {limit_ms:.3g} ms"
                 + beyond,
                 f"predicted_{kind}",
                 retry_after_s=(predicted_ms - reach_ms) * 1e-3,
@@ -158,7 +163,7 @@ class Admission:
         return Ticket(allowance, now_ns, limit_ms * 1e6, allowance.in_flight)
 
     def _own(self, state: State) -> State:
-        """The engine's tables with a scratch of our own, made anew where the engine has other tables now."""
+        """The engine's tables with scratch space of our own; made again when the engine has new tables."""
         if state is not self._state:
             self._state, self._reader = state, reader(state)
         return self._reader

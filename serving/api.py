@@ -1,4 +1,4 @@
-"""Serving from Python: `serve(models, …)`. Light to import: aiohttp comes with the first call."""
+"""Serving from Python: `serve(models, …)`. This module is light to import: the first call imports aiohttp."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def serve(
         pp.serve([model], device="auto", policy="edf", server={"port": 9000}, keys={"alice": "…"})
         pp.serve("config.toml", server={"port": 9000})
 
-    The options are those of the configuration file, which may also be given in place of the models: they come before
-    what it says. `workers` is the number of HTTP processes in front of the engine, which then has a process of its own;
-    0: all in this one. `announce` is called with the URL once every model is loaded.
+    Instead of models you can give the path of a configuration file. The keyword options have the names of its settings
+    and override them. `workers` is the number of HTTP processes in front of the engine, which then runs in a process of
+    its own; 0 runs everything in this process. `announce` is called with the URL once every model is loaded.
     """
     from paellapy.serving.config import Source, load_config
     from paellapy.serving.options import file_with_options
@@ -33,7 +33,7 @@ def serve(
     server = options.get("server", {})
     if not isinstance(server, Mapping):
         kind = type(server).__name__
-        raise Source().error(("server",), f'give a dict, as in server={{"port": 9000}}; this is of type {kind}')
+        raise Source().error(("server",), f'the value is of type {kind}: give a dict, as in server={{"port": 9000}}')
     if workers is not None:
         options["server"] = {**server, "workers": workers}
     if isinstance(models, str | Path):
@@ -51,7 +51,7 @@ def serve_config(
     models: Iterable[Model] = (),
     announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves what a configuration describes, and models that exist already beside it."""
+    """Serves the models of a configuration, and beside them models that already exist."""
     from paellapy.serving.build import build_engine, build_entries, build_keys, build_tls
     from paellapy.serving.logs import configure
     from paellapy.serving.machine import check_machine

@@ -1,4 +1,4 @@
-"""`create_app`: the aiohttp application over an engine. It stands alone, or as a sub-application of another."""
+"""`create_app`: the aiohttp application over an engine, to run by itself or as a sub-application of another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLIENT_HEADER = "X-Client-Id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppOptions:
-    """What `create_app` may be told; `hosts` and `model_control` as under `[server]`."""
+    """Options of `create_app`; `hosts` and `model_control` are described under `[server]`."""
 
     admission: Mode = "targets"
     keys: Mapping[str, str | Key] = field(default_factory=dict)
@@ -43,14 +43,14 @@ class AppOptions:
 def create_app(
     engine: Engine | Catalogue, options: AppOptions | None = None, *, service: Service | None = None, **settings: Any
 ) -> web.Application:
-    """An application that serves the models an engine has loaded, or those of a registry.
+    """Makes an application that serves the models of an engine or of a registry.
 
         app = web.Application()
         app.add_subapp("/inference", create_app(engine))
-        web.run_app(app, handler_cancellation=True)  # so that a client that leaves frees its work
+        web.run_app(app, handler_cancellation=True)  # frees the work of a client that disconnects
 
-    The engine stays the caller's: to close it, and to load more models through the registry. Settings are those of
-    `AppOptions`. `service`: where it was made already, in a worker.
+    The caller keeps the engine: it closes it, and may load more models through the registry. `settings` are the fields
+    of `AppOptions`. `service` is given where it exists already, as in a worker.
     """
     o = replace(options or AppOptions(), **settings)
     access = Access(o.keys, o.hosts, o.model_control)

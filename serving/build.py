@@ -1,4 +1,4 @@
-"""From a configuration to what it describes: an engine, a registry, keys, TLS."""
+"""Builds the objects that a configuration describes: an engine, a registry, keys, TLS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_policy(config: Config, source: Source) -> Policy:
 
 
 def build_engine(config: Config, source: Source, policy: Policy | None = None) -> Engine:
-    """The engine, without models. With workers, a front end for each beside its own."""
+    """Makes the engine, without models. With workers, it has one front end for each besides its own."""
     policy = policy or build_policy(config, source)
     workers = config.server.workers
     limits = Limits(requests=config.max_queue + (OWN_ROWS if workers else 0), fronts=workers + 1)
@@ -62,37 +62,37 @@ def build_engine(config: Config, source: Source, policy: Policy | None = None) -
 
 
 def check_fork(config: Config) -> None:
-    """A process that has used a GPU cannot hand it on: those forked from it cannot use one at all."""
+    """Raises ConfigError if this process has used a GPU: processes forked from it could not use one at all."""
     if config.device.startswith("virtual"):
         return
     try:
         used = ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 0
-    except OSError:  # no driver, and so no GPU
+    except OSError:  # no driver, hence no GPU
         return
     if used:
         raise ConfigError(
-            "this process has used the GPU already, so the engine cannot have a process of its own: give the models as "
-            "factories in a configuration file, or serve without workers"
+            "this process has already used the GPU, so the engine cannot be moved to a process of its own: name the "
+            "models as factories in a configuration file, or serve with workers = 0"
         )
 
 
 def has_room_twice(config: Config) -> bool:
-    """Whether the device would clearly hold again what is on it. A process that asks cannot fork any more."""
+    """Whether the device clearly has room for a second copy of its contents. The caller cannot fork afterwards."""
     if config.device.startswith("virtual"):
         return True
     device = Device.open(config.device)
     if device.name.startswith("virtual"):
         return True
-    from paellapy.scheduler.backends.cuda import free_and_whole_bytes  # needs a driver
+    from paellapy.scheduler.backends.cuda import free_and_whole_bytes  # importing it needs a driver
 
     free, whole = free_and_whole_bytes(device)
     return config.memory_bytes is None and free > 2 * (whole - free)
 
 
 def build_entries(config: Config, source: Source) -> list[Entry]:
-    """One entry per model. The factories are imported now, so that a wrong path is found before anything starts."""
+    """Makes one entry per model. Factories are imported now, so that a wrong path is found before the server starts."""
     if not config.models:
-        raise source.error(("models",), "name at least one model")
+        raise source.error(("models",), "no model is configured: add at least one [[models]] table")
     entries: dict[str, Entry] = {}
     for k, each in enumerate(config.models):
         path: Path_ = ("models", k)
@@ -104,19 +104,19 @@ def build_entries(config: Config, source: Source) -> list[Entry]:
             try:
                 name = make().name
             except Exception as e:
-                raise source.error(path, f"the model could not be made: {type(e).__name__}: {e}") from e
+                raise source.error(path, f"the factory failed: {type(e).__name__}: {e}") from e
         if name in entries:
-            raise source.error(path, f"another model is named {name!r} too: give this one a name of its own")
+            raise source.error(path, f"two models are named {name!r}: give this one another name")
         entries[name] = Entry(name, make, wanted=each.load, factory=each.factory)
     return list(entries.values())
 
 
 def make_model(config: ModelConfig, folder: Path) -> Model:
-    """The factory's model, by its code as it stands now, with what the configuration says otherwise."""
+    """Calls the factory, in its present version, and applies the settings of the configuration."""
     factory = find_factory(config.factory, folder)
     found = factory if isinstance(factory, Model) else factory(**config.arguments)
     if not isinstance(found, Model):
-        raise ModelError(f"{config.factory} gave a {type(found).__name__}, not a Model")
+        raise ModelError(f"{config.factory} returned a {type(found).__name__}; a factory must return a paellapy Model")
 
     return found.changed(
         name=config.name,
@@ -131,7 +131,7 @@ def make_model(config: ModelConfig, folder: Path) -> Model:
 
 
 def build_keys(config: Config, source: Source) -> dict[str, Key]:
-    """API keys by name; `env:NAME` is read from the environment."""
+    """API keys by name. A value `env:NAME` is read from the environment variable NAME."""
     keys = {}
     for name, given in config.keys.items():
         made = KeyConfig(key=given) if isinstance(given, str) else given
@@ -139,7 +139,7 @@ def build_keys(config: Config, source: Source) -> dict[str, Key]:
         if value.startswith("env:"):
             found = os.environ.get(value[4:])
             if not found:
-                raise source.error(("keys", name), f"the environment has no {value[4:]}")
+                raise source.error(("keys", name), f"the environment variable {value[4:]} is not set")
             value = found
         keys[name] = Key(value, tuple(made.roles), made.tenant)
     return keys
@@ -155,7 +155,7 @@ def build_tls(config: Config, source: Source) -> ssl.SSLContext | None:
 
 
 def load_certificates(context: ssl.SSLContext, tls: TlsConfig, source: Source) -> None:
-    """Also into a context that is in use: connections from now on are greeted with what the files hold now."""
+    """Reads the certificate files into a context. If the context is in use, new connections get the new certificate."""
     key = "certificate"
     try:
         context.load_cert_chain(source.folder / tls.certificate, source.folder / tls.key)
@@ -164,11 +164,11 @@ def load_certificates(context: ssl.SSLContext, tls: TlsConfig, source: Source) -
             context.load_verify_locations(source.folder / tls.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as e:
-        raise source.error(("tls", key), f"the certificate and its key cannot be loaded: {e}") from e
+        raise source.error(("tls", key), f"the certificate or its private key cannot be loaded: {e}") from e
 
 
 def _import(dotted: str, path: Path_, source: Source) -> Any:
-    """`package.module:name`, also from the folder of the configuration."""
+    """Imports `package.module:name`, also from the folder of the configuration."""
     try:
         return find_factory(dotted, source.folder)
     except Exception as e:

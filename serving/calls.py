@@ -1,6 +1,6 @@
-"""Functions of the engine's process by name: `await service.call("stats")` works wherever the engine is.
+"""Functions of the engine's process, called by name: `await service.call("stats")` works in every process.
 
-Arguments and answers are what JSON has, and bytes. Add one here and every worker can ask for it.
+Arguments and results consist of JSON values and bytes. A function added here can be called from every worker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paellapy.serving.metrics_device import CpuMetrics, sm_metrics, triton_metri
 from paellapy.serving.registry import Registry
 
 LONGEST_TRACE_S = 60.0
-UNWATCHED_S = 10.0  # after its last snapshot a monitor stops looking
+UNWATCHED_S = 10.0  # a monitor stops this long after its last snapshot
 
 
 class LoggedMonitor(Monitor):
-    """Whoever reads the log can tell what decided when."""
+    """A monitor that logs each change of the policy, so that the log says which policy decided when."""
 
     def set_policy(self, name: str) -> None:
         before = self.engine.policy
@@ -35,7 +35,7 @@ class LoggedMonitor(Monitor):
 
 
 class Calls:
-    """What can be asked of an engine and its registry. Each runs in a thread of its own."""
+    """Functions that workers may call on an engine and its registry. Each call runs in a thread of its own."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._engine = registry, registry.engine
@@ -57,7 +57,7 @@ class Calls:
         }
 
     async def call(self, name: str, data: Any = None) -> Any:
-        """The answer; KeyError where there is no function of that name."""
+        """Calls the function; KeyError if there is no function of that name."""
         return await asyncio.to_thread(self.functions[name], data)
 
     def _load(self, data: Any) -> float:
@@ -72,18 +72,18 @@ class Calls:
         return self._engine.policy
 
     def _snapshot(self, _: Any) -> dict[str, Any]:
-        self._monitor.start()  # a second one changes nothing
+        self._monitor.start()  # starting it twice does no harm
         self._looked_at = time.monotonic()
         return self._monitor.snapshot()
 
     def rest(self) -> None:
-        """Now and then: watching costs a little, and is ended when nobody looks any more."""
+        """Called now and then: stops the monitor once nobody has asked for snapshots, since monitoring costs time."""
         if self._looked_at and time.monotonic() - self._looked_at > UNWATCHED_S:
             self._looked_at = 0.0
             self._monitor.stop()
 
     def _trace(self, data: Any) -> bytes:
-        """What runs in the next seconds, as the file that `Trace.load` reads."""
+        """Records the next seconds and returns the trace as a file that `Trace.load` reads."""
         seconds = min(float((data or {}).get("seconds", 1.0)), LONGEST_TRACE_S)
         with self._engine.trace() as trace:
             time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Content codings: which one an answer gets, packing it, and unpacking bodies within bounds."""
+"""Content codings: choosing one for an answer, compressing it, and decompressing request bodies within limits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 from paellapy.serving.errors import RequestError, TooLargeError, short
 
-COMPRESS_FROM_BYTES = 1024  # below, the headers weigh more than what is saved
-IN_THREAD_BYTES = 1 << 16  # from here on it takes a millisecond and more: not in the event loop
-STEP_BYTES = 1 << 18  # unpacked at once
-# A body may grow to FREE_BYTES whatever it is; beyond, to MOST_RATIO times its length. Text of real numbers shrinks
-# three to ten times, and deflate at most 1032 times.
+COMPRESS_FROM_BYTES = 1024  # below this size the headers outweigh the saving
+IN_THREAD_BYTES = 1 << 16  # larger bodies take a millisecond or more, so they leave the event loop
+STEP_BYTES = 1 << 18  # decompressed per step
+# Every body may grow to FREE_BYTES; beyond that, to MOST_RATIO times its length. Text of real numbers compresses
+# three to ten times; deflate reaches 1032 times at most.
 FREE_BYTES = 1 << 20
 MOST_RATIO = 100
 
-_unpacking = ThreadPoolExecutor(2, thread_name_prefix="unpack")  # threads are started when they are needed
+_unpacking = ThreadPoolExecutor(2, thread_name_prefix="unpack")  # its threads start on demand
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 def answer_coding(accepted: str | None, size: int, binary: bool) -> str | None:
-    """The coding of an answer of this size to a client that accepts these; None: as it is.
+    """The coding for an answer of this size, given the client's Accept-Encoding; None: send it uncompressed.
 
     >>> answer_coding("gzip", 2000, binary=True), answer_coding("gzip", 20, binary=True)
     ('gzip', None)
@@ -30,10 +30,10 @@ def answer_coding(accepted: str | None, size: int, binary: bool) -> str | None:
 
 
 def choose_coding(accepted: str, binary: bool) -> str | None:
-    """gzip, deflate or neither, from Accept-Encoding.
+    """Chooses gzip, deflate or neither from Accept-Encoding.
 
-    Many HTTP libraries name all codings they know in every request. Tensors hardly shrink and cost milliseconds, so
-    they are compressed only for a client that asks for one coding, as inference clients do.
+    Many HTTP libraries list all codings they know in every request. Tensors hardly shrink and cost milliseconds, so
+    they are compressed only for a client that lists a single coding, as inference clients do.
 
     >>> choose_coding("gzip, deflate, br", binary=True), choose_coding("gzip", binary=True)
     (None, 'gzip')
@@ -60,11 +60,11 @@ def pack(body: bytes, coding: str) -> bytes:
 
 
 class CodingError(RequestError):
-    """A body that is not what its Content-Encoding says."""
+    """A body that does not match its Content-Encoding."""
 
 
 def body_coding(header: str | None) -> str | None:
-    """The coding of a request's body; RequestError 415 where this server does not know it.
+    """The coding of a request's body; RequestError 415 where this server does not support it.
 
     >>> body_coding("X-GZIP"), body_coding("identity"), body_coding(None)
     ('gzip', None, None)
@@ -73,20 +73,20 @@ def body_coding(header: str | None) -> str | None:
     if coding in ("", "identity"):
         return None
     if coding not in _WBITS:
-        said = f"this server does not know the body's Content-Encoding {short(header)}: send gzip, deflate or none"
+        said = f"the Content-Encoding {short(header)} is not supported: send the body as gzip, deflate or uncompressed"
         raise RequestError(said, 415)
     return coding
 
 
 def unpack(body: bytes, coding: str, most_bytes: int) -> bytes:
-    """The body as it was before it was packed: in steps, and never more than its limits.
+    """Decompresses a body in steps and stops at its size limit.
 
     >>> unpack(pack(b"text", "gzip"), "gzip", 100)
     b'text'
     """
     most = min(most_bytes, max(FREE_BYTES, MOST_RATIO * len(body)))
     wbits = _WBITS[coding]
-    if coding == "deflate" and body[:1] and body[0] & 0x0F != zlib.DEFLATED:  # some clients leave zlib's frame out
+    if coding == "deflate" and body[:1] and body[0] & 0x0F != zlib.DEFLATED:  # some clients omit zlib's frame
         wbits = -zlib.MAX_WBITS
     unpacker, pieces, size = zlib.decompressobj(wbits), list[bytes](), 0
     try:
@@ -95,19 +95,19 @@ def unpack(body: bytes, coding: str, most_bytes: int) -> bytes:
             body = unpacker.unconsumed_tail
             size += len(piece)
             if size > most:
-                raise TooLargeError(f"the body unpacks to more than {most:,} bytes")
+                raise TooLargeError(f"the body decompresses to more than the {most:,} bytes allowed")
             pieces.append(piece)
             if not piece and not body and not unpacker.eof:
-                raise CodingError(f"the body cannot be decompressed: it is {coding} that ends early")
+                raise CodingError(f"the body cannot be decompressed: its {coding} data ends early")
     except zlib.error as e:
-        raise CodingError(f"the body cannot be decompressed: it is no {coding} ({e})") from None
+        raise CodingError(f"the body cannot be decompressed: it is not {coding} ({e})") from None
     if unpacker.unused_data:
-        raise CodingError(f"the body cannot be decompressed: bytes follow the end of the {coding}")
+        raise CodingError(f"the body cannot be decompressed: bytes follow the end of its {coding} data")
     return b"".join(pieces)
 
 
 async def unpacked(body: bytes, coding: str, most_bytes: int) -> bytes:
-    """`unpack`, away from the event loop where it may take long; few at a time."""
+    """`unpack`, in one of a few threads where it may take long, so that the event loop goes on."""
     if len(body) * MOST_RATIO <= IN_THREAD_BYTES:
         return unpack(body, coding, most_bytes)
     return await asyncio.get_running_loop().run_in_executor(_unpacking, unpack, body, coding, most_bytes)

@@ -1,6 +1,6 @@
-"""The configuration: one TOML file, every value of it also on the command line, and errors that point at the line.
+"""The configuration: one TOML file whose values can also be given on the command line; errors name the line.
 
-device = "auto"                      # the GPU if there is one, else the virtual one
+device = "auto"                      # the GPU if there is one, else the virtual GPU
 policy = "paella"                    # or "package.module:function"
 
 [server]
@@ -9,11 +9,11 @@ port = 8000
 [keys]
 alice = "env:ALICE_KEY"
 
-[tenants.alice]                      # requests of that key, or of the header X-Client-Id: alice
+[tenants.alice]                      # requests with that key, or with the header X-Client-Id: alice
 share = 3
 
 [[models]]
-factory = "paellapy.demo:load"       # a function that returns a Model, or a Model
+factory = "paellapy.demo:load"       # a Model, or a function that returns one
 arguments = { name = "mlp" }
 target_ms = 20
 """
@@ -46,7 +46,7 @@ Path_ = tuple[str | int, ...]  # of a value in the file
 
 
 class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One model. What is left out is as the factory has it."""
+    """One model. A setting that is left out keeps the factory's value."""
 
     factory: Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")]
     arguments: dict[str, Any] = {}
@@ -56,28 +56,28 @@ class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     share: Positive | None = None
     lanes: Count | None = None
-    params: dict[str, float] | None = None  # numbers for policies, as in params = {request = 0.3, limit = 0.6}
-    resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU, where not all fit
-    load: bool = True  # at the start; otherwise it waits for POST /v2/repository/models/…/load
+    params: dict[str, float] | None = None  # parameters for policies, as in params = {request = 0.3, limit = 0.6}
+    resident: bool | Literal["auto"] | None = None  # whether its weights stay on the GPU when not all models fit
+    load: bool = True  # False: the model waits for POST /v2/repository/models/…/load
 
 
 class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    workers: Annotated[int, Meta(ge=0, le=64)] = 0  # HTTP processes before an engine of its own; 0: all in one
+    workers: Annotated[int, Meta(ge=0, le=64)] = 0  # HTTP processes in front of an engine process; 0: a single process
     max_body_bytes: Count = MAX_BODY_BYTES
-    max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # of one header, and of the request's first line
-    header_timeout_s: Positive = 20.0  # from a connection's opening, or a later request's first byte, to its header
+    max_header_bytes: Annotated[int, Meta(ge=512)] = 8190  # limit of each header and of the request line
+    header_timeout_s: Positive = 20.0  # from opening the connection, or a request's first byte, to its header's end
     body_timeout_s: Positive = BODY_TIMEOUT_S
-    send_timeout_s: Positive = 30.0  # for a client to take some of its answer
+    send_timeout_s: Positive = 30.0  # closes a connection whose client reads nothing for this long
     keepalive_s: Positive = 75.0
-    engine_timeout_s: Positive | None = None  # an engine silent for so long is given up; 10, or 60 on a virtual GPU
-    # A second process of the engine, to take over: with models, or with compiled code only; None: by the device.
+    engine_timeout_s: Positive | None = None  # an engine silent this long is given up; None: 10, virtual GPU: 60
+    # A second engine process that takes over: with models loaded, or only compiled code; None: the device decides.
     standby: Literal["loaded", "warm", "off"] | None = None
-    grace_s: NotNegative = 0.5  # after a stop signal: still there, but not ready, so that load balancers notice
-    drain_s: NotNegative = 30.0  # then: what is in flight may take so long
-    hosts: list[Text] = []  # names of this server, beside its addresses: others cannot change its state
-    model_control: bool | None = None  # models and policy may be changed over HTTP; by default on loopback only
+    grace_s: NotNegative = 0.5  # after a stop signal: answers but is not ready, so that load balancers notice
+    drain_s: NotNegative = 30.0  # after grace_s: time for requests in flight to finish
+    hosts: list[Text] = []  # further host names under which clients may change the server's state
+    model_control: bool | None = None  # whether HTTP may change models and policy; None: on loopback only
     admission: Mode = "targets"
     client_header: Text = CLIENT_HEADER
     access_log: bool = False
@@ -86,35 +86,35 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class KeyConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An API key with some of the roles."""
+    """An API key with only some roles."""
 
     key: Text
     roles: Annotated[list[Role], Meta(min_length=1)] = msgspec.field(default_factory=lambda: list(ROLES))
-    tenant: Text | None = None  # whose the requests are; by default the key's own name
+    tenant: Text | None = None  # owner of the requests; None: the key's own name
 
 
 class TenantConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Requests of a key, or of a client header, with this name."""
+    """A tenant: the requests of a key, or of a client header, with this name."""
 
-    share: Positive = 1.0  # against other tenants, under policies that are fair
-    limit: Annotated[float, Meta(gt=0, le=1)] | None = None  # part of the GPU's time that it may have
+    share: Positive = 1.0  # weight against other tenants, under fair policies
+    limit: Annotated[float, Meta(gt=0, le=1)] | None = None  # largest part of the GPU's time
 
 
 class TlsConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    certificate: Text  # PEM files; relative to the configuration
+    certificate: Text  # a PEM file; paths are relative to the configuration
     key: Text
-    client_ca: Text | None = None  # where clients must show a certificate too
+    client_ca: Text | None = None  # if set, clients must present a certificate that it signed
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: Text = "auto"
     policy: Text = "paella"
-    quantum_us: Annotated[float, Meta(ge=1)] | None = None  # as the engine has it
-    max_active: Count | None = None  # by what the models demand
-    sm_windows: Annotated[int, Meta(ge=0)] = 0  # of SMs, that launches keep to where many batches share the GPU
-    memory_bytes: Count | None = None  # of the GPU; given, more models than fit can be loaded
-    host_bytes: Annotated[int, Meta(ge=0)] | None = None  # for weights off the GPU; None: half of it
-    max_queue: Count = 8192  # items waiting or running; more are refused
+    quantum_us: Annotated[float, Meta(ge=1)] | None = None  # None: the engine's default
+    max_active: Count | None = None  # jobs that may run at once; None: from the models' demand
+    sm_windows: Annotated[int, Meta(ge=0)] = 0  # windows of SMs that confine launches when many batches run
+    memory_bytes: Count | None = None  # budget on the GPU; if set, models that do not fit may be loaded too
+    host_bytes: Annotated[int, Meta(ge=0)] | None = None  # host memory for weights off the GPU; None: half of it
+    max_queue: Count = 8192  # items waiting or running; further ones are refused
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     tls: TlsConfig | None = None
     keys: dict[str, Text | KeyConfig] = {}
@@ -123,29 +123,29 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Source:
-    """Where values came from, to point at them."""
+    """The file, command line or Python call that the values came from, so that errors can point at it."""
 
     def __init__(self, name: str = "", text: str = "", overrides: Sequence[Path_] = ()) -> None:
         self.name, self.text, self.overrides = name, text, overrides
-        self.again: Callable[[], tuple[Config, Source]] = self._nothing  # reads it once more
+        self.again: Callable[[], tuple[Config, Source]] = self._nothing  # reads the configuration again
 
     def _nothing(self) -> tuple[Config, Source]:
-        raise ConfigError("there is no configuration file to read again: the server was given its settings")
+        raise ConfigError("this server has no configuration file to read again: start it with one to reload it")
 
     @property
     def folder(self) -> Path:
         return Path(self.name).resolve().parent if self.name else Path.cwd()
 
     def error(self, path: Path_, message: str) -> ConfigError:
-        """`file:line: key: what is wrong`, and the line itself."""
+        """An error `file:line: key: message`, followed by the line itself."""
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
         if any(path[: len(o)] == o or o[: len(path)] == path for o in self.overrides if path):
             return ConfigError(f"on the command line: {key or 'configuration'}: {message}")
         if not self.name:
-            return ConfigError(f"among the settings: {key}: {message}" if key else message)
+            return ConfigError(f"in the options: {key}: {message}" if key else message)
         number = line_of(self.text, path)
         shown = self.text.splitlines()[number - 1].strip() if self.text.strip() else ""
-        if path[:1] == ("keys",):  # a key is shown to nobody
+        if path[:1] == ("keys",):  # secrets are never shown
             shown = re.sub(r"(=\s*).*", r"\1…", shown)
         return ConfigError(f"{self.name}:{number}: {key + ': ' if key else ''}{message}\n    {shown}")
 
@@ -156,9 +156,9 @@ def load_config(
     defaults: Mapping[str, Any] | None = None,
     models: Sequence[str] = (),
 ) -> tuple[Config, Source]:
-    """The file, then `overrides` such as `server.port=9000`, `models` such as `package:factory{name="mlp"}`.
+    """Reads the file, then applies `overrides` such as `server.port=9000` and adds `models`.
 
-    `defaults` take the place of a file where there is none.
+    A model is given as `package:factory{name="mlp"}`. `defaults` are used where there is no file.
     """
     tree, text = dict(defaults or {}), ""
     if file is not None:
@@ -185,14 +185,14 @@ def load_config(
     if config.server.access_log and config.server.log_level in ("warning", "error"):
         raise source.error(
             ("server", "access_log"),
-            f'its lines are of level info, which log_level = "{config.server.log_level}" leaves out: '
+            f'its lines have the level info, which log_level = "{config.server.log_level}" suppresses: '
             'set log_level to "info", or access_log to false',
         )
     return config, source
 
 
 def _bad_key(tree: Mapping[str, Any]) -> Path_:
-    """Which of the API keys is none; errors in a table of names do not say it."""
+    """Path of the first invalid API key; msgspec's errors in a table of names do not give it."""
     keys = tree["keys"] if isinstance(tree["keys"], dict) else {}
     for name, value in keys.items():
         try:
@@ -210,7 +210,7 @@ def _syntax_error(file: str, text: str, error: tomllib.TOMLDecodeError) -> Confi
     return ConfigError(f"{file}:{number}: this is not TOML: {error}\n    {shown}")
 
 
-# What msgspec calls by the names of JSON and Python
+# msgspec's names of types, as a reader of TOML knows them
 _KINDS = {
     "object": "a table", "array": "a list", "str": "a text", "int": "a whole number", "float": "a number",
     "str | object": "a text, or a table with key and roles",
@@ -219,7 +219,7 @@ _KINDS = {
 
 
 def _where(message: str) -> tuple[Path_, str]:
-    """The path and the text of one of msgspec's errors."""
+    """The path and the text of a msgspec error."""
     said, _, at = message.partition(" - at `$")
     path: list[str | int] = []
     for name, index in re.findall(r"\.([^.\[`]+)|\[(\d+|\.\.\.)\]", at):
@@ -228,29 +228,29 @@ def _where(message: str) -> tuple[Path_, str]:
         elif index.isdigit():
             path.append(int(index))
     if unknown := re.search(r"unknown field `(.*)`", said):
-        said = "there is no such setting"
+        said = "no setting has this name"
         if not path and unknown[1] in ServerConfig.__struct_fields__:
-            said += f"; there is server.{unknown[1]}"
+            said += f"; did you mean server.{unknown[1]}?"
         path.append(unknown[1])
     elif missing := re.search(r"missing required field `(.*)`", said):
         said = f"{missing[1]} is missing"
     elif wrong := re.match(r"Invalid enum value (.*)", said, re.S):
         *others, last = (repr(each) for each in _choices(path))
-        said = f"{wrong[1]} is none of its values: choose {', '.join(others)} or {last}"
+        said = f"{wrong[1]} is not allowed: choose {', '.join(others)} or {last}"
     elif kinds := re.match(r"Expected `(.*)`, got `(\w+)`$", said):
         wanted, got = (_KINDS.get(each, each) for each in (kinds[1].removesuffix(" | null"), kinds[2]))
         if path[:1] == ["models"] and len(path) <= 2 and kinds[1] in ("array", "object"):
             wanted = "tables, each under [[models]]"
         elif kinds[1] == "object":
             wanted += f", under [{'.'.join(map(str, path))}]"
-        said = f"it is {got}: give {wanted}"
-    elif "matching regex" in said:  # only factories have to look like something
+        said = f"the value is {got}: give {wanted}"
+    elif "matching regex" in said:  # only factories have a pattern
         said = "write package.module:name, as in paellapy.demo:load"
     return tuple(path), said.replace("`", "")
 
 
 def _choices(path: Sequence[str | int]) -> tuple[str, ...]:
-    """What may stand at a path where only a few words may."""
+    """The words allowed at a path, where only a few are."""
     if path[:1] == ["keys"]:
         return ROLES
     at: Any = Config
@@ -273,12 +273,12 @@ def _override(tree: dict[str, Any], text: str) -> Path_:
                 at = at[here]
         at[path[-1]] = _value(value.strip())
     except (TypeError, IndexError, KeyError):
-        raise ConfigError(f"on the command line: {key}: there is no such place in the configuration") from None
+        raise ConfigError(f"on the command line: {key}: the configuration has no such key") from None
     return path
 
 
 def _value(text: str) -> Any:
-    """As TOML; what is none is a text, so that quotes are not needed twice."""
+    """The value as TOML; text that is not TOML counts as a string, so that quotes are not needed twice."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -286,10 +286,10 @@ def _value(text: str) -> Any:
 
 
 def _model(text: str) -> dict[str, Any]:
-    """`package.module:factory{name="mlp"}`."""
+    """Reads `package.module:factory{name="mlp"}`."""
     factory, brace, rest = text.partition("{")
     try:
         arguments = tomllib.loads(f"value = {{{rest}")["value"] if brace else {}
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"on the command line: {text!r}: the part in braces is no TOML table: {e}") from None
+        raise ConfigError(f"on the command line: {text!r}: the part in braces is not a TOML table: {e}") from None
     return {"factory": factory.strip(), "arguments": arguments}

@@ -1,7 +1,7 @@
-"""Connections that begin a request and do not go on: closed after a while, so that they cannot use up what there is.
+"""HTTP connections with time limits on headers and on reading answers, so that slow clients cannot exhaust the server.
 
-aiohttp has a limit on idle connections (`keepalive_s`), and we have one on bodies (`body_timeout_s`). Between the two
-are headers that come drop by drop: with the first limit alone each would hold its connection as long as an idle one.
+aiohttp limits idle connections (`keepalive_s`), and `body_timeout_s` limits bodies. Between the two are headers that
+arrive byte by byte: without a limit of their own, each would hold its connection as long as an idle client does.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _LATE = (
 )
 
 
-# What aiohttp's parser says, which may go on with the bytes that were sent, and what we do.
+# Messages of aiohttp's parser, which may quote bytes of the request, and the texts sent in their place
 _MISTAKES = {
-    "Too many headers": "the request has more headers than this server takes: send fewer",
-    "Missing 'Host'": "the Host header is missing: HTTP/1.1 has it in every request",
+    "Too many headers": "the request has more headers than this server accepts: send fewer",
+    "Missing 'Host'": "the Host header is missing: HTTP/1.1 requires it in every request",
     "Duplicate 'Host'": "there are two Host headers: send one",
     "Duplicate Content-Length": "there are two Content-Length headers: send one",
-    "Transfer-Encoding can't be present with": "there are Content-Length and Transfer-Encoding: send one of them",
-    "Content-Length can't be present with": "there are Content-Length and Transfer-Encoding: send one of them",
-    "Invalid character in Content-Length": "Content-Length is no number: send the body's length in bytes",
+    "Transfer-Encoding can't be present with": "the request has Content-Length and Transfer-Encoding: send one of them",
+    "Content-Length can't be present with": "the request has Content-Length and Transfer-Encoding: send one of them",
+    "Invalid character in Content-Length": "Content-Length is not a number: send the body's length in bytes",
 }
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's own, with two limits more.
+    """aiohttp's connection with two further time limits.
 
-    `header_timeout_s`: from when it is open, then from a request's first byte, to its header. `send_timeout_s`: for its
-    client to take some of what was written. `log_rejected`: what is no HTTP has a line too.
+    `header_timeout_s` limits the time to a complete header, counted from the connection's opening and later from each
+    request's first byte. `send_timeout_s` limits the time in which the client reads nothing of an answer.
+    `log_rejected` also logs input that is not HTTP.
     """
 
     __slots__ = (
@@ -67,14 +68,15 @@ class Connection(web.RequestHandler):
         self._send_timeout_s, self._unsent = send_timeout_s, 0
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._to_client: asyncio.Transport | None = None  # until it is closed: aiohttp forgets it before
-        self.fresh = True  # nothing has come yet
-        self._content: StreamReader | None = None  # the body of the last request whose header came
+        # Kept until it is closed; aiohttp drops its own reference earlier
+        self._to_client: asyncio.Transport | None = None
+        self.fresh = True  # no byte has arrived yet
+        self._content: StreamReader | None = None  # body of the latest request whose header is complete
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._to_client = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
-        self._to_client.set_write_buffer_limits(high=0)  # told of every answer that is not taken at once
+        self._to_client = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
+        self._to_client.set_write_buffer_limits(high=0)  # reports each answer that is not sent at once
         self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -85,7 +87,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Something is left that the client has not taken."""
+        """Called when the client has not yet read all of an answer."""
         super().pause_writing()
         if self._send_timer is None and self._to_client is not None:
             self._unsent = self._to_client.get_write_buffer_size()
@@ -96,7 +98,7 @@ class Connection(web.RequestHandler):
         transport = self._to_client
         if transport is None or not (left := transport.get_write_buffer_size()):
             return
-        if left < self._unsent:  # slow, but it reads
+        if left < self._unsent:  # the client is slow, but it reads
             self._unsent = left
             self._send_timer = self._loop.call_later(self._send_timeout_s, self._look_at_sending)
             return
@@ -106,45 +108,47 @@ class Connection(web.RequestHandler):
         self.fresh = False
         before = self._request_count
         super().data_received(data)
-        if self._request_count != before:  # a whole header
+        if self._request_count != before:  # a header is complete
             if self._timer is not None:
                 self._disarm()
             self._read_on(self._request_count - before)
-        elif self._waiter is not None and not self._waiter.done():  # none, and no body is being read
+        elif self._waiter is not None and not self._waiter.done():  # no header, and no body is being read
             self._began = True
             if self._timer is None:
                 self._timer = self._loop.call_later(self._header_timeout_s, self._too_late)
 
     def _read_on(self, n: int) -> None:
-        """`n` messages have come. Where the body being read turns out to be none, its reader is told.
+        """Handles `n` new messages. If the body being read turns out to be invalid, its reader gets the error.
 
-        aiohttp puts the error behind it, as if another request had been wrong, and the reader would wait for the rest.
-        Whether that reader has begun is a matter of luck: head and body may come one right after the other.
+        aiohttp queues the error as a separate request, and the body's reader would wait forever. The reader may or may
+        not have started: header and body may arrive in quick succession.
         """
         for message, content in list(self._messages)[-n:]:
             if hasattr(message, "method"):
                 self._content = content
             elif self._content is not None and not self._content.is_eof():
                 self._messages.pop()  # nothing follows an error
-                self._content.set_exception(web.RequestPayloadError("the body is not what its headers say"))
+                self._content.set_exception(web.RequestPayloadError("the body does not match its headers"))
 
     def log_exception(self, *what: Any, **more: Any) -> None:
-        """Of aiohttp itself: a body that cannot be read on after the answer is the client's mistake."""
+        """aiohttp's own log: a body that stays unreadable after the answer is the client's mistake and is not
+        logged.
+        """
         if not isinstance(more.get("exc_info"), web.RequestPayloadError | HttpProcessingError | ConnectionError):
             log.error(what[0] % what[1:], exc_info=more.get("exc_info"))
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What is no HTTP at all: an answer like every other error's, without the bytes that were sent."""
+        """Answers input that is not HTTP with a JSON error that does not quote the bytes sent."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
-        said = "this is not HTTP/1.1 as this server takes it"
+        said = "the request is not valid HTTP/1.1"
         for start, meant in _MISTAKES.items():
             if (message or "").startswith(start):
                 said = meant
         if isinstance(exc, LineTooLong):
-            said = f"the first line, or a header, is longer than the {self.max_field_size:,} bytes this server takes"
+            said = f"the request line or a header is longer than the {self.max_field_size:,} bytes allowed"
         if self._log_rejected:
             peer = self._to_client.get_extra_info("peername") if self._to_client is not None else None
             fields = {"status": status, "error": said, **({"peer": peer[0]} if peer else {})}
@@ -166,12 +170,13 @@ class Connection(web.RequestHandler):
 
 
 class Connections(web.Server):
-    """Makes them."""
+    """Makes the connections."""
 
     def __init__(self, connection: Callable[..., Connection], *handler: Any, **options: Any) -> None:
         super().__init__(*handler, **options)
         self._connection = connection
-        self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()  # and not open yet, as in a TLS handshake
+        # Accepted but not open yet, as in a TLS handshake
+        self.accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def __call__(self) -> Connection:
         made = self._connection(self, loop=self._loop, **self._kwargs)
@@ -184,7 +189,7 @@ class Connections(web.Server):
 
 
 class Runner(web.AppRunner):
-    """An `AppRunner` that takes `header_timeout_s` too, and makes connections of another kind where asked to."""
+    """An `AppRunner` that takes `header_timeout_s` too and can make another class of connections."""
 
     __slots__ = ("_connection",)
 
@@ -197,10 +202,12 @@ class Runner(web.AppRunner):
         most_bytes = self.app[SERVICE].max_body_bytes
 
         async def handle(request: Any) -> web.StreamResponse:
-            """Before anything else: aiohttp tells a client that waits for it to go on before its handler is asked."""
+            """Drops `Expect` from too large requests: aiohttp would ask the client to send the body before it is
+            refused.
+            """
             if (request.content_length or 0) > most_bytes and "Expect" in request.headers:
                 kept = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "expect")
-                request.protocol._lingering_time = 0.0  # it has sent nothing, and will not
+                request.protocol._lingering_time = 0.0  # the client has sent no body, and will not
                 request = request.clone(headers=kept)
             return await made.request_handler(request)
 

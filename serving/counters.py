@@ -1,7 +1,7 @@
-"""What the front ends count of every model: from the engine's completions, and from their own answers.
+"""Counters of every model, from the engine's completions and from the front ends' own answers.
 
-One table of numbers, which several processes may share: each writes a row of its own, and whoever is asked adds them
-up. A process that is started again goes on where the one before it ended.
+They are one table that several processes may share. Each process writes its own row, and a reader adds the rows up. A
+restarted process continues the row of its predecessor.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paellapy.scheduler.core.tables import Table
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.registry import MOST_MODELS, Catalogue
 
-# Seconds, from 50 µs: a small model takes less than a millisecond, which the usual buckets cannot tell apart.
+# Seconds, from 50 µs on: small models take less than a millisecond, where Prometheus' default buckets are too coarse.
 TIME_BUCKETS = (
     50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3,
     10e-3, 15e-3, 20e-3, 30e-3, 50e-3, 75e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-# Why a request is refused; what has no place of its own is counted as the last.
+# Why a request is refused; a reason that is not listed counts as "other".
 REASONS = (
     "predicted_deadline", "predicted_target", "overloaded", "deadline", "queue_full", "closing", "device_failed",
     "engine_away", "loading", "other",
@@ -37,32 +37,32 @@ LARGEST_BATCH = 512
 _BOUNDS_NS = np.array([round(bound * 1e9) for bound in TIME_BUCKETS])
 _BOUNDS_LIST = _BOUNDS_NS.tolist()
 
-# Columns of a model. Items: what the engine ran; a request has one or more. Requests: what clients sent.
+# Columns of a model. An item is one input that the engine ran; a request of a client has one or more.
 (ITEMS, BATCHES, QUEUE_NS, COMPUTE_NS, MISSES, ANSWERED, FAILED, LEFT, ANSWERED_NS, FAILED_NS, LAST_MS) = range(11)
 REFUSED = 11
 REQUEST_S = REFUSED + len(REASONS)
 QUEUE_S = REQUEST_S + len(TIME_BUCKETS) + 1
 COMPUTE_S = QUEUE_S + len(TIME_BUCKETS) + 1
-BY_BATCH = COMPUTE_S + len(TIME_BUCKETS) + 1  # batches of each size
+BY_BATCH = COMPUTE_S + len(TIME_BUCKETS) + 1  # number of batches of each size
 BY_BATCH_NS = BY_BATCH + LARGEST_BATCH + 1
 COLUMNS = BY_BATCH_NS + LARGEST_BATCH + 1
 
-_ITSELF = MOST_MODELS  # a row for the process itself
+_ITSELF = MOST_MODELS  # the row of the process itself
 _IN_FLIGHT = 0
 
 Numbers = NDArray[np.int64]
 
 
 def counter_table(writers: int = 1) -> Numbers:
-    """[writers, models + 1, columns], in memory that processes forked from this one share."""
+    """A table [writers, models + 1, columns] in memory that forked processes share."""
     shape = (writers, MOST_MODELS + 1, COLUMNS)
-    memory = mmap.mmap(-1, int(np.prod(shape)) * 8)  # pages take memory once they are touched
+    memory = mmap.mmap(-1, int(np.prod(shape)) * 8)  # a page takes memory once it is written
     return np.frombuffer(memory, np.int64).reshape(shape)
 
 
 @compiled
 def note_items(own: Numbers, index: Numbers, target_ns: Numbers, bounds_ns: Numbers, entries: Table) -> None:
-    """The engine has completed these (tables.COMPLETION)."""
+    """Counts items that the engine has completed (tables.COMPLETION)."""
     for i in range(entries.shape[0]):
         e = entries[i]
         if e.request < 0 or e.status != OK or index[e.model] < 0:
@@ -91,7 +91,7 @@ def note_items(own: Numbers, index: Numbers, target_ns: Numbers, bounds_ns: Numb
 
 
 class Histogram:
-    """Counts by upper bound, as they are read."""
+    """Counts by upper bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -99,7 +99,7 @@ class Histogram:
         self.bounds, self.counts, self.total = bounds, counts, total
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus has them.
+        """Cumulative counts, as Prometheus expects.
 
         >>> Histogram((1, 2), [0, 1, 0], 1.5).buckets()
         [('1.0', 0), ('2.0', 1), ('+Inf', 1)]
@@ -113,11 +113,11 @@ class Histogram:
 
 
 class ModelCounters:
-    """One model, since the server started. Notes go to this process's row; what is read is the sum of all."""
+    """Counters of one model since the server started: `note_…` writes this process's row, reading sums all rows."""
 
     def __init__(self, table: Numbers, writer: int, model: int) -> None:
         self._all = table[:, model]
-        self._own: Any = table[writer, model].data  # a memoryview: a fraction of what an array's element costs
+        self._own: Any = table[writer, model].data  # reading a memoryview costs a fraction of indexing an array
 
     def note_answer(self, elapsed_ns: int) -> None:
         own = self._own
@@ -127,14 +127,14 @@ class ModelCounters:
         own[LAST_MS] = time.time_ns() // 1_000_000
 
     def note_failure(self, elapsed_ns: int, reason: str | None) -> None:
-        """`reason` is that of a refusal; None: the client's own mistake, or ours."""
+        """`reason` is given for a refusal; None: a wrong request, or an internal error."""
         self._own[FAILED] += 1
         self._own[FAILED_NS] += elapsed_ns
         if reason is not None:
             self._own[REFUSED + REASONS.index(reason if reason in REASONS else "other")] += 1
 
     def note_left(self) -> None:
-        """The client went away before its answer."""
+        """Counts a client that left before its answer."""
         self._own[LEFT] += 1
 
     def _sum(self, column: int) -> int:
@@ -186,13 +186,13 @@ class ModelCounters:
 
     @property
     def refused(self) -> Counter[str]:
-        """Requests refused, by reason."""
+        """Refused requests by reason."""
         counts = self._all[:, REFUSED : REFUSED + len(REASONS)].sum(axis=0).tolist()
         return Counter({reason: n for reason, n in zip(REASONS, counts, strict=True) if n})
 
     @property
     def by_batch(self) -> dict[int, tuple[int, int]]:
-        """Size of the batch: batches, their time in ns."""
+        """Batch size: number of batches, and their time in ns."""
         counts = self._all[:, BY_BATCH : BY_BATCH + LARGEST_BATCH + 1].sum(axis=0)
         times = self._all[:, BY_BATCH_NS : BY_BATCH_NS + LARGEST_BATCH + 1].sum(axis=0)
         return {int(size): (int(counts[size]), int(times[size])) for size in np.flatnonzero(counts)}
@@ -223,14 +223,14 @@ class ModelCounters:
 
 
 class Counters:
-    """Counters of all models by name; they outlive an unload, and the processes that write them."""
+    """Counters of all models by name. They survive unloading a model and the processes that write them."""
 
     def __init__(self, registry: Catalogue, table: Numbers | None = None, writer: int = 0) -> None:
         self._registry, self._writer = registry, writer
         self._table = counter_table() if table is None else table
         self._found: dict[str, ModelCounters] = {}
         self._itself: Any = self._table[writer, _ITSELF].data
-        self._itself[_IN_FLIGHT] = 0  # those of a process before this one ended with it
+        self._itself[_IN_FLIGHT] = 0  # requests of a predecessor ended with it
         self._index: Numbers = np.zeros(0, np.int64)
         self._target_ns: Numbers = np.zeros(0, np.int64)
         self._known: dict[int, Model] | None = None
@@ -245,7 +245,7 @@ class Counters:
 
     @property
     def models(self) -> dict[str, ModelCounters]:
-        """Of those that were asked for anything, or loaded, since the start."""
+        """Counters of the models that were loaded or asked for since the start."""
         used: Any = self._table[:, :MOST_MODELS].any(axis=(0, 2))
         return {name: self.of(name) for name, e in self._registry.entries.items() if used[e.number] or e.model}
 
@@ -254,14 +254,14 @@ class Counters:
         return int(self._table[:, _ITSELF, _IN_FLIGHT].sum())
 
     def enter(self) -> None:
-        """An inference request is being handled."""
+        """Counts an inference request that is being handled."""
         self._itself[_IN_FLIGHT] += 1
 
     def leave(self) -> None:
         self._itself[_IN_FLIGHT] -= 1
 
     def _note(self, entries: Any) -> None:
-        """Runs where completions are read: usually in the loop's thread."""
+        """Runs where completions are read, usually in the event loop's thread."""
         known = self._registry.by_row
         if known is not self._known or len(self._index) < len(self._registry.engine.state.model):
             self._learn(known)

@@ -1,7 +1,7 @@
-"""Snapshots to everybody who looks: one is made per tick, however many look, and none while nobody does.
+"""Snapshots for the dashboard's viewers: each tick makes one for all of them, and none while nobody watches.
 
-A viewer that cannot keep up gets the latest snapshot when it is ready for one; nothing is queued for it, and one that
-takes nothing for a while is dropped.
+A viewer that cannot keep up gets the latest snapshot when it is ready for one; nothing is queued for it. A viewer that
+reads nothing for a while is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Round:
-    """From the first viewer to the last: the latest snapshot, and who waits for the next."""
+    """The time from the first viewer to the last: it holds the latest snapshot and wakes those who wait for
+    the next.
+    """
 
     def __init__(self) -> None:
         self.latest = b""
@@ -48,13 +50,15 @@ class _Round:
         news.set()
 
     async def after(self, seen: int) -> None:
-        """Until there is a newer one, or there will be none."""
+        """Waits until there is a newer snapshot, or the round is over."""
         while self.number == seen and not self.over:
             await self._news.wait()
 
 
 class Hub:
-    """`take` makes a snapshot; `begin` and `end` are called with the first viewer and after the last."""
+    """Sends snapshots to viewers. `take` makes one; `begin` and `end` run before the first viewer and after
+    the last.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Hub:
         return self.viewers >= self._max_viewers
 
     async def show(self, send: Send) -> None:
-        """Sends snapshots until there are no more. A viewer that is too slow is a TimeoutError."""
+        """Sends snapshots to one viewer until the round is over. TimeoutError: the viewer is too slow."""
         if self._closed:
             return
         self.viewers += 1
@@ -106,8 +110,8 @@ class Hub:
             while True:
                 current.publish(b"data: " + _encode(await self._take()) + b"\n\n")
                 await asyncio.sleep(self._tick_s)
-        except Exception as e:  # viewers come again, and find it working or not
-            log.error("no snapshot could be made for the dashboard", exc_info=e)
+        except Exception as e:  # viewers reconnect, and try again
+            log.error("making a snapshot for the dashboard failed", exc_info=e)
             current.end()
             if self._round is current:
                 self._round = None
@@ -119,7 +123,7 @@ class Hub:
         self._end()
 
     def close(self) -> None:
-        """Lets every viewer go, for good."""
+        """Ends all viewers' streams; no viewer is accepted afterwards."""
         self._closed = True
         if self._round is not None:
             self._round.end()

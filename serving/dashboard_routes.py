@@ -1,6 +1,6 @@
-"""The dashboard at `/`: a page of our own files, its data as server-sent events, and the switch of the policy.
+"""The dashboard at `/`: its page, its data as server-sent events, and the switch of the policy.
 
-`snapshot` is all that the page shows and `switch_policy` all that it can do.
+`snapshot` has everything that the page shows; `switch_policy` is the only thing that it can change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MONITOR = web.AppKey[Monitor | RemoteMonitor]("dashboard_monitor")
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, and nobody may put the page into a frame of theirs.
+    # Nothing from other hosts, nothing inline, and no other page may show this one in a frame.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -39,11 +39,11 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it without being allowed to, and nobody is
+SWITCH_HEADER = "X-Paellapy"  # a page of another site cannot send it: no answer of ours permits that
 
 
 async def snapshot(monitor: Monitor | RemoteMonitor, service: Service) -> dict[str, Any]:
-    """Everything the page shows: the engine's side, and what the front end has refused."""
+    """All data of the page: the engine's, and the front end's counts of refusals."""
     found = await asyncio.to_thread(monitor.snapshot)
     counters = service.counters.models
     for each in found["models"]:
@@ -58,12 +58,12 @@ async def snapshot(monitor: Monitor | RemoteMonitor, service: Service) -> dict[s
 
 
 def _has_failed(entry: Entry) -> bool:
-    """It could not be loaded; others that are not there yet are about to be."""
+    """Whether the model could not be loaded; other models that are not loaded yet soon will be."""
     return entry.state == UNAVAILABLE and entry.reason not in ("not loaded yet", "being loaded anew")
 
 
 async def switch_policy(monitor: Monitor | RemoteMonitor, name: str) -> str:
-    """The policy's name once it decides."""
+    """Returns the policy's name once it is in effect."""
     await asyncio.to_thread(monitor.set_policy, name)
     return monitor.engine.policy
 
@@ -75,12 +75,13 @@ class _Switch(msgspec.Struct, forbid_unknown_fields=True):
 async def events(request: web.Request) -> web.StreamResponse:
     hub = request.app[HUB]
     if hub.full:
-        raise RequestError("as many look at the dashboard as this server allows; close one of the pages", status=503)
+        said = f"this server's limit of {hub.viewers} open dashboards is reached; close one of them"
+        raise RequestError(said, status=503)
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     )
     await response.prepare(request)
-    # Too slow, or gone: either way its connection ends here. The others have lost nothing.
+    # The viewer is too slow or gone; either way its connection ends here, without loss for the others.
     with contextlib.suppress(TimeoutError, ConnectionError):
         await hub.show(response.write)
     response.force_close()
@@ -90,11 +91,11 @@ async def events(request: web.Request) -> web.StreamResponse:
 @operates
 async def policy(request: web.Request) -> web.Response:
     if request.content_type != "application/json" or SWITCH_HEADER not in request.headers:
-        raise RequestError(f"send JSON as application/json, with the header {SWITCH_HEADER}: 1", status=403)
+        raise RequestError(f"send Content-Type: application/json and the header {SWITCH_HEADER}: 1", status=403)
     try:
         asked = msgspec.json.decode(await read(request, request.app[SERVICE]), type=_Switch)
     except NOT_JSON as e:
-        raise RequestError(f'the body is {{"policy": "…"}}: {e}') from None
+        raise RequestError(f'the body must be {{"policy": "NAME"}}: {e}') from None
     try:
         return json_response({"policy": await switch_policy(request.app[MONITOR], asked.policy)})
     except PolicyError as e:
@@ -113,7 +114,7 @@ def add_dashboard(app: web.Application) -> None:
             body=pages[name], content_type=_TYPES[name.rpartition(".")[2]], charset="utf-8", headers=_HEADERS
         )
 
-    @open_to_all  # no secrets in it; what it shows, it has to ask for with a key
+    @open_to_all  # it holds no secrets; the data needs a key
     async def page(request: web.Request) -> web.Response:
         return answer("index.html")
 
@@ -128,7 +129,7 @@ def add_dashboard(app: web.Application) -> None:
 
     @open_to_all
     async def moved(request: web.Request) -> web.Response:
-        # Relative: only the browser knows all of the address, where a proxy or another application is in front.
+        # A relative address: behind a proxy or in another application, only the browser knows the full one.
         raise web.HTTPFound("../" if request.path.endswith("/") else "./")
 
     app.router.add_get("/", page)

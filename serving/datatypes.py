@@ -1,4 +1,4 @@
-"""Datatypes of the protocol and what NumPy calls them."""
+"""Datatypes of the protocol and their names in NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def datatype(dtype: np.dtype[Any]) -> str:
-    """The protocol's name.
+    """The protocol's name of a NumPy type.
 
     >>> datatype(np.dtype("float16"))
     'FP16'
@@ -39,22 +39,22 @@ def datatype(dtype: np.dtype[Any]) -> str:
 
 
 def check_datatype(name: str, wanted: np.dtype[Any], where: str) -> None:
-    """A request's datatype must be the model's."""
+    """Raises RequestError unless the request's datatype is the model's."""
     if DTYPES.get(name) == wanted:
         return
     if name == "BYTES":
-        raise RequestError(f"{where} is {datatype(wanted)}; the model has no BYTES tensors")
+        raise RequestError(f"{where} is {datatype(wanted)}; BYTES is not supported for it")
     if name not in DTYPES:
-        raise RequestError(f"{where}: there is no datatype {name!r}; the model takes {datatype(wanted)}")
-    raise RequestError(f"{where} is {datatype(wanted)}, not {name}")
+        raise RequestError(f"{where}: the datatype {name!r} does not exist; send {datatype(wanted)}")
+    raise RequestError(f"{where} has the datatype {datatype(wanted)}, not {name}")
 
 
 def check_servable(model: Model) -> None:
-    """Every tensor of the model must have a name in the protocol."""
+    """Raises ModelError unless the protocol has a name for the type of every tensor."""
     for kind, specs in (("input", model.inputs), ("output", model.outputs)):
         for key, spec in specs.items():
             if spec.dtype not in NAMES:
                 raise ModelError(
-                    f"model {model.name!r}, {kind} {key!r} is {spec.dtype.name}, which the protocol cannot carry; "
-                    f"it has {', '.join(DTYPES)}"
+                    f"model {model.name!r}, {kind} {key!r} has the type {spec.dtype.name}, which the protocol cannot "
+                    f"carry: use one of {', '.join(DTYPES)}"
                 )

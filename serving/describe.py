@@ -1,4 +1,4 @@
-"""What the server tells about itself and its models: metadata, configuration, statistics."""
+"""What the server reports about itself and its models: metadata, configuration, statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def model_metadata(model: Model) -> dict[str, Any]:
-    """Shapes with -1 for the batch, as clients expect."""
+    """Metadata of a model. Its shapes have -1 for the batch, as clients expect."""
     return {
         "name": model.name,
         "versions": [VERSION],
@@ -47,7 +47,7 @@ def model_metadata(model: Model) -> dict[str, Any]:
 
 
 def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
-    """In the shape of Triton's model configuration, as its clients read it."""
+    """A model's configuration in the format that Triton's clients read."""
     tensors = {
         key: [
             {"name": name, "data_type": f"TYPE_{datatype(spec.dtype)}", "dims": list(spec.shape)}
@@ -76,7 +76,7 @@ def model_config(model: Model, engine: Engine | RemoteEngine) -> dict[str, Any]:
 
 
 def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
-    """In the shape of Triton's statistics extension. Times are sums in nanoseconds."""
+    """A model's statistics in the format of Triton's extension. Times are sums in nanoseconds."""
 
     def total(count: int, ns: int) -> dict[str, int]:
         return {"count": count, "ns": ns}
@@ -92,7 +92,7 @@ def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
             "success": total(counters.answered, counters.answered_ns),
             "fail": total(counters.failed, counters.failed_ns),
             "queue": total(n, counters.queue_ns),
-            # Copies to and from the GPU are part of the model's program, and so of compute_infer.
+            # Copies to and from the GPU are part of the model's program, and so count in compute_infer.
             "compute_input": total(n, 0),
             "compute_infer": total(n, counters.compute_ns),
             "compute_output": total(n, 0),
@@ -112,7 +112,9 @@ def model_statistics(name: str, counters: ModelCounters) -> dict[str, Any]:
 
 
 def repository_index(registry: Catalogue, ready_only: bool) -> list[dict[str, str]]:
-    """Of loaded models also where their weights are: resident, loading 43 %, leaving, host or disk."""
+    """All configured models. For loaded ones it says where the weights are: resident, loading 43 %, leaving, host,
+    disk.
+    """
     state = registry.engine.state
     where = {model.name: weights_state(state, row) for row, model in registry.by_row.items()}
     return [

@@ -1,4 +1,4 @@
-"""Errors of the front end, and which HTTP status each error of ours becomes."""
+"""Errors of the front end, and the HTTP status of each of our errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paellapy.serving.logs import log
 
 
 class ConfigError(PaellaError):
-    """The configuration is wrong; the message names the file, the line and what belongs there."""
+    """The configuration is wrong; the message names the file, the line and the allowed values."""
 
 
 class RequestError(PaellaError):
-    """A request that gets an answer other than 200."""
+    """A request that is answered with a status other than 200."""
 
     status = 400
 
@@ -39,22 +39,22 @@ class RequestError(PaellaError):
 
 
 class TooLargeError(RequestError):
-    """A body that is longer than it may be."""
+    """A body that exceeds a size limit."""
 
     status = 413
 
 
 class LateBodyError(RequestError):
-    """A body that has not arrived within `body_timeout_s`; its connection ends."""
+    """A body that has not arrived within `body_timeout_s`; its connection is closed."""
 
     status = 408
 
     def __init__(self) -> None:
-        super().__init__("the body did not arrive in time")
+        super().__init__("the body did not arrive within the server's body_timeout_s")
 
 
 class RefusedError(RequestError):
-    """Refused at once: it could not be done in time, or there is no room. `reason` is a label of the metrics."""
+    """A request refused at once: it would be late, or there is no room. `reason` is a label in the metrics."""
 
     status = 503
 
@@ -63,7 +63,7 @@ class RefusedError(RequestError):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
-# The first class that fits. `reason` is a label of the metrics; None: the client's own mistake.
+# The first class that matches counts. `reason` is a label in the metrics; None: the client's own mistake.
 _STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
     (UnknownModelError, 404, None),
     (InputError, 400, None),
@@ -80,7 +80,7 @@ _STATUSES: tuple[tuple[type[PaellaError], int, str | None], ...] = (
 
 
 def status_of(error: PaellaError) -> tuple[int, str | None]:
-    """The HTTP status of an error, and the label it is counted under where it is a refusal.
+    """The HTTP status of an error and, for a refusal, its label in the metrics.
 
     >>> status_of(QueueFullError("full"))
     (503, 'queue_full')
@@ -94,13 +94,13 @@ def status_of(error: PaellaError) -> tuple[int, str | None]:
 
 
 def retry_after_s(error: PaellaError) -> int:
-    """Whole seconds, as the header has them."""
+    """Whole seconds for the Retry-After header."""
     return max(1, math.ceil(min(getattr(error, "retry_after_s", 1.0), 3600.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """What a client hears of an error."""
+    """Status, text and headers of the answer to a failed request."""
 
     status: int
     said: str
@@ -108,25 +108,25 @@ class ErrorAnswer:
 
 
 def error_answer(error: Exception, number: str, path: str) -> ErrorAnswer:
-    """What is our own fault is logged, and told only by the request's number."""
+    """The answer to an error. Internal errors are logged; the client gets only the request's number."""
     status = status_of(error)[0] if isinstance(error, PaellaError) else 500
     if isinstance(error, RequestFailedError):
         log.error("a model failed on a request's values", extra={"fields": {"request": number, "error": str(error)}})
-        said = "the model failed on the values of this request, and would again"
-        return ErrorAnswer(500, f"{said}; the server's log has it under request {number}")
+        said = "the model failed on the values of this request and would fail again"
+        return ErrorAnswer(500, f"{said}; the server's log has details under request {number}")
     if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"request": number, "path": path}})
-        return ErrorAnswer(500, f"internal error; the server's log has it under request {number}")
+        return ErrorAnswer(500, f"internal error; the server's log has details under request {number}")
     assert isinstance(error, PaellaError)
-    # Why a GPU failed may name files and lines of the server's own, and it was somebody else's request.
+    # The reason may name files and lines of the server, and the failure may be due to another client's request.
     said = "the GPU failed; the server's log says why" if isinstance(error, EngineFailedError) else str(error)
     return ErrorAnswer(status, said, retry_after_s(error) if status == 503 else None)
 
 
 def short(value: object) -> str:
-    """A client's own value, back to it in an error: never more than a line."""
+    """A client's own value, quoted back in an error: one line at most."""
     try:
         text = repr(value)
-    except ValueError:  # whole numbers of thousands of digits
-        return "a number beyond all bounds"
+    except ValueError:  # integers with thousands of digits
+        return "a number with too many digits"
     return text if len(text) <= 80 else text[:77] + "…"

@@ -1,7 +1,7 @@
-"""Factories of models by `package.module:name`, imported anew when a file of theirs has changed since.
+"""Model factories by `package.module:name`, imported again when one of their files has changed.
 
-A model that is loaded again is to be made by the code as it stands. Python keeps what it has imported: so the user's
-own modules, all but those of installed packages, are forgotten when one of them has changed, and imported again.
+A model that is loaded again is built by the present code. Python caches imported modules: so when one of the user's own
+modules has changed, all of them are dropped and imported again; modules of installed packages stay.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).resolve().parents[1])
 _lock = threading.RLock()
-_forgotten = [0]  # times
-_stamps: dict[str, tuple[str, int, int]] = {}  # of modules that factories brought in: file, time, size
+_forgotten = [0]  # how often the modules were dropped
+_stamps: dict[str, tuple[str, int, int]] = {}  # file, time and size of each module that a factory imported
 
 
 def find_factory(dotted: str, folder: Path) -> Any:
-    """`package.module:name`, also from `folder`; whatever importing it raises."""
+    """Imports `package.module:name`, also from `folder`. Errors of the import are passed on."""
     module, _, name = dotted.partition(":")
     with _lock:
         if str(folder) not in sys.path:
@@ -43,22 +43,22 @@ def find_factory(dotted: str, folder: Path) -> Any:
 
 
 def code_number(dotted: str) -> int:
-    """Another one whenever the factory was imported anew: a model made under another is of older code."""
+    """A number that changes whenever the factory is imported again; a model with another number is of older code."""
     return _forgotten[0] if dotted.partition(":")[0] in _stamps else 0
 
 
 def changed_modules() -> list[str]:
-    """Those of factories whose file is not what it was when it was imported."""
+    """Modules of factories whose file has changed since it was imported."""
     with _lock:
         return [name for name, stamp in _stamps.items() if _stamp(sys.modules.get(name), stamp[0]) != stamp]
 
 
 def _forget() -> None:
-    """All of them: who imports a changed module holds on to what it had."""
+    """Drops all modules of factories: one that imports a changed module would keep the old objects."""
     importlib.invalidate_caches()
     for name, (file, _, _) in _stamps.items():
         sys.modules.pop(name, None)
-        # Python tells compiled files by whole seconds and by size: an edit may have neither.
+        # Python checks compiled files by whole seconds and size, which an edit may leave unchanged.
         with contextlib.suppress(OSError, NotImplementedError):
             Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
     linecache.checkcache()
@@ -67,7 +67,7 @@ def _forget() -> None:
 
 
 def _stamp(module: ModuleType | None, file: str | None = None) -> tuple[str, int, int] | None:
-    """None: an installed package's, or not from a file."""
+    """File, time and size; None: the module belongs to an installed package, or has no file."""
     file = file or getattr(module, "__file__", None)
     if not file or (name := str(Path(file).resolve())).startswith(_INSTALLED) or name.startswith(_OURS):
         return None

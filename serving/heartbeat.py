@@ -1,8 +1,8 @@
-"""An engine that hangs is noticed: its core is asked for a sign of life, and requests are answered without it.
+"""Notices an engine that hangs: its core is asked for signs of life, and requests are answered without it.
 
-The core reads what front ends post to their rings in shared memory. Every worker posts something now and then and looks
-whether it was read. While it is not, the worker itself keeps its requests' deadlines; after a while the server is not
-ready and refuses what comes; and after `engine_timeout_s` the engine is given up.
+The core reads messages that front ends post to rings in shared memory. Every worker posts one now and then and checks
+that it was read. While it is not, the worker enforces deadlines itself; after DOUBTFUL_S the server is not ready and
+refuses new requests; after `engine_timeout_s` the engine is given up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paellapy.serving.logs import log
 from paellapy.serving.service import Service
 
 TICK_S = 0.25
-DOUBTFUL_S = 2.0  # without a sign: not ready, and nothing new is taken
-SILENT = "the engine has given no sign of life for a while; try again later"
+DOUBTFUL_S = 2.0  # seconds without a sign of life until the server is not ready and refuses requests
+SILENT = "the engine does not respond; try again later"
 
 
 class Heartbeat:
-    """`give_up` is called once for an engine that has given no sign for `timeout_s`."""
+    """Watches one engine. `give_up` is called once when the engine has not responded for `timeout_s`."""
 
     def __init__(self, service: Service, timeout_s: float, give_up: Callable[[], None]) -> None:
         self._service, self._timeout_s, self._give_up = service, timeout_s, give_up
@@ -34,20 +34,22 @@ class Heartbeat:
             self.look()
 
     def look(self) -> None:
-        """One tick. Time is counted in ticks: where this process itself stood still, the engine may have too."""
+        """One tick. Ticks are counted instead of time: while this process was suspended, the engine may have
+        been too.
+        """
         service = self._service
         if self._pulse.beats():
             if service.silent:
-                log.warning("the engine gives signs of life again")
+                log.warning("the engine responds again")
             self._silent_s, self._given_up, service.silent = 0.0, False, False
             return
         self._silent_s += TICK_S
         for work in list(service.live):
             if work.is_past_deadline():
-                work.abandon(DeadlineError(f"model {work.name!r}: the deadline has passed, and the engine is silent"))
+                work.abandon(DeadlineError(f"model {work.name!r}: the deadline passed while the engine was silent"))
         if self._silent_s >= DOUBTFUL_S and not service.silent:
             service.silent = True
-            log.error("the engine gives no sign of life", extra={"fields": {"s": self._silent_s}})
+            log.error("the engine does not respond", extra={"fields": {"s": self._silent_s}})
         if self._silent_s >= (DOUBTFUL_S if service.draining else self._timeout_s) and not self._given_up:
             self._given_up = True
             for work in list(service.live):

@@ -1,4 +1,4 @@
-"""`POST …/infer` on aiohttp's way: its body in, its answer out. What lies between is `inference.py`."""
+"""`POST …/infer` through aiohttp: reads the body and sends the answer. `inference.py` does the work in between."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paellapy.serving.service import Service
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
-Answer = tuple[bytes, int | None]  # the body, and the length of its JSON where binary tensors follow
+Answer = tuple[bytes, int | None]  # the body, and the length of its JSON if binary tensors follow
 
 
 class _Awaited(Inference):
-    """An inference whose answer a handler waits for."""
+    """An inference whose handler awaits the answer."""
 
     __slots__ = ("answer", "loop", "thread")
 
@@ -44,7 +44,7 @@ class _Awaited(Inference):
             self.loop.call_soon_threadsafe(self._set, result)
 
     def _set(self, result: Answer | Exception) -> None:
-        if self.answer.done():  # its handler was cancelled meanwhile
+        if self.answer.done():  # its handler was cancelled in the meantime
             return
         if isinstance(result, Exception):
             self.answer.set_exception(result)
@@ -82,13 +82,13 @@ async def infer(request: web.Request) -> web.StreamResponse:
 
 
 async def read(request: web.Request, service: Service, most_bytes: int | None = None) -> bytes:
-    """The body, unpacked; at most `max_body_bytes`, or fewer.
+    """The decompressed body: at most `most_bytes` if given, else `max_body_bytes`.
 
-    One that says it is too large is not read, nor waited for one that comes drop by drop. Called by handlers, so after
-    the key is known: what is packed is not touched before.
+    A body whose Content-Length is too large is not read, and a body that arrives too slowly is not waited for. Handlers
+    call this function once the key is checked, so that nothing is decompressed for a client without a key.
     """
     most = service.max_body_bytes if most_bytes is None else min(most_bytes, service.max_body_bytes)
-    # In an application around this one, the server around that has unpacked the body already.
+    # Inside another application, the outer server has already decompressed the body.
     coding = body_coding(request.headers.get("Content-Encoding")) if isinstance(request.protocol, Connection) else None
     if (request.content_length or 0) > most:
         raise _too_large(most)
@@ -103,4 +103,4 @@ async def read(request: web.Request, service: Service, most_bytes: int | None = 
 
 
 def _too_large(most_bytes: int) -> TooLargeError:
-    return TooLargeError(f"the body is larger than the {most_bytes:,} bytes that are taken here")
+    return TooLargeError(f"the body is larger than the {most_bytes:,} bytes allowed at this address")

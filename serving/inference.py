@@ -1,7 +1,7 @@
-"""`Inference`: one request from its header to its end, whichever way it came.
+"""`Inference`: one request from its header to its end, whichever front end read it.
 
-aiohttp's way (infer.py) and the short way (fast_path/) read requests and write answers. Everything between the two is
-here, once: finding the model, admission, handing the items to the engine, errors and counters.
+aiohttp's handlers (infer.py) and the fast path (fast_path/) read requests and write answers. Everything in between is
+here: finding the model, admission, submitting the items to the engine, errors and counters.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from paellapy.serving.protocol import Request, decode, encode
 from paellapy.serving.registry import VERSION
 from paellapy.serving.service import Service
 
-LONG_BYTES = 1 << 17  # of JSON: from here on it takes a millisecond and more
+LONG_BYTES = 1 << 17  # JSON of this size takes a millisecond or more to read
 
 Pieces = list[bytes | memoryview]
 
-_reading = ThreadPoolExecutor(2, thread_name_prefix="json")  # threads are started when they are needed
+_reading = ThreadPoolExecutor(2, thread_name_prefix="json")  # its threads start on demand
 
 
 class Inference(ABC):
-    """A way calls `look`, then `start`; it hears `answered` or `refused` once, unless it calls `leave` before."""
+    """One request. Its front end calls `look`, then `start`, and gets `answered` or `refused` once, or calls
+    `leave`.
+    """
 
     __slots__ = ("_call", "_model", "_request", "_suspected", "_ticket", "client", "name", "over",
                  "service", "started_ns", "version")  # fmt: skip
@@ -51,25 +53,25 @@ class Inference(ABC):
 
     @abstractmethod
     def answered(self, pieces: Pieces, json_length: int | None) -> None:
-        """The body of its answer; the pieces' memory is the engine's again when this returns. In any thread."""
+        """Sends the answer. The engine reuses the pieces' memory when this returns. Called in any thread."""
 
     @abstractmethod
     def refused(self, error: Exception) -> None:
-        """In any thread."""
+        """Sends the error. Called in any thread."""
 
     def look(self) -> Model:
-        """The model it asks for, and room for it: looked at before the body is read, which may be long."""
+        """Finds the model and checks its room, before the body is read, which may take long."""
         service = self.service
         if service.silent:
-            raise EngineAwayError("the engine has given no sign of life for a while; try again later")
+            raise EngineAwayError("the engine does not respond; try again later")
         model = self._model = service.registry.ready(self.name, self.version)
         service.admission.check_room(model)
         return model
 
     def start(self, body: bytes | memoryview, header_length: str | None) -> None:
-        """The body is here: the request goes to the engine, or is refused."""
+        """Submits the request, whose body is complete, to the engine, or refuses it."""
         try:
-            model = self.look()  # it may have been loaded anew while the body came
+            model = self.look()  # the model may have been reloaded while the body arrived
             if len(body) >= LONG_BYTES and header_length is None:
                 self._start_slowly(model, bytes(body))
                 return
@@ -79,7 +81,7 @@ class Inference(ABC):
             self.fail(e)
 
     def _start_slowly(self, model: Model, body: bytes) -> None:
-        """A long JSON: read in a thread, few at a time, while others are served."""
+        """Reads long JSON in one of a few threads, so that other requests go on."""
 
         def decoded(future: asyncio.Future[Request]) -> None:
             if self.over:  # its client has left
@@ -108,7 +110,7 @@ class Inference(ABC):
         except UnknownModelError as e:
             raise _met_unload(self.name) from e
 
-    # -- what the engine says
+    # -- the engine's answer
 
     def done(self, outputs: dict[str, NDArray[Any]]) -> None:
         if self.over:
@@ -130,17 +132,17 @@ class Inference(ABC):
     # -- the end
 
     def fail(self, error: Exception) -> None:
-        """Also from the way itself, for a body that cannot be read."""
+        """Ends the request with an error; the front end calls it too, for a body that cannot be read."""
         if self.over:
             return
         self._end(in_time_or_late=isinstance(error, DeadlineError))
-        if self.name in self.service.registry.entries:  # names of clients' invention are not counted one by one
+        if self.name in self.service.registry.entries:  # only configured names have counters: clients may invent others
             reason = status_of(error)[1] if isinstance(error, PaellaError) else None
             self.service.counters.of(self.name).note_failure(time.monotonic_ns() - self.started_ns, reason)
         self.refused(error)
 
     def leave(self) -> None:
-        """The client has left: what has not run is taken back."""
+        """The client has left: items that have not run are cancelled."""
         if self.over:
             return
         self._end(in_time_or_late=False)
@@ -154,7 +156,7 @@ class Inference(ABC):
         return timeout_us is not None and time.monotonic_ns() > self.started_ns + timeout_us * 1e3
 
     def abandon(self, error: Exception) -> None:
-        """The engine does not answer: it is answered without."""
+        """Ends the request with an error because the engine does not respond."""
         if self._call is not None:
             self._call.cancel()
         self.fail(error)
@@ -167,6 +169,6 @@ class Inference(ABC):
 
 
 def _met_unload(name: str) -> RefusedError:
-    """The engine has no such model any more: it was there when the request was looked at."""
-    said = f"model {name!r} was unloaded before the request could run: ask again, it may be being loaded anew"
+    """The refusal of a request whose model was unloaded after `look` found it."""
+    said = f"model {name!r} was unloaded before the request ran: try again, since it may be reloading"
     return RefusedError(said, "loading", retry_after_s=2.0)

@@ -1,4 +1,6 @@
-"""Listening sockets: TLS handshakes that end in time, ports that workers share, a stop that answers who waits."""
+"""Listening sockets: TLS handshakes with a time limit, ports that workers share, a stop that answers waiting
+clients.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.serving.connections import Connection, Connections
 
 BACKLOG = 1024
-TURNS = 4  # of the loop, until a connection that was accepted is known to the runner
-FRESH_S = 1.0  # after the last accept: who has connected and said nothing yet may still ask
+TURNS = 4  # of the loop, until the runner knows an accepted connection
+FRESH_S = 1.0  # seconds after the last accept in which a silent new connection may still send its request
 
 
 class Site(web.SockSite):
-    """A socket that listens already. A client that does not finish its TLS handshake is closed after `handshake_s`."""
+    """A socket that listens already. A TLS handshake that takes longer than `handshake_s` is aborted."""
 
     __slots__ = ("_handshake_s",)
 
@@ -44,9 +46,9 @@ class Site(web.SockSite):
 
 
 async def stop_listening(runner: web.AppRunner) -> None:
-    """Accepts everybody who waits in the kernel's queue, then listens no more, and lets the newcomers ask once.
+    """Accepts all connections in the kernel's queue, stops listening, and lets each new connection send one request.
 
-    A connection that is closed in the queue is reset: its client has sent its request, and would hear nothing.
+    Closing a connection in the queue would reset it: its client, which has sent its request, would get no answer.
     """
     for site in runner.sites:
         sockets = getattr(site._server, "sockets", None) or ()
@@ -73,14 +75,16 @@ def _fresh(runner: web.AppRunner) -> bool:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of a host; PaellaError: it is none of ours, or the port is taken."""
+    """Sockets that listen on all addresses of a host; PaellaError if the host is not this machine or the port
+    is taken.
+    """
     found: list[socket.socket] = []
     try:
         for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
                 found.append(_listen(family, kind, proto, address, shared=False))
             except OSError as e:
-                if not found or e.errno != errno.EADDRNOTAVAIL:  # "localhost" may name an IPv6 that is switched off
+                if not found or e.errno != errno.EADDRNOTAVAIL:  # "localhost" may resolve to IPv6 while IPv6 is off
                     raise
             port = port or found[0].getsockname()[1]
         return found
@@ -90,17 +94,17 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 class Shares:
-    """Sockets that share one port: the kernel deals out connections among those that listen (SO_REUSEPORT)."""
+    """Sockets that share one port (SO_REUSEPORT): the kernel spreads connections over those that listen."""
 
     def __init__(self, host: str, port: int, number: int) -> None:
-        """PaellaError: the port is taken."""
+        """Opens `number` sockets; PaellaError if the port is taken."""
         self._sockets: list[socket.socket | None] = []
         self._family = 0
         self._address: Any = None
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._family, self._address = found[0], found[4]
-            if port:  # a socket that shares its port does not notice others that do so too
+            if port:  # a sharing socket would not notice other servers that share the port
                 with socket.socket(self._family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(self._address)
@@ -115,7 +119,7 @@ class Shares:
         return _listen(self._family, socket.SOCK_STREAM, 0, self._address, shared=True)
 
     def __getitem__(self, k: int) -> socket.socket:
-        """It listens, or listens again from now on."""
+        """The k-th socket; it listens, again if it had left."""
         found = self._sockets[k]
         if found is None:
             found = self._sockets[k] = self._make()
@@ -126,7 +130,7 @@ class Shares:
         return self._address
 
     def leave(self, k: int) -> None:
-        """Nobody accepts on it for a while: who connects is dealt out among the others."""
+        """Closes the k-th socket for a while: the kernel gives its connections to the others."""
         found, self._sockets[k] = self._sockets[k], None
         if found is not None:
             found.close()
@@ -163,9 +167,9 @@ def _close_all(sockets: list[socket.socket]) -> None:
 def cannot_listen(host: str, port: int, error: OSError) -> PaellaError:
     taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
     remedy = "another port" if taken else "a host of this machine, such as 127.0.0.1"
-    # A name that cannot be looked up has no number of the system's.
+    # A host name that does not resolve has no errno.
     said = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-    return PaellaError(f"{host}:{port} cannot be listened on: {said}; choose {remedy}")
+    return PaellaError(f"cannot listen on {host}:{port}: {said}; choose {remedy}")
 
 
 def url_of(address: Any, tls: bool) -> str:

@@ -1,4 +1,4 @@
-"""Structured logs: one line per event, as text or JSON, each with the id of its request and the caller's trace."""
+"""Structured logs: one line per event, as text or JSON, with the id of its request and the caller's trace."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _prefix, _numbers = secrets.token_hex(6), itertools.count(1)
 
 
 def request_id(given: str | None) -> str:
-    """The client's own, where it is one; otherwise a new one."""
+    """The client's own id if it is valid; otherwise a new one."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
     return f"{_prefix}-{next(_numbers):x}"
 
 
 def child_span(traceparent: str | None) -> str | None:
-    """W3C trace context: the same trace with a span of ours, or None where none was given that is valid.
+    """W3C trace context: the same trace with a span of our own, or None without a valid one.
 
     >>> child_span("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")[:35]
     '00-4bf92f3577b34da6a3ce929d0e0e4736'
@@ -46,7 +46,7 @@ def child_span(traceparent: str | None) -> str | None:
 
 
 def _escaped(text: str) -> str:
-    """Nothing in it moves the cursor, begins another line or hides: such characters are written as JSON does.
+    """Escapes control and invisible characters as JSON does, so that no text moves the cursor or begins a new line.
 
     >>> _escaped("a\\nb \\x1b[31m")
     'a\\\\nb \\\\u001b[31m'
@@ -55,7 +55,7 @@ def _escaped(text: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    """As it is where one can see where it ends, otherwise in quotes: clients choose paths and names.
+    """Puts a value in quotes where its end would be unclear: clients choose paths and names.
 
     >>> _quoted("/v2/models/mlp/infer"), _quoted("a b=c")
     ('/v2/models/mlp/infer', '"a b=c"')
@@ -67,7 +67,7 @@ def _quoted(value: object) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """Texts that JSON can have: bytes of a client's that are no UTF-8 are written out.
+    """Makes texts valid JSON: bytes from a client that are not UTF-8 are escaped.
 
     >>> _readable({"client": "a\\udcff"})
     {'client': 'a\\\\xff'}
@@ -80,7 +80,7 @@ def _readable(value: Any) -> Any:
 
 
 class _Lines(logging.Formatter):
-    """`extra={"fields": {…}}` are the line's fields."""
+    """Formats a record as one line; `extra={"fields": {…}}` adds fields to it."""
 
     def __init__(self, style: Format, process: str) -> None:
         super().__init__()
@@ -96,18 +96,18 @@ class _Lines(logging.Formatter):
                 line["traceback"] = trouble
             return msgspec.json.encode(_readable(line), enc_hook=str).decode()
         said = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
-        # A traceback's lines are indented: none of them, whatever an error says, looks like a line of the log.
+        # A traceback's lines are indented, so that none can be mistaken for a line of the log.
         below = "".join(f"\n  {_escaped(each.expandtabs())}" for each in (trouble or "").splitlines())
         return f"{moment} {record.levelname.lower()} {_escaped(record.getMessage())}{said}{below}"
 
 
 def configure(style: Format = "text", level: str = "info", process: str = "") -> None:
-    """Lines of the server go to standard error. Applications that embed it configure logging themselves.
+    """Sends the server's log to standard error. Applications that embed the server configure logging themselves.
 
-    `process`: which of several it is.
+    `process` names this process where the server has several.
     """
     global _prefix
-    _prefix = secrets.token_hex(6)  # a forked process has its parent's
+    _prefix = secrets.token_hex(6)  # a forked process starts with its parent's
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines(style, process))
     log.handlers[:] = [handler]

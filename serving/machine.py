@@ -1,4 +1,4 @@
-"""What a server needs of its machine, looked at before it starts: one clear sentence instead of an odd error later."""
+"""Checks of the machine before the server starts, so that a problem is reported clearly and early."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _FOLDER = re.compile(r"paellapy-(\d+)-(\d+)-.*")
 
 
 def check_machine() -> None:
-    """PaellaError where it cannot work; a warning where it will be slow or odd."""
+    """Raises PaellaError where the server cannot work; warns where it would be slow."""
     _allow_descriptors()
     for folder, remedy in _caches():
         if (why := _unwritable(folder)) is not None:
-            said = f"compiled kernels cannot be kept in {folder} ({why}): set {remedy} to a folder that can be written"
+            said = f"compiled kernels cannot be stored in {folder} ({why}): set {remedy} to a writable folder"
             log.warning(said)
 
 
 def _allow_descriptors() -> None:
-    """As many as this process may have."""
+    """Raises the limit on open files as far as this process may; PaellaError if that is too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(OSError, ValueError):
@@ -36,7 +36,7 @@ def _allow_descriptors() -> None:
             soft = hard
     if soft != resource.RLIM_INFINITY and soft < LEAST_DESCRIPTORS:
         raise PaellaError(
-            f"this process may open {soft} files, connections among them, and a server needs {LEAST_DESCRIPTORS}: "
+            f"this process may open only {soft} files and connections, and a server needs {LEAST_DESCRIPTORS}: "
             "raise the limit (ulimit -n 65536, or LimitNOFILE= of a systemd unit)"
         )
 
@@ -49,11 +49,11 @@ def _caches() -> Iterator[tuple[Path, str]]:
     try:
         yield Path(given) if given else Path.home() / ".triton" / "cache", "TRITON_CACHE_DIR"
     except RuntimeError:
-        log.warning("this user has no home: set TRITON_CACHE_DIR, where Triton keeps compiled kernels")
+        log.warning("this user has no home folder: set TRITON_CACHE_DIR to a folder for Triton's compiled kernels")
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be kept there; None: something can."""
+    """Why a folder cannot be written; None: it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -66,7 +66,7 @@ def _unwritable(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for as long as this process serves. What killed ones have left behind is removed."""
+    """A temporary folder for the life of this process. Folders of servers that were killed are removed."""
     for each in Path(tempfile.gettempdir()).glob("paellapy-*"):
         found = _FOLDER.fullmatch(each.name)
         with contextlib.suppress(OSError):
@@ -75,14 +75,14 @@ def own_folder() -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix=f"paellapy-{os.getpid()}-{born(os.getpid())}-")
     except OSError as e:
-        said = f"no temporary folder can be made in {tempfile.gettempdir()}: {e.strerror}"
-        raise PaellaError(f"{said}; make room, or set TMPDIR to another folder") from None
+        said = f"cannot make a temporary folder in {tempfile.gettempdir()}: {e.strerror}"
+        raise PaellaError(f"{said}; free space there, or set TMPDIR to another folder") from None
     with made as name:
         yield Path(name)
 
 
 def born(pid: int) -> str:
-    """When a process began: its number may be another's by now."""
+    """Start time of a process: together with its number it identifies the process, since numbers are reused."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,4 +1,4 @@
-"""`/metrics`: Prometheus text, made from the counters when it is asked for. Triton's names are there as aliases."""
+"""`/metrics`: Prometheus text, made from the counters on request. Triton's names are aliases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paellapy.serving.middleware import SERVICE
 from paellapy.serving.registry import READY, VERSION
 from paellapy.serving.service import Service
 
-ENGINE_S = 1.0  # for the engine's process to say its part; without it, the page has the rest
+ENGINE_S = 1.0  # seconds to wait for the engine process's part; without it, the page has the rest
 
 _Number = Callable[[ModelCounters], float]
 
@@ -39,10 +39,10 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("paellapy_requests_abandoned", "Requests whose client left before the answer", lambda c: c.left),
     ("paellapy_items", "Items run; a request has one or more", lambda c: c.items),
     ("paellapy_batches", "Batches run", lambda c: c.batches),
-    ("paellapy_target_misses", "Items that took longer than their model's target", lambda c: c.target_misses),
+    ("paellapy_target_misses", "Items whose latency exceeded their model's target", lambda c: c.target_misses),
 )
 
-# Triton's names, which do not end in _total as Prometheus counters do: so they have no type.
+# Triton's names do not end in _total as Prometheus' counters do, so they are exported without a type.
 _TRITON: tuple[tuple[str, str, _Number], ...] = (
     ("nv_inference_request_success", "As Triton: requests answered", lambda c: c.answered),
     ("nv_inference_count", "As Triton: items run", lambda c: c.items),
@@ -56,10 +56,10 @@ _TRITON: tuple[tuple[str, str, _Number], ...] = (
 )
 
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounters], Histogram]], ...] = (
-    ("paellapy_request_seconds", "From the request's headers to its answer", lambda c: c.request_s),
-    ("paellapy_queue_seconds", "From an item's arrival in the engine to its first launch", lambda c: c.queue_s),
-    ("paellapy_compute_seconds", "From an item's first launch to its end", lambda c: c.compute_s),
-    ("paellapy_batch_size", "Items that ran together", lambda c: c.batch_size),
+    ("paellapy_request_seconds", "Time from a request's headers to its answer", lambda c: c.request_s),
+    ("paellapy_queue_seconds", "Time from an item's arrival in the engine to its first launch", lambda c: c.queue_s),
+    ("paellapy_compute_seconds", "Time from an item's first launch to its end", lambda c: c.compute_s),
+    ("paellapy_batch_size", "Number of items that ran together", lambda c: c.batch_size),
 )
 
 _LABELS = ("model", "version")
@@ -127,8 +127,8 @@ class ServiceCollector(Collector):
         yield shares
         for name, text, value in (
             ("paellapy_items_live", "Items waiting or running", stats["live"]),
-            ("paellapy_items_queued", "Items without a slot in a batch", stats["queued"]),
-            ("paellapy_batches_active", "Batches whose turn it is", stats["active"]),
+            ("paellapy_items_queued", "Items that wait for a slot in a batch", stats["queued"]),
+            ("paellapy_batches_active", "Batches that are being launched", stats["active"]),
             ("paellapy_requests_in_flight", "Inference requests being handled", service.in_flight),
             ("paellapy_memory_held_bytes", "GPU memory that models hold", stats["memory"]["held_bytes"]),
             ("paellapy_memory_budget_bytes", "GPU memory the engine may use", stats["memory"]["budget_bytes"]),
@@ -138,8 +138,8 @@ class ServiceCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
             ("paellapy_launches", "Launches on the GPU", stats["launches"]),
-            ("paellapy_whole_launches", "Of those, whole programs", stats["whole_launches"]),
-            ("paellapy_confined_launches", "Of all, confined to a window of SMs", stats["confined_launches"]),
+            ("paellapy_whole_launches", "Launches of a whole program", stats["whole_launches"]),
+            ("paellapy_confined_launches", "Launches confined to a window of SMs", stats["confined_launches"]),
             ("paellapy_segments", "Segments completed", stats["segments"]),
             ("paellapy_preemptions", "Times a job gave way to another", stats["preemptions"]),
         ):
@@ -155,7 +155,7 @@ class ServiceCollector(Collector):
         yield pending
         yield from _gpu_times(stats)
         if not isinstance(service.engine, Engine):
-            return  # every worker has allowances of its own, and any of them may be asked
+            return  # each worker has its own allowances, and any worker may be asked
         sizes = GaugeMetricFamily(
             "paellapy_admission_window", "Requests of the model that may be in flight", labels=_LABELS
         )
@@ -165,9 +165,9 @@ class ServiceCollector(Collector):
 
 
 def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    """What runs beside requests: background jobs, turns, other processes."""
+    """Metrics of work that runs beside requests: background jobs, turns, other processes."""
     labels = ("job", "kind")
-    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: it is paused, held or over", labels=labels)
+    running = GaugeMetricFamily("paellapy_job_running", "1: the job runs; 0: paused, held or ended", labels=labels)
     done = CounterMetricFamily("paellapy_job_steps", "Steps, turns, or launches of another process", labels=labels)
     waited = CounterMetricFamily("paellapy_job_waited_seconds", "Time that launches waited at a gate", labels=labels)
     for name, facts in jobs.items():
@@ -180,8 +180,8 @@ def job_metrics(jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
 
 
 def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """The GPU's time by whose it was, as the core accounts for it."""
-    busy = "Time in which launched work was on the GPU"
+    """The GPU's busy time by model and tenant, as the core accounts for it."""
+    busy = "Time during which launched work was on the GPU"
     yield CounterMetricFamily("paellapy_gpu_busy_seconds", busy, value=stats["gpu_ms"] / 1e3)
     by_model = CounterMetricFamily("paellapy_model_gpu_seconds", "A model's part of the busy time", labels=_LABELS)
     for name, each in stats["models"].items():
@@ -199,7 +199,7 @@ def _gpu_times(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 class _Page:
-    """The text, made in a thread: it takes the interpreter for milliseconds. One at a time, for all who wait for it."""
+    """The page's text. A thread makes it, since that takes milliseconds; requests that wait share the next one."""
 
     def __init__(self, service: Service, registry: CollectorRegistry) -> None:
         self._service, self._registry = service, registry
@@ -207,7 +207,7 @@ class _Page:
         self._next: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """Made after this was called."""
+        """Text made after this call."""
         if self._now is None or self._now.done():
             self._now, self._next = asyncio.create_task(self._make()), None
             return await asyncio.shield(self._now)
@@ -223,7 +223,7 @@ class _Page:
 
     async def _make(self) -> bytes:
         body = await asyncio.to_thread(generate_latest, self._registry)
-        if not isinstance(self._service.engine, Engine):  # the GPU is another process's, and so is the rest
+        if not isinstance(self._service.engine, Engine):  # the GPU and the rest belong to another process
             with contextlib.suppress(EngineAwayError, TimeoutError):
                 async with asyncio.timeout(ENGINE_S):
                     body += (await self._service.call("device_metrics")).encode()
@@ -231,11 +231,11 @@ class _Page:
 
 
 def add_metrics(app: web.Application) -> None:
-    """`/metrics`, in a registry of the application's own: two of them may live in one process."""
+    """Adds `/metrics`. Each application has a registry of its own, since one process may hold several applications."""
     registry = CollectorRegistry(auto_describe=False)
     service = app[SERVICE]
     registry.register(ServiceCollector(service))
-    if isinstance(service.engine, Engine):  # of several processes, whichever is asked would tell of itself
+    if isinstance(service.engine, Engine):  # with several processes, it would describe whichever one is asked
         ProcessCollector(registry=registry)  # process_resident_memory_bytes, process_open_fds, …
 
     page = _Page(service, registry)

@@ -1,4 +1,4 @@
-"""What `/metrics` says of the GPU, SM by SM, and of the machine; Triton's names of the same as aliases."""
+"""Metrics of the GPU, SM by SM, and of the machine, with Triton's names as aliases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paellapy.scheduler.engine.engine import Engine
 
 
 def sm_metrics(engine: Engine) -> Iterator[Metric]:
-    """Sums of time, whose rate is the occupancy, where they are known (a virtual GPU); else the moment's counts.
+    """Times per SM, whose rate is the occupancy, where they are known (a virtual GPU); else the present counts.
 
     rate(paellapy_sm_warp_seconds_total[10s]) / on(instance) group_left paellapy_sm_warps_max is each SM's occupancy.
     """
@@ -21,7 +21,7 @@ def sm_metrics(engine: Engine) -> Iterator[Metric]:
     if totals is not None:
         _, warp_ns, busy_ns = totals
         warps = CounterMetricFamily("paellapy_sm_warp_seconds", "Sum of resident warps over time", labels=("sm",))
-        busy = CounterMetricFamily("paellapy_sm_busy_seconds", "Time with any block resident", labels=("sm",))
+        busy = CounterMetricFamily("paellapy_sm_busy_seconds", "Time with at least one block resident", labels=("sm",))
         for sm, (w, b) in enumerate(zip(warp_ns.tolist(), busy_ns.tolist(), strict=True)):
             warps.add_metric((str(sm),), w * 1e-9)
             busy.add_metric((str(sm),), b * 1e-9)
@@ -31,10 +31,10 @@ def sm_metrics(engine: Engine) -> Iterator[Metric]:
     if engine.failure is not None or engine.closed:
         return
     found = counts(engine.device)
-    if not found.started.any():  # no kernel that reports has run
+    if not found.started.any():  # no instrumented kernel has run
         return
-    started = CounterMetricFamily("paellapy_sm_blocks", "Blocks started, of kernels that report", labels=("sm",))
-    resident = GaugeMetricFamily("paellapy_sm_resident_warps", "Warps on the SM now, likewise", labels=("sm",))
+    started = CounterMetricFamily("paellapy_sm_blocks", "Blocks of instrumented kernels started", labels=("sm",))
+    resident = GaugeMetricFamily("paellapy_sm_resident_warps", "Instrumented kernels' warps on the SM", labels=("sm",))
     for sm, (n, w) in enumerate(zip(found.started.tolist(), found.resident_warps.tolist(), strict=True)):
         started.add_metric((str(sm),), n)
         resident.add_metric((str(sm),), w)
@@ -43,10 +43,10 @@ def sm_metrics(engine: Engine) -> Iterator[Metric]:
 
 
 def triton_metrics(engine: Engine) -> Iterator[Metric]:
-    """Per GPU: the memory the engine may use and uses, and how much of what runs a GPU can hold is there."""
+    """Metrics of a GPU under Triton's names: its memory budget, the memory held, and its use."""
     device = str(engine.device.name)
     for name, text, value in (
-        ("nv_gpu_utilization", "As Triton: the fullest of the GPU's resources, 0 to 1", engine.occupancy().share),
+        ("nv_gpu_utilization", "As Triton: use of the GPU's most used resource, 0 to 1", engine.occupancy().share),
         ("nv_gpu_memory_total_bytes", "As Triton: GPU memory the engine may use", engine.memory.budget_bytes),
         ("nv_gpu_memory_used_bytes", "As Triton: GPU memory that models hold", engine.memory.held_bytes),
     ):
@@ -56,11 +56,11 @@ def triton_metrics(engine: Engine) -> Iterator[Metric]:
 
 
 def weight_metrics(engine: Engine) -> Iterator[Metric]:
-    """Where weights come and go: what is where, how often they moved, and what that took."""
+    """Metrics of weights that move: where they are, how often they moved, and how long that took."""
     account = engine.memory()
     if "hit_rate" not in account:
         return
-    held = GaugeMetricFamily("paellapy_weights_bytes", "Weights by where they are", labels=("place",))
+    held = GaugeMetricFamily("paellapy_weights_bytes", "Bytes of weights by place", labels=("place",))
     for place, key in (("gpu", "weights_bytes"), ("host", "host_bytes"), ("disk", "file_bytes")):
         held.add_metric((place,), account[key])
     yield held
@@ -70,7 +70,7 @@ def weight_metrics(engine: Engine) -> Iterator[Metric]:
     families = {
         "evicted": CounterMetricFamily("paellapy_evictions", "Times that weights left the GPU", labels=labels),
         "brought": CounterMetricFamily("paellapy_reloads", "Times that weights came to the GPU", labels=labels),
-        "reload_s": CounterMetricFamily("paellapy_reload_seconds", "Time until they were there", labels=labels),
+        "reload_s": CounterMetricFamily("paellapy_reload_seconds", "Time to bring weights to the GPU", labels=labels),
         "misses": CounterMetricFamily("paellapy_cold_requests", "Requests that waited for weights", labels=labels),
     }
     for name, about in account["models"].items():
@@ -80,7 +80,7 @@ def weight_metrics(engine: Engine) -> Iterator[Metric]:
 
 
 class CpuMetrics:
-    """Of the whole machine, as Triton has them; from /proc, and so only where there is one."""
+    """CPU and memory of the whole machine under Triton's names, from /proc where there is one."""
 
     def __init__(self) -> None:
         self._before = _cpu_times()
@@ -98,14 +98,14 @@ class CpuMetrics:
         memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         total_bytes, free_bytes = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
         yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "As Triton: memory of the machine", value=total_bytes)
-        yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "As Triton: of it, in use", value=total_bytes - free_bytes)
+        yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "As Triton: memory in use", value=total_bytes - free_bytes)
 
 
 def _cpu_times() -> tuple[int, int] | None:
-    """Busy and all, in ticks since the machine started."""
+    """Busy ticks and all ticks since the machine started."""
     try:
         fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except (OSError, ValueError):
         return None
-    total = sum(fields[:8])  # what guests use is part of the first two already
+    total = sum(fields[:8])  # the first two fields include the time of guests
     return total - fields[3] - fields[4], total

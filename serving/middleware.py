@@ -1,4 +1,4 @@
-"""What every request passes: its id and trace, its key, and the one place where errors become answers."""
+"""The middleware of every request: its id and trace, its key, and the one place where errors become answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paellapy.serving.service import Service
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SERVICE = web.AppKey("service", Service)
-CLIENT = web.RequestKey("client", str)  # whose the request is; "": nobody in particular
+CLIENT = web.RequestKey("client", str)  # name of the client; "": unnamed
 
-LINGER_S = 1.0  # for a body that is not wanted: closed at once, its sender would lose the answer
+LINGER_S = 1.0  # seconds to read on in a refused body: closing at once, its sender would lose the answer
 
-SERVER = "paellapy"  # without versions: they tell an attacker more than a client
+SERVER = "paellapy"  # without versions, which help attackers more than clients
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -34,7 +34,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def outermost(access: Access, client_header: str, access_log: bool) -> Any:
-    """The middleware of an application."""
+    """Makes the middleware of an application."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -50,7 +50,7 @@ def outermost(access: Access, client_header: str, access_log: bool) -> Any:
             raise
         except Exception as e:
             response = answer(e, request, number)
-        if not response.prepared:  # a stream that has begun has its headers
+        if not response.prepared:  # a stream that has begun has sent its headers
             response.headers["X-Request-Id"] = number
             response.headers["Server"] = SERVER
         if (given := headers.get("traceparent")) and (span := child_span(given)):
@@ -67,15 +67,15 @@ def outermost(access: Access, client_header: str, access_log: bool) -> Any:
 
 
 def answer(error: Exception, request: web.Request, number: str) -> web.StreamResponse:
-    """Every error as `{"error": "…"}`; what is our own fault is logged, and told only by its number."""
+    """Answers an error as `{"error": "…"}`. Internal errors are logged; the client gets only the request's number."""
     if isinstance(error, web.HTTPException):
         if error.status < 400:
             raise error
         kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         return json_response({"error": _http_error(error, request)}, error.status, kept)
     if isinstance(error, ClientPayloadError | web.RequestPayloadError | HttpProcessingError | ConnectionError):
-        response = json_response({"error": "the body does not follow its headers"}, 400)
-        response.force_close()  # where the next request would begin is not known
+        response = json_response({"error": "the body does not match its headers"}, 400)
+        response.force_close()  # the start of the next request is unknown
         return response
     found = error_answer(error, number, request.path)
     headers = {"WWW-Authenticate": "Bearer"} if found.status == 401 else {}
@@ -88,7 +88,7 @@ def answer(error: Exception, request: web.Request, number: str) -> web.StreamRes
 
 
 def _end(request: web.Request, response: web.Response, linger_s: float) -> None:
-    """The connection's last answer, where its body is not there yet; aiohttp would wait for the rest for 10 s."""
+    """Closes the connection after an answer that precedes the end of the body; aiohttp would read on for 10 s."""
     if not request.content.is_eof():
         response.force_close()
         request.protocol._lingering_time = min(request.protocol._lingering_time, linger_s)
@@ -96,9 +96,9 @@ def _end(request: web.Request, response: web.Response, linger_s: float) -> None:
 
 def _http_error(error: web.HTTPException, request: web.Request) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
+        return f"{request.method} is not allowed at this address; use {', '.join(sorted(error.allowed_methods))}"
     if isinstance(error, web.HTTPNotFound):
-        return f"there is nothing at {request.path[:200]!r}; /docs lists what there is"
+        return f"the address {request.path[:200]!r} does not exist; /docs lists all addresses"
     return error.reason
 
 

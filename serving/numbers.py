@@ -1,7 +1,7 @@
-"""JSON numbers of a request to arrays: flat or nested, counted before they are read, and long ones in pieces.
+"""JSON numbers of a request to arrays: flat or nested, counted before they are read, and long lists in pieces.
 
-Reading JSON holds the interpreter. A text of megabytes is therefore read a piece at a time: between two pieces the
-event loop gets its turn, where the text is read in another thread.
+Reading JSON holds the interpreter. Megabytes of text are therefore read piece by piece in a thread: between two pieces
+the event loop can run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from paellapy.serving.datatypes import datatype
 from paellapy.serving.errors import RequestError, short
 
-MAX_RANK = 64  # of a shape; NumPy's own limit
-# What the decoder raises. Its own error does not cover texts that are not UTF-8, nor nesting without end.
+MAX_RANK = 64  # NumPy's limit on dimensions
+# Errors of the decoder: its own class does not cover invalid UTF-8 or unlimited nesting.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-PIECE_BYTES = 1 << 15  # a few tenths of a millisecond
+PIECE_BYTES = 1 << 15  # takes a few tenths of a millisecond
 
 _decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -43,10 +43,10 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
     text = bytes(data)
     count = math.prod(shape)
     commas = text.count(b",")
-    # Numbers have as many commas but one between them, however they are nested: too many are not read.
+    # n numbers have n - 1 commas between them, however they are nested; a longer list is not read.
     if commas + 1 > count and text.startswith(b"["):
-        raise RequestError(f"{where} has {commas + 1} values; its shape wants {short(count)}")
-    kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has a kind of its own
+        raise RequestError(f"{where} has {commas + 1} values; its shape needs {short(count)}")
+    kind = dtype.kind if dtype.kind in _LISTS else "f"  # bfloat16 has another kind
     try:
         if len(text) > PIECE_BYTES and (inner := _inside(text, shape)) is not None:
             found = np.empty(count, dtype)
@@ -56,20 +56,20 @@ def numbers(data: msgspec.Raw | bytes, dtype: np.dtype[Any], shape: tuple[int, .
                 found[at : at + len(values)] = _array(values, dtype, kind)
                 at += len(values)
             if at != count:
-                raise RequestError(f"{where} has {at} values; its shape wants {short(count)}")
+                raise RequestError(f"{where} has {at} values; its shape needs {short(count)}")
         else:
             found = _array(_flat(text, kind, count, where), dtype, kind)
         return found.reshape(shape)
     except msgspec.ValidationError as e:
         raise RequestError(f"{where}: {e}") from None
     except NOT_JSON as e:
-        raise RequestError(f"{where}: its data are not JSON: {e}") from None
+        raise RequestError(f"{where}: its data is not a JSON list of numbers: {e}") from None
     except (OverflowError, FloatingPointError):
-        raise RequestError(f"{where}: a number is out of the range of {datatype(dtype)}") from None
+        raise RequestError(f"{where}: a number is outside the range of {datatype(dtype)}") from None
 
 
 def _array(values: list[Any], dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
-    if dtype.char in "efd":  # NumPy, and "@", would make a number beyond the range infinite without a word
+    if dtype.char in "efd":  # NumPy, and "@", would silently turn a number outside the range into infinity
         return np.frombuffer(struct.pack(f"={len(values)}{dtype.char}", *values), dtype)
     if kind == "f":
         with np.errstate(over="raise"):
@@ -86,7 +86,7 @@ def _flat(text: bytes, kind: str, count: int, where: str) -> list[Any]:
             raise
         values = _LISTS[kind](_encode(_flatten(nested, where)))
     if len(values) != count:
-        raise RequestError(f"{where} has {len(values)} values; its shape wants {short(count)}")
+        raise RequestError(f"{where} has {len(values)} values; its shape needs {short(count)}")
     return values
 
 
@@ -96,15 +96,15 @@ def _flatten(nested: list[Any], where: str) -> list[Any]:
         if not any(isinstance(each, list) for each in flat):
             return flat
         if not all(isinstance(each, list) for each in flat) or len({len(each) for each in flat}) > 1:
-            raise RequestError(f"{where}: the lists of its data differ in length or depth")
+            raise RequestError(f"{where}: the lists in its data differ in length or depth")
         flat = [value for each in flat for value in each]
-    raise RequestError(f"{where}: its data are nested too deeply")
+    raise RequestError(f"{where}: its data is nested deeper than its shape")
 
 
 def _inside(text: bytes, shape: tuple[int, ...]) -> bytes | None:
-    """The numbers between commas, of a flat list or of one nested as the shape is; None: it is neither.
+    """The comma-separated numbers of a list that is flat, or nested like the shape; None: it is neither.
 
-    A text, or an object, among the numbers stays there, and is found when its piece is read.
+    A string or an object among the numbers is found later, when its piece is read.
     """
     structure = text.translate(None, _NOT_STRUCTURE)
     nested = b""
@@ -116,7 +116,7 @@ def _inside(text: bytes, shape: tuple[int, ...]) -> bytes | None:
 
 
 def _pieces(inner: bytes) -> Iterator[bytes]:
-    """Lists of some of the numbers each."""
+    """Lists with a part of the numbers each."""
     at = 0
     while at < len(inner):
         end = inner.find(b",", at + PIECE_BYTES)

@@ -17,19 +17,19 @@ _JSON = "application/json"
 _ERROR = {"$ref": "#/components/schemas/Error"}
 _TEXT = {"type": "string"}
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "description": "Name of the model"}
-_VERSION = {"name": "version", "in": "path", "required": True, "schema": _TEXT, "description": "Only 1 exists"}
+_VERSION = {"name": "version", "in": "path", "required": True, "schema": _TEXT, "description": "Always 1"}
 _HEADERS = {
-    "Inference-Header-Content-Length": "Length of the JSON in bytes, where binary tensors follow it",
-    "X-Client-Id": "Name of the client, for policies that are fair between clients; an API key's name goes before it",
-    "X-Request-Id": "Returned in the answer and written into the logs",
+    "Inference-Header-Content-Length": "Length of the JSON in bytes, if binary tensors follow it",
+    "X-Client-Id": "Name of the client, for policies that are fair between clients; an API key's name takes precedence",
+    "X-Request-Id": "Id of the request, returned in the answer and written to the logs",
     "traceparent": "W3C trace context; returned with a span of the server's own",
 }
 _INFER = (
-    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, under policies that read priorities; 0, or "
-    f"none, counts as {DEFAULT_LEVEL}. `parameters.timeout`: deadline in microseconds from now; a request that cannot "
-    "meet it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and outputs follow the "
-    "binary tensor extension. Bodies may be packed with gzip or deflate. An output's parameter `classification` asks "
-    "for its best classes as text."
+    "Runs the model. `parameters.priority`: 1 goes first, then 2 and so on, under policies that read priorities; 0 or "
+    f"no priority counts as {DEFAULT_LEVEL}. `parameters.timeout`: deadline in microseconds from now; a request that "
+    "cannot meet it is refused at once. `parameters.binary_data_output`: all outputs as binary. Inputs and "
+    "outputs follow the binary tensor extension. Bodies may be compressed with gzip or deflate. An output's parameter "
+    "`classification` asks for its n best classes as text."
 )
 # path, method, summary, description, whether it has a body
 _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
@@ -39,37 +39,37 @@ _PATHS: tuple[tuple[str, str, str, str, bool], ...] = (
         "/v2/health/ready",
         "get",
         "Is the server ready",
-        "200 once every model is loaded; 503 before, while the server stops, and while the engine is silent.",
+        "200 once every model is loaded; 503 before, while the server stops, and while the engine is unresponsive.",
         False,
     ),
     ("/v2/models/{model}", "get", "A model's tensors", "Shapes have -1 for the batch.", False),
     ("/v2/models/{model}/ready", "get", "Is the model ready", "200 or 503.", False),
-    ("/v2/models/{model}/config", "get", "A model's configuration", "In the shape of Triton's.", False),
-    ("/v2/models/{model}/stats", "get", "A model's statistics", "In the shape of Triton's.", False),
+    ("/v2/models/{model}/config", "get", "A model's configuration", "In Triton's format.", False),
+    ("/v2/models/{model}/stats", "get", "A model's statistics", "In Triton's format.", False),
     ("/v2/models/{model}/infer", "post", "Run the model", _INFER, True),
     ("/v2/models/stats", "get", "Statistics of all models", "", False),
     ("/v2/repository/index", "post", "Configured models", 'Body: {} or {"ready": true}.', True),
-    ("/v2/repository/models/{model}/load", "post", "Load a model", "Only models that the settings name.", True),
-    ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Its requests are finished first.", True),
-    ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5: a line every 5 ms.", False),
+    ("/v2/repository/models/{model}/load", "post", "Load a model", "Only configured models can be loaded.", True),
+    ("/v2/repository/models/{model}/unload", "post", "Unload a model", "Requests in flight finish first.", True),
+    ("/v2/outlook", "get", "Queue and predictions", "For routers; ?every_ms=5 streams a line every 5 ms.", False),
     ("/metrics", "get", "Prometheus metrics", "", False),
     ("/", "get", "The dashboard", "A page for browsers.", False),
     ("/dashboard/events", "get", "The dashboard's data", "Server-sent events; each is one snapshot.", False),
-    ("/dashboard/policy", "post", "Switch the policy", 'Body: {"policy": "…"}; the header X-Paellapy: 1.', True),
+    ("/dashboard/policy", "post", "Switch the policy", 'Body: {"policy": "…"}. Needs the header X-Paellapy: 1.', True),
 )
 _TEXTS = {"/metrics": "text/plain", "/": "text/html", "/dashboard/events": "text/event-stream"}
 
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # without a key, whatever is configured
+_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # need no key, whatever the configuration says
 
 
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The OpenAPI 3.1 document."""
     _, schemas = msgspec.json.schema_components([RequestBody, ResponseBody], ref_template="#/components/schemas/{name}")
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-    # The decoder keeps a tensor's data raw until it knows the datatype.
+    # The decoder keeps a tensor's data undecoded until its datatype is known.
     schemas["RequestTensor"]["properties"]["data"] = {
         "type": "array",
-        "description": "Numbers, flat in row-major order or nested as the shape is",
+        "description": "Numbers, flat in row-major order or nested like the shape",
     }
     paths: dict[str, Any] = {}
     for path, method, summary, text, body in _PATHS:
@@ -83,7 +83,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "paellapy", "version": versions()["paellapy"], "description": "Open Inference Protocol v2"},
         "paths": paths,
-        # One of them, or none: a server may have no keys.
+        # One of the two keys, or none: a server may have no keys.
         "security": [{"bearer": []}, {"key": []}, {}],
         "components": {
             "schemas": schemas,
@@ -131,16 +131,16 @@ def _operation(path: str, summary: str, text: str, has_body: bool) -> dict[str, 
 
 
 def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """What else is answered. Any address answers a wrong method with 405, and says in `Allow` which are right."""
-    found = {"default": _response("Another error; the body says which", _JSON, _ERROR)}
+    """Error responses of an address. All answer a wrong method with 405 and list the right ones in `Allow`."""
+    found = {"default": _response("Another error; the body describes it", _JSON, _ERROR)}
     if path.endswith("/ready"):
-        found["503"] = _response("Not ready; the body is that of 200", _JSON, answer)
+        found["503"] = _response("Not ready; the body has the form of the 200 answer", _JSON, answer)
     if path.endswith("/infer"):
         found |= {
-            "400": _response("The request is wrong; the error says how", _JSON, _ERROR),
-            "413": _response("The body is larger than any request of the model", _JSON, _ERROR),
-            "415": _response("A Content-Encoding other than gzip and deflate", _JSON, _ERROR),
-            "503": _response("Refused (it would be late, or the queue is full), or past its deadline", _JSON, _ERROR),
+            "400": _response("The request is invalid; the error says why", _JSON, _ERROR),
+            "413": _response("The body is larger than any valid request of the model", _JSON, _ERROR),
+            "415": _response("The Content-Encoding is neither gzip nor deflate", _JSON, _ERROR),
+            "503": _response("Refused (it would be late, or the queue is full), or late", _JSON, _ERROR),
         }
         whole = {"type": "integer", "minimum": 1}
         found["503"]["headers"] = {
@@ -149,7 +149,7 @@ def _errors(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     if "{model}" in path:
         found["404"] = _response("There is no such model", _JSON, _ERROR)
     if path.endswith(("/load", "/unload", "/policy")):
-        found["403"] = _response("Not allowed: by this key, from another site, under this host name", _JSON, _ERROR)
+        found["403"] = _response("The key, the origin or the host name does not permit it", _JSON, _ERROR)
     found["405"] = _response("The address does not take this method", _JSON, _ERROR)
     found["405"]["headers"] = {"Allow": {"description": "Methods that the address takes", "schema": {"type": "string"}}}
     return found
@@ -171,7 +171,7 @@ _STYLE = (
 
 
 def page() -> str:
-    """The document as HTML: no script, nothing from elsewhere."""
+    """The document as an HTML page without scripts or files from other hosts."""
     spec = document()
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">'
@@ -198,7 +198,7 @@ def page() -> str:
 def add_docs(app: web.Application) -> None:
     spec, html = document(), page()
 
-    @open_to_all  # the same on every server: nothing of this one's is in it
+    @open_to_all  # the same on every server, so it needs no key
     async def openapi(request: web.Request) -> web.Response:
         return json_response(spec)
 

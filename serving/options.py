@@ -1,4 +1,4 @@
-"""A configuration file with options given in Python before it: `serve("config.toml", policy="edf")`."""
+"""A configuration file with overriding options from Python: `serve("config.toml", policy="edf")`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paellapy.serving.errors import ConfigError
 
 
 class _Source(Source):
-    """Points at the file, but for what the options say."""
+    """Errors point at the file, except for values that the options set."""
 
     def __init__(self, file: Source, options: Mapping[str, Any]) -> None:
         super().__init__(file.name, file.text)
@@ -25,8 +25,8 @@ class _Source(Source):
 
 
 def file_with_options(file: str | Path, options: Mapping[str, Any]) -> tuple[Config, Source]:
-    """As `load_config`. Tables are merged, everything else takes the place of what the file has."""
-    config, source = load_config(file)  # so that its own mistakes are told with their lines
+    """As `load_config`. Tables are merged; any other option replaces the file's value."""
+    config, source = load_config(file)  # reports the file's own errors with their lines
     if not options:
         return config, source
     config, _ = load_config(defaults=_merged(tomllib.loads(source.text), options))

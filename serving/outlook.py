@@ -1,7 +1,7 @@
 """What an engine tells routers every few milliseconds: its queue, when a new request would be done, its models.
 
-`GET /v2/outlook` answers once; with `?every_ms=5` it goes on, one JSON object a line. While nothing changes a line
-comes every `BEAT_S`: a stream that is silent for longer belongs to a server that is.
+`GET /v2/outlook` answers once; with `?every_ms=5` it streams one JSON object per line. While nothing changes, a line is
+sent every `BEAT_S`, so a longer silence means that the server is not responding.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from paellapy.serving.registry import READY, Entry
 from paellapy.serving.service import Service
 
 BEAT_S = 0.05
-LEAST_MS, MOST_MS = 1.0, 1000.0  # between two lines
-MEMORY_S = 0.5  # what models hold changes seldom, and takes a while to add up
+LEAST_MS, MOST_MS = 1.0, 1000.0  # allowed interval between two lines
+MEMORY_S = 0.5  # seconds to reuse the models' memory use, which changes rarely and is slow to add up
 MAX_LISTENERS = 64
 
 
 class ModelOutlook(msgspec.Struct, kw_only=True):
-    """One model of an engine. The times are zero while it is not loaded."""
+    """One model of an engine. All times are zero while it is not loaded."""
 
     state: str
-    predicted_ms: float = 0.0  # for one request that came now, the requests before it included
-    step_ms: float = 0.0  # what one more request in the queue adds to that
+    predicted_ms: float = 0.0  # latency of a request that arrives now, including its wait
+    step_ms: float = 0.0  # time that each further request in the queue adds
     alone_ms: float = 0.0
-    live: int = 0  # requests of it waiting or running
+    live: int = 0  # its requests, waiting or running
 
 
 class Outlook(msgspec.Struct, kw_only=True):
@@ -42,10 +42,10 @@ class Outlook(msgspec.Struct, kw_only=True):
     ready: bool
     draining: bool
     live: int  # items waiting or running
-    in_flight: int  # requests
+    in_flight: int  # requests being handled
     held_bytes: int
     budget_bytes: int
-    since: float  # when it was started, Unix time
+    since: float  # start of the server, Unix time
     models: dict[str, ModelOutlook]
 
 
@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Outlooks:
-    """Looks at a service, once for all who listen."""
+    """Makes the lines of a service; all listeners share them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -110,7 +110,7 @@ def _every_s(text: str) -> float:
     except ValueError:
         every_ms = math.nan
     if not LEAST_MS <= every_ms <= MOST_MS:
-        raise RequestError(f"every_ms is {short(text)}: give milliseconds from {LEAST_MS:g} to {MOST_MS:g}")
+        raise RequestError(f"every_ms is {short(text)}: give a number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}")
     return every_ms * 1e-3
 
 
@@ -120,7 +120,7 @@ async def outlook(request: web.Request) -> web.StreamResponse:
         return web.Response(body=looks.line(), content_type="application/json")
     every_s = _every_s(request.query["every_ms"])
     if looks.listeners >= MAX_LISTENERS:
-        raise RequestError("as many routers listen to this engine as it allows", status=503)
+        raise RequestError(f"this engine's limit of {MAX_LISTENERS} listening routers is reached", status=503)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
     await response.prepare(request)
     looks.listeners += 1
@@ -134,7 +134,7 @@ async def outlook(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(service: Service, looks: Outlooks, response: web.StreamResponse, every_s: float) -> None:
-    """Until the server drains, which its last line says."""
+    """Sends lines until the server drains; the last line says so."""
     last, told_at = b"", -math.inf
     while True:
         line, now = looks.line(), time.monotonic()

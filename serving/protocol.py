@@ -1,7 +1,7 @@
 """Bodies of the Open Inference Protocol v2: JSON, and the binary tensor extension, in both directions.
 
-A request's tensors have the batch as their leading axis, as the model's metadata says (`[-1, …]`); one item may also
-be sent without it. `decode` checks everything there is to check, so that what it returns can be written into slots.
+A request's tensors have the batch as their leading axis, as the model's metadata says (`[-1, …]`); a single item may
+also be sent without that axis. `decode` makes all checks, so that its result can be written into slots.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paellapy.serving.repeats import LONGEST, Repeated, find, keep, parts, start
 
 Parameters = dict[str, Any]
 
-PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are the other way round
-DEFAULT_LEVEL = 10  # what a request without a priority has
-NUMBER_BYTES = 48  # of JSON: 24 digits, sign and exponent at most, a comma, and room for a pretty printer's blanks
-BESIDE_BYTES = 1 << 16  # of a request beside its numbers: names, parameters, an id
+PRIORITY_LEVELS = 1 << 30  # 1 goes first, as in Triton; the engine's own priorities are in reverse order
+DEFAULT_LEVEL = 10  # level of a request without a priority
+NUMBER_BYTES = 48  # per number of JSON: up to 24 digits with sign and exponent, a comma, and blanks of a pretty printer
+BESIDE_BYTES = 1 << 16  # allowed besides the numbers: names, parameters, an id
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 
@@ -65,15 +65,15 @@ class ResponseBody(msgspec.Struct, omit_defaults=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """One tensor of the answer: which, and how it travels."""
+    """One tensor of the answer, and its encoding."""
 
     name: str
     binary: bool
-    classes: int = 0  # the classification extension: the best so many, as texts
+    classes: int = 0  # the classification extension: number of best classes, sent as texts
 
 
-class Request(msgspec.Struct, frozen=True):  # made in a fraction of the time that a dataclass takes
-    """A request whose every tensor fits the model."""
+class Request(msgspec.Struct, frozen=True):  # creating a Struct takes a fraction of a dataclass's time
+    """A request whose tensors all fit the model."""
 
     id: str
     items: int
@@ -82,27 +82,27 @@ class Request(msgspec.Struct, frozen=True):  # made in a fraction of the time th
     outputs: list[Output]
     priority: int | None  # the engine's: larger goes first; None: the model's own
     timeout_us: float | None
-    repeated: Repeated | None = None  # its JSON, where that may come again
+    repeated: Repeated | None = None  # its JSON, if that may be sent again
 
 
 _decode = msgspec.json.Decoder(RequestBody).decode
 _encode = msgspec.json.Encoder().encode
 
 
-# -- in
+# -- requests
 
 
 def largest_request(model: Model) -> int:
-    """Bytes that a request of the model may have, in JSON or binary: what is longer fits no input of it."""
+    """Largest size in bytes of a valid request to the model, in JSON or binary."""
     values = sum(math.prod(spec.shape) for spec in model.inputs.values())
     return BESIDE_BYTES + model.max_batch * values * NUMBER_BYTES
 
 
 def decode(model: Model, body: bytes | memoryview, header_length: str | None) -> Request:
-    """A request of the model, or the RequestError that says what is wrong with it."""
+    """A request of the model; RequestError says what is wrong with an invalid one."""
     header, tail = split(memoryview(body), header_length)
-    around: tuple[bytes, bytes] | None = None  # of what comes again it is the same every time
-    text = b""  # the numbers in it that are not
+    around: tuple[bytes, bytes] | None = None  # the parts of a known JSON that do not change
+    text = b""  # its list of numbers, which does
     if len(tail):
         if len(header) <= LONGEST:
             around = bytes(header), b""
@@ -119,18 +119,18 @@ def decode(model: Model, body: bytes | memoryview, header_length: str | None) ->
     try:
         request = _decode(header)
     except NOT_JSON as e:
-        raise RequestError(f"the request is not a v2 inference request: {e}") from None
+        raise RequestError(f"the body is not a v2 inference request: {e}") from None
     binary = BinaryTensors(tail)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in request.inputs:
         spec = model.inputs.get(tensor.name)
         if spec is None or tensor.name in arrays:
-            problem = "is no input of" if spec is None else "appears twice in a request to"
+            problem = "is not an input of" if spec is None else "appears twice in a request to"
             takes = ", ".join(model.inputs)
             raise RequestError(f"{short(tensor.name)} {problem} model {model.name!r}; it takes {takes}")
         arrays[tensor.name] = _array(tensor, spec, binary, f"model {model.name!r}, input {tensor.name!r}")
     if missing := [key for key in model.inputs if key not in arrays]:
-        raise RequestError(f"model {model.name!r} also needs the input {', '.join(missing)}")
+        raise RequestError(f"model {model.name!r} needs the missing input {', '.join(missing)}")
     binary.check_used()
     if model.ranges:
         check_ranges(model, arrays)
@@ -150,7 +150,7 @@ def _comes_again(
     request: RequestBody, arrays: dict[str, NDArray[Any]], header: memoryview, tail: memoryview,
     around: tuple[bytes, bytes],
 ) -> bool:  # fmt: skip
-    """Whether the same JSON means the same with other numbers: all of them follow it, or are its one list."""
+    """Whether the JSON keeps its meaning with other numbers: all numbers follow it, or form its one list."""
     if len(tail):
         unset = all(isinstance(tensor.data, msgspec.UnsetType) for tensor in request.inputs)
         return unset and not any(a.dtype.kind == "b" for a in arrays.values())
@@ -159,7 +159,7 @@ def _comes_again(
 
 
 def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] | None:
-    """None: they are not what they were; the long way says what is wrong with them."""
+    """The numbers as arrays; None: they do not fit, and the full check will say why."""
     name, dtype, _, _, shape = repeated.tensors[0]
     try:
         return {name: numbers(text, dtype, shape, name)}
@@ -168,12 +168,12 @@ def _known_numbers(repeated: Repeated, text: bytes) -> dict[str, NDArray[Any]] |
 
 
 def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
-    """The JSON and what follows it."""
+    """The JSON, and the bytes that follow it."""
     if header_length is None:
         return body, body[len(body) :]
-    # int() would also take "+5", " 5 " and "1_000".
+    # int() would also accept "+5", " 5 " and "1_000".
     if not (header_length.isascii() and header_length.isdigit()) or len(header_length) > 18:
-        raise RequestError(f"Inference-Header-Content-Length: {header_length[:40]!r} is not a length in bytes")
+        raise RequestError(f"Inference-Header-Content-Length: {header_length[:40]!r} is not a whole number of bytes")
     length = int(header_length)
     if length > len(body):
         raise RequestError(f"Inference-Header-Content-Length is {length}, but the body has {len(body)} bytes")
@@ -181,7 +181,7 @@ def split(body: memoryview, header_length: str | None) -> tuple[memoryview, memo
 
 
 class BinaryTensors:
-    """What follows the JSON: tensors one after the other, in the order of the request's inputs."""
+    """The bytes after the JSON: tensors one after another, in the order of the request's inputs."""
 
     def __init__(self, tail: memoryview) -> None:
         self._tail, self._at = tail, 0
@@ -189,14 +189,14 @@ class BinaryTensors:
     def take(self, size: int, where: str) -> memoryview:
         if self._at + size > len(self._tail):
             left = len(self._tail) - self._at
-            raise RequestError(f"{where}: binary_data_size is {size}, but {left} bytes are left in the body")
+            raise RequestError(f"{where}: binary_data_size is {size}, but only {left} bytes are left in the body")
         piece = self._tail[self._at : self._at + size]
         self._at += size
         return piece
 
     def check_used(self) -> None:
         if left := len(self._tail) - self._at:
-            raise RequestError(f"{left} bytes at the end of the body belong to no input")
+            raise RequestError(f"{left} bytes at the end of the body belong to no input; check each binary_data_size")
 
 
 def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where: str) -> NDArray[Any]:
@@ -207,37 +207,37 @@ def _array(tensor: RequestTensor, spec: TensorSpec, binary: BinaryTensors, where
     shape = tuple(tensor.shape)
     if shape != spec.shape and (shape[1:] != spec.shape or not shape or shape[0] < 1):
         wanted = ", ".join(map(str, ("n", *spec.shape)))
-        raise RequestError(f"{where} has shape {short(tensor.shape)}; it takes [{wanted}], n ≥ 1")
+        raise RequestError(f"{where} has shape {short(tensor.shape)}; the model takes [{wanted}] with n ≥ 1")
     count = math.prod(shape)
     size = tensor.parameters.get("binary_data_size")
     if size is None:
         if isinstance(tensor.data, msgspec.UnsetType):
-            raise RequestError(f'{where} has neither "data" nor the parameter "binary_data_size"')
+            raise RequestError(f'{where} has neither "data" nor the parameter "binary_data_size": send one')
         return numbers(tensor.data, spec.dtype, shape, where)
     if not isinstance(tensor.data, msgspec.UnsetType):
-        raise RequestError(f'{where} has both "data" and the parameter "binary_data_size"')
+        raise RequestError(f'{where} has both "data" and the parameter "binary_data_size": send one')
     if not isinstance(size, int) or isinstance(size, bool) or size != count * spec.dtype.itemsize:
         raise RequestError(
-            f"{where}: binary_data_size is {short(size)}; shape {short(tensor.shape)} of {tensor.datatype} has "
+            f"{where}: binary_data_size is {short(size)}, but shape {short(tensor.shape)} of {tensor.datatype} takes "
             f"{short(count * spec.dtype.itemsize)} bytes"
         )
     piece = binary.take(size, where)
-    if spec.dtype.kind == "b":  # a byte other than 0 and 1 is no bool to NumPy's own operations
+    if spec.dtype.kind == "b":  # NumPy's operations need bytes that are 0 or 1
         return np.frombuffer(piece, np.uint8).astype(np.bool_).reshape(shape)
     return np.frombuffer(piece, spec.dtype).reshape(shape)
 
 
 def _batch(model: Model, arrays: dict[str, NDArray[Any]]) -> tuple[int, bool]:
-    """How many items the request has, and whether its tensors have a batch axis."""
+    """The number of items in the request, and whether its tensors have a batch axis."""
     found = {key: a.shape[0] if a.ndim > len(model.inputs[key].shape) else None for key, a in arrays.items()}
     counts = set(found.values())
     if len(counts) > 1:
         said = ", ".join(f"{key}: {'no batch axis' if n is None else n}" for key, n in found.items())
-        raise RequestError(f"model {model.name!r}: the inputs differ in their batch ({said})")
+        raise RequestError(f"model {model.name!r}: all inputs must have the same batch size ({said})")
     items = counts.pop()
     if items is not None and items > model.max_batch:
         raise RequestError(
-            f"model {model.name!r} takes up to {model.max_batch} items in a request, not {short(items)}: send several"
+            f"model {model.name!r} takes up to {model.max_batch} items per request, not {short(items)}: split the batch"
         )
     return items or 1, items is not None
 
@@ -250,16 +250,16 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
     for each in request.outputs:
         spec = model.outputs.get(each.name)
         if spec is None or each.name in found:
-            problem = "is no output of" if spec is None else "is asked for twice of"
+            problem = "is not an output of" if spec is None else "is asked for twice of"
             raise RequestError(f"{short(each.name)} {problem} model {model.name!r}; it has {', '.join(model.outputs)}")
         for name in _UNSUPPORTED:
             if name in each.parameters:
-                raise RequestError(f"output {each.name!r}: {name} is not supported; it travels in the body")
+                raise RequestError(f"output {each.name!r}: {name} is not supported; outputs are sent in the body")
         classes = each.parameters.get("classification", 0)
         if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
-            raise RequestError(f"output {each.name!r}: classification={short(classes)} is not a number of classes")
+            raise RequestError(f"output {each.name!r}: classification={short(classes)} must be a whole number ≥ 0")
         if classes and (len(spec.shape) != 1 or spec.dtype.kind not in "fiu"):
-            raise RequestError(f"output {each.name!r} has no classes: it is no vector of FP32, FP64, FP16 or integers")
+            raise RequestError(f"output {each.name!r} has no classes: only vectors of floats or integers have them")
         found[each.name] = Output(each.name, _flag(each.parameters, "binary_data", everything), classes)
     return list(found.values())
 
@@ -267,36 +267,36 @@ def _outputs(model: Model, request: RequestBody) -> list[Output]:
 def _flag(parameters: Parameters, name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise RequestError(f"the parameter {name} is {short(value)}; it is true or false")
+        raise RequestError(f"the parameter {name} is {short(value)}; it must be true or false")
     return value
 
 
 def _scheduling(parameters: Parameters) -> tuple[int | None, float | None]:
-    """The priority, and the microseconds there are."""
+    """The priority and the timeout in microseconds."""
     level, timeout_us = parameters.get("priority"), parameters.get("timeout")
     if level is not None and (type(level) is not int or not 0 <= level <= PRIORITY_LEVELS):
         raise RequestError(
-            f"the parameter priority is {short(level)}; it is a whole number: 1 goes first, then 2, 3, …; 0 is none"
+            f"the parameter priority is {short(level)}; it must be a whole number: 1 goes first, then 2 …; 0 means none"
         )
     if timeout_us is not None and (type(timeout_us) not in (int, float) or not 0 <= timeout_us < 1e15):
-        raise RequestError(f"the parameter timeout is {short(timeout_us)}; it is in microseconds, from 0 (none) up")
+        raise RequestError(f"the parameter timeout is {short(timeout_us)}; it must be microseconds ≥ 0 (0: none)")
     return level, timeout_us or None
 
 
 def engine_priority(model: Model, level: int | None) -> int | None:
-    """The engine's priority of a request with the protocol's; None: the model's own."""
+    """The engine's priority for the protocol's level; None: the model's own."""
     return model.priority + DEFAULT_LEVEL - level if level else None
 
 
-# -- out
+# -- answers
 
 
 def encode(
     model: Model, version: str, request: Request, results: dict[str, NDArray[Any]]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """The answer's body in pieces, and the length of its JSON where binary tensors follow.
+    """The answer's body in pieces, and the length of its JSON if binary tensors follow.
 
-    `results` are [items, …] per output.
+    `results` maps each output to an array [items, …].
     """
     repeated = request.repeated
     if repeated is not None and repeated.answer is not None:
@@ -328,14 +328,14 @@ def encode(
         elif not tail:
             for tensor in tensors:
                 tensor.data = []
-            # No text of a JSON string reads like this: quotation marks in it are escaped.
+            # This text cannot occur inside a JSON string, where quotation marks are escaped.
             empty = _encode(ResponseBody(model.name, version, tensors, request.id)).split(b'"data":[]')
             repeated.answer = [b'%b"data":' % text for text in empty[:-1]] + empty[-1:]
     return [header, *tail], len(header) if tail else None
 
 
 def _values(array: NDArray[Any]) -> list[Any]:
-    """As JSON has them."""
+    """The values as JSON numbers."""
     flat: list[Any] = (array.astype(np.float32) if array.dtype.char in "eE" else array).reshape(-1).tolist()
     return flat
 
@@ -356,6 +356,6 @@ def classify(scores: NDArray[Any], classes: int) -> NDArray[Any]:
 
 
 def _texts(array: NDArray[Any]) -> bytes:
-    """BYTES: every element is its length in four bytes, and itself."""
+    """BYTES: each element is its length in four bytes, followed by the text."""
     parts = (str(each).encode() for each in array.reshape(-1))
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -1,6 +1,6 @@
-"""The models this server may serve, and whether each is loaded: hot loading and unloading, nothing else comes in.
+"""The models this server may serve, and whether each is loaded; clients can load and unload only these.
 
-`Catalogue` is what handlers ask; `Registry` is the one that loads, beside the engine.
+`Catalogue` answers handlers' questions; `Registry`, in the engine's process, loads models.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 VERSION = "1"  # a registry holds one version of each model
 
-MOST_MODELS = 256  # configured; how many can be loaded at a time is the engine's limit
+MOST_MODELS = 256  # configured models; the engine limits how many are loaded at a time
 
-NOT_YET, ANEW = "not loaded yet", "being loaded anew"  # reasons of what is about to be there
+NOT_YET, ANEW = "not loaded yet", "being loaded anew"  # reasons of models that will be loaded soon
 
 READY, UNAVAILABLE, LOADING, UNLOADING = "READY", "UNAVAILABLE", "LOADING", "UNLOADING"
 
 
 @dataclass(slots=True)
 class Entry:
-    """One configured model. `make` builds it anew at every load, so that a reload sees changed weights.
+    """One configured model. `make` builds it again at every load, so that a reload sees changed weights.
 
-    `wanted`: the server is ready only with it. So it is for what is loaded at the start, until somebody unloads it.
+    `wanted`: the server is ready only once this model is loaded. Models loaded at the start are wanted until unloaded.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Entry:
     reason: str = NOT_YET
     model: Model | None = None
     row: int = -1  # in the core
-    number: int = -1  # in the order of the configuration
-    factory: str = ""  # where a file names one: it may be read again
-    code: int = 0  # the number of the code that made its model
+    number: int = -1  # position in the configuration
+    factory: str = ""  # `package.module:name`, if the configuration has one
+    code: int = 0  # version number of the code that built the model
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -63,32 +63,32 @@ class Catalogue(ABC):
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self.by_row: dict[int, Model] = {}  # by their row in the core; another dict after every change
+        self.by_row: dict[int, Model] = {}  # keys are rows in the core; replaced, not modified, at every change
 
     @abstractmethod
     async def load_async(self, name: str) -> float:
-        """Loads a configured model; it goes on when its caller leaves."""
+        """Loads a configured model; the load continues if the caller is cancelled."""
 
     @abstractmethod
     async def unload_async(self, name: str) -> None: ...
 
     def find(self, name: str, version: str | None = None) -> Entry:
-        """The entry, loaded or not."""
+        """The entry, whether it is loaded or not."""
         entry = self.entries.get(name)
         if entry is None:
-            raise UnknownModelError(f"no model named {short(name)}; there are {', '.join(self.entries) or 'none'}")
+            raise UnknownModelError(f"no model is named {short(name)}; there are {', '.join(self.entries) or 'none'}")
         if version is not None and version != VERSION:
-            raise UnknownModelError(f"model {name!r} has no version {short(version)}; it has version {VERSION}")
+            raise UnknownModelError(f"model {name!r} has no version {short(version)}; its only version is {VERSION}")
         return entry
 
     def ready(self, name: str, version: str | None = None) -> Model:
-        """The model, which must be loaded."""
+        """The model; an error if it is not loaded."""
         entry = self.find(name, version)
         model = entry.model
         if entry.state == READY and model is not None:
             return model
         if entry.state == LOADING or (entry.wanted and entry.reason in (NOT_YET, ANEW)):
-            raise RefusedError(f"model {name!r} is being loaded", "loading", retry_after_s=2.0)
+            raise RefusedError(f"model {name!r} is being loaded; try again later", "loading", retry_after_s=2.0)
         raise UnknownModelError(f"model {name!r} is not loaded: {entry.reason or entry.state.lower()}")
 
 
@@ -107,22 +107,22 @@ class Registry(Catalogue):
 
     def add(self, entry: Entry) -> None:
         if entry.name == "stats" or not entry.name or "/" in entry.name:
-            raise ModelError(f"a model cannot be served as {entry.name!r}: that is no name in the protocol's addresses")
+            raise ModelError(f"{entry.name!r} cannot name a served model: give a name without '/' other than 'stats'")
         if entry.name in self.entries:
             raise ModelError(f"two models are named {entry.name!r}: give one of them another name")
         if len(self.entries) == MOST_MODELS:
-            raise ModelError(f"a server has at most {MOST_MODELS} models")
+            raise ModelError(f"a server takes at most {MOST_MODELS} models: start another server for more")
         entry.number = len(self.entries)
         self.entries[entry.name] = entry
         if entry.model is not None:
             self.by_row = {**self.by_row, entry.row: entry.model}
 
     def load(self, name: str) -> float:
-        """Loads a configured model; one that is loaded is loaded anew. Returns the milliseconds it takes on the GPU."""
+        """Loads or reloads a configured model. Returns the milliseconds that one request takes alone on the GPU."""
         entry = self.find(name)
         with entry.lock:
             if entry.state == READY:
-                model = _made(entry)  # a factory that fails leaves the one that is there
+                model = _made(entry)  # if the factory fails, the loaded model stays
                 self._unload(entry, ANEW, ANEW)
             else:
                 model = None
@@ -142,7 +142,7 @@ class Registry(Catalogue):
         return round(float(self.engine.profile(name)[0].whole_ns) * 1e-6, 3)
 
     def unload(self, name: str) -> None:
-        """Finishes the model's requests and gives its memory back."""
+        """Unloads a model once its requests are done, and frees its memory."""
         entry = self.find(name)
         with entry.lock:
             entry.wanted = False
@@ -161,13 +161,14 @@ class Registry(Catalogue):
             self.tell()
 
     def tell(self) -> None:
-        """Something has changed."""
+        """Calls the listeners after a change."""
         for each in self.changed:
             each()
 
     def _try(self, model: Model) -> int:
-        """One request of zeros on the way every request takes, so that no client waits for what is compiled on it. And
-        full batches, to see how many there is time for.
+        """Runs a request of zeros through the whole path, so that everything is compiled before the first client's.
+
+        Full batches then measure how many requests the model can take.
         """
         row = _row(self.engine, model)
         predict_finish(self.engine.state, row, time.monotonic_ns())
@@ -175,29 +176,29 @@ class Registry(Catalogue):
         for key, array in slot.inputs.items():
             array[...] = model.inputs[key].neutral
         slot.submit_sync()
-        for _ in range(2):  # the second is what the next ones will take
+        for _ in range(2):  # the second is as fast as later ones
             self.engine.try_batch(model.name)
         return row
 
     def load_by_hand(self, name: str) -> float:
-        """As somebody asked for it over the network: the log has it."""
+        """Loads a model on a client's request, and logs it."""
         began = time.monotonic()
         try:
             alone_ms = self.load(name)
         except PaellaError as e:
             if name in self.entries:
-                log.error("could not be loaded", extra={"fields": {"model": name, "error": str(e)}})
+                log.error("a model could not be loaded", extra={"fields": {"model": name, "error": str(e)}})
             raise
         took_s = round(time.monotonic() - began, 2)
-        log.info("loaded, as asked", extra={"fields": {"model": name, "s": took_s, "alone_ms": alone_ms}})
+        log.info("loaded on request", extra={"fields": {"model": name, "s": took_s, "alone_ms": alone_ms}})
         return alone_ms
 
     def unload_by_hand(self, name: str) -> None:
         self.unload(name)
-        log.info("unloaded, as asked", extra={"fields": {"model": name}})
+        log.info("unloaded on request", extra={"fields": {"model": name}})
 
     async def load_async(self, name: str) -> float:
-        """In a thread, since it compiles; it goes on when its caller leaves."""
+        """Loads in a thread, since that compiles; the load continues if the caller is cancelled."""
         return await asyncio.shield(_background(self.load_by_hand, name))
 
     async def unload_async(self, name: str) -> None:
@@ -205,13 +206,13 @@ class Registry(Catalogue):
 
 
 def _tell_of_fault(model: str, error: BaseException) -> None:
-    """In the engine's process, which knows why; whoever asked hears that there is something in the log."""
+    """Logs in the engine's process why a model failed; the client is told to look in the log."""
     said = f"{type(error).__name__}: {error}"
     log.error("a model failed on the values of one request", extra={"fields": {"model": model, "error": said}})
 
 
 def registry_of(engine: Engine) -> Registry:
-    """A registry of the models an engine has loaded already."""
+    """A registry of the models that an engine has already loaded."""
     registry = Registry(engine)
     for name, model in engine.models.items():
         check_servable(model)
@@ -221,27 +222,27 @@ def registry_of(engine: Engine) -> Registry:
 
 
 def _made(entry: Entry) -> Model:
-    """By its factory, whose own errors are told as such."""
+    """Calls the model's factory. Exceptions of the factory become ModelError."""
     try:
         model = entry.make()
     except PaellaError:
         raise
     except Exception as e:
-        raise ModelError(f"model {entry.name!r} could not be made: {type(e).__name__}: {e}") from e
+        raise ModelError(f"model {entry.name!r} could not be built by its factory: {type(e).__name__}: {e}") from e
     if model.name != entry.name:
-        raise ModelError(f"the factory of model {entry.name!r} made one named {model.name!r}")
+        raise ModelError(f"the factory of model {entry.name!r} returned a model named {model.name!r}")
     check_servable(model)
     entry.code = code_number(entry.factory)
     return model
 
 
 def entry_of(model: Model) -> Entry:
-    """An entry for a model that was made already."""
+    """An entry for a model that already exists."""
     return Entry(model.name, partial(_same, model))
 
 
 def _background(work: Callable[[str], T], name: str) -> asyncio.Task[T]:
-    """In a thread, to its end. Its error is in the entry's reason, also when nobody waits for it any more."""
+    """Runs the work in a thread to its end. Its error is kept in the entry's reason, even if nobody waits for it."""
     task = asyncio.create_task(asyncio.to_thread(work, name))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

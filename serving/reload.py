@@ -1,6 +1,6 @@
-"""A running server takes up its configuration as it stands now: on SIGHUP, or `paellapy reload config.toml`.
+"""A running server applies its changed configuration: on SIGHUP, or after `paellapy reload config.toml`.
 
-Models come, go and change; keys, certificates and the policy too. What needs a new process is named and left as it is.
+Models, keys, certificates and the policy can change. Settings that need a restart are reported and stay as they are.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from paellapy.serving.logs import log
 from paellapy.serving.machine import born, is_alive
 from paellapy.serving.registry import Registry
 
-GONE = "it is not in the configuration any more"
+GONE = "it was removed from the configuration"
 PATIENCE_S = 120.0
 _FIXED = ("device", "quantum_us", "max_active", "sm_windows", "memory_bytes", "max_queue", "server", "tls")
 
 
 class Reloader:
-    """The configuration a registry was made from, and how it becomes the next one. `again` reads the file."""
+    """Applies a new configuration to a registry. `again` of the source reads the file."""
 
     def __init__(self, registry: Registry, config: Config, source: Source) -> None:
         self._registry, self._config, self._source = registry, config, source
         names = [name for name, entry in registry.entries.items() if entry.factory]
-        self._models = dict(zip(names, config.models, strict=True))  # what the file says of each
+        self._models = dict(zip(names, config.models, strict=True))  # each model's settings in the file
 
     def reload(self) -> dict[str, Any]:
-        """Blocks while models are loaded. What was done; nothing is changed where the file is wrong."""
+        """Applies the file, blocking while models load, and reports the changes. A wrong file changes nothing."""
         told: dict[str, Any] = {}
         try:
             config, source = self._source.again()
@@ -95,20 +95,20 @@ def _gone() -> Model:
     raise ModelError(GONE)
 
 
-# -- who runs with which file
+# -- which process serves which file
 
 
 def _path(file: str | Path, suffix: str) -> Path:
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"paellapy-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to somebody else: set XDG_RUNTIME_DIR to a folder of your own")
+        raise ConfigError(f"{folder} belongs to another user: set XDG_RUNTIME_DIR to a folder of your own")
     return folder / f"{sha256(str(Path(file).resolve()).encode()).hexdigest()[:16]}.{suffix}"
 
 
 @contextlib.contextmanager
 def noted(source: Source) -> Iterator[None]:
-    """Inside, this process serves that file: `ask_to_reload` finds it."""
+    """Notes, while inside, that this process serves the file, so that `ask_to_reload` finds it."""
     if not source.name:
         yield
         return
@@ -116,7 +116,7 @@ def noted(source: Source) -> Iterator[None]:
     try:
         path.write_text(json.dumps([os.getpid(), born(os.getpid())]))
     except OSError as e:
-        log.warning("paellapy reload will not find this server", extra={"fields": {"error": str(e)}})
+        log.warning("`paellapy reload` will not find this server", extra={"fields": {"error": str(e)}})
     try:
         yield
     finally:
@@ -131,14 +131,14 @@ def write_outcome(file: str, told: dict[str, Any]) -> None:
 
 
 def ask_to_reload(file: Path) -> dict[str, Any]:
-    """Tells the server of a file to take it up; what it did. ConfigError: there is none, or it does not answer."""
+    """Makes the server of a file reload it; returns the changes. ConfigError: no server has it, or none answers."""
     try:
         pid, since = json.loads(_path(file, "pid").read_text())
         running = is_alive(pid, since)
     except (OSError, ValueError):
         running = False
     if not running:
-        raise ConfigError(f"no server of this user runs with {file}: start one with paellapy serve {file}")
+        raise ConfigError(f"no server of this user uses {file}: start one with `paellapy serve {file}`")
     said = _path(file, "said")
     said.unlink(missing_ok=True)
     os.kill(pid, signal.SIGHUP)
@@ -148,4 +148,4 @@ def ask_to_reload(file: Path) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(said.read_text())
             return found
         time.sleep(0.05)
-    raise ConfigError(f"the server (process {pid}) has not said anything for {PATIENCE_S:.0f} s: its log may say why")
+    raise ConfigError(f"the server (process {pid}) has not answered for {PATIENCE_S:.0f} s: look into its log")

@@ -1,4 +1,4 @@
-"""`RemoteMonitor`: the dashboard's look at an engine in another process."""
+"""`RemoteMonitor`: the dashboard's monitor of an engine in another process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _PATIENCE_S = 10.0
 
 
 class RemoteMonitor:
-    """As `scheduler.monitor.Monitor`, whose part in the engine's process looks only while it is asked for snapshots."""
+    """Like `scheduler.monitor.Monitor`; its part in the engine's process runs only while snapshots are asked for."""
 
     def __init__(self, engine: RemoteEngine, call: Callable[..., Awaitable[Any]]) -> None:
         self.engine, self._call, self._loop = engine, call, asyncio.get_running_loop()
         self._last: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """Nothing to do: the first snapshot does it."""
+        """Does nothing: the first snapshot starts monitoring."""
 
     def stop(self) -> None:
-        """Nothing to do: see `calls.Calls.rest`."""
+        """Does nothing: `calls.Calls.rest` stops monitoring."""
 
     def snapshot(self) -> dict[str, Any]:
-        """From another thread than the loop's."""
+        """A snapshot; to be called in a thread other than the event loop's."""
         try:
             self._last = self._ask("snapshot", None)
         except EngineAwayError:

@@ -1,7 +1,7 @@
 """Requests whose JSON was seen before. Clients send the same JSON again and again, around tensors that differ.
 
-What it says has been checked then, and does not depend on the tensors. Where those follow the JSON in binary, only
-their length is looked at again; where they are numbers in it, one flat list of them, only that list is read.
+The JSON was checked the first time, and its meaning does not depend on the tensors. If the tensors follow it in binary,
+only their length is checked again; if they are one flat list of numbers inside it, only that list is read.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 from paellapy.scheduler.models.model import Model
 
-REMEMBERED = 256  # of a model
-LONGEST = 4096  # bytes; a longer one is read again
+REMEMBERED = 256  # per model
+LONGEST = 4096  # bytes; longer JSON is not remembered
 
-Around = tuple[bytes, bytes]  # JSON before and after what may differ
+Around = tuple[bytes, bytes]  # the JSON before and after the part that may differ
 
 
 class Repeated:
-    """The JSON of a model's requests: where its tensors are in what follows, and what is made of it."""
+    """The JSON of a model's requests: the place of its tensors in the bytes that follow, and its meaning."""
 
     __slots__ = ("answer", "meaning", "nbytes", "tensors")
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], meaning: Any, nbytes: int) -> None:
-        """`arrays` lie one after the other in the `nbytes` that follow, in this order; `meaning` is the caller's."""
+        """`arrays` follow one another in this order, `nbytes` in all; `meaning` is any object of the caller's."""
         self.tensors: list[tuple[str, np.dtype[Any], int, int, tuple[int, ...]]] = []
         self.nbytes = nbytes
         at = 0
@@ -36,7 +36,7 @@ class Repeated:
             self.tensors.append((name, array.dtype, array.size, at, array.shape))
             at += array.nbytes
         self.meaning = meaning
-        # The answer's JSON, which is the same every time too: before its binary tensors, or around its lists.
+        # The answer's JSON is the same each time too: the part before its binary tensors, or around its lists.
         self.answer: list[bytes] | None = None
 
     def arrays(self, tail: memoryview) -> dict[str, NDArray[Any]]:
@@ -50,7 +50,7 @@ _repeats: WeakKeyDictionary[Model, dict[Around, Repeated]] = WeakKeyDictionary()
 
 
 def parts(body: bytes) -> tuple[Around | None, bytes]:
-    """JSON around what may be its list of numbers, and that list. It is one if `starts_at` said so of the same JSON.
+    """The JSON around its first list, and that list. `starts_at` tells whether the list is a tensor's data.
 
     >>> parts(b'{"data": [1, 2], "x": 3}')
     ((b'{"data": ', b', "x": 3}'), b'[1, 2]')
@@ -63,9 +63,9 @@ def parts(body: bytes) -> tuple[Around | None, bytes]:
 
 
 def starts_at(value: msgspec.Raw, body: memoryview, around: Around) -> bool:
-    """Whether this value of the JSON is exactly what lies between. Any other list there makes JSON of the same meaning.
+    """Whether this value lies exactly between the parts of `around`; then another list there changes only the numbers.
 
-    Its text alone does not tell: the same list may be somewhere else too.
+    Its text alone is not enough: the same list may also stand elsewhere.
     """
     before, after = around
     place = _address(value) - _address(body)
@@ -77,7 +77,7 @@ def _address(of: Any) -> int:
 
 
 def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
-    """As it was kept, where `nbytes` of tensors follow it as they did then."""
+    """The remembered JSON, if as many bytes of tensors follow it as before."""
     known = _repeats.get(model)
     found = None if known is None else known.get(around)
     return found if found is not None and found.nbytes == nbytes else None
@@ -85,6 +85,6 @@ def find(model: Model, around: Around, nbytes: int) -> Repeated | None:
 
 def keep(model: Model, around: Around, repeated: Repeated) -> None:
     known = _repeats.setdefault(model, {})
-    if len(known) >= REMEMBERED:  # clients that number their requests
+    if len(known) >= REMEMBERED:  # e.g. by a client that numbers its requests
         known.clear()
     known[around] = repeated

@@ -1,4 +1,4 @@
-"""Every address of the server but inference: health, metadata, configuration, statistics, the repository."""
+"""All addresses of the server except inference: health, metadata, configuration, statistics, the repository."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def config(request: web.Request) -> web.Response:
 
 
 async def stats(request: web.Request) -> web.Response:
-    """Of one model, or of all that are loaded."""
+    """Statistics of one model, or of all loaded ones."""
     service = request.app[SERVICE]
     if "model" in request.match_info:
         names = [service.registry.ready(*_which(request)).name]
@@ -65,7 +65,7 @@ async def index(request: web.Request) -> web.Response:
     body = await _optional_json(request)
     ready_only = body.get("ready", False)
     if not isinstance(ready_only, bool):
-        raise RequestError('"ready" is true or false')
+        raise RequestError('"ready" must be true or false')
     return json_response(describe.repository_index(request.app[SERVICE].registry, ready_only))
 
 
@@ -75,7 +75,7 @@ async def load(request: web.Request) -> web.Response:
     parameters = await _parameters(request)
     if parameters:
         given = short(", ".join(parameters))
-        raise RequestError(f"models are loaded as this server's configuration has them; {given} cannot be given here")
+        raise RequestError(f"models are loaded as configured; the parameter {given} cannot be given here")
     await request.app[SERVICE].registry.load_async(entry.name)
     return json_response({})
 
@@ -84,8 +84,9 @@ async def load(request: web.Request) -> web.Response:
 async def unload(request: web.Request) -> web.Response:
     entry = _entry(request)
     parameters = await _parameters(request)
-    if unknown := sorted(parameters.keys() - {"unload_dependents"}):  # no model depends on another
-        raise RequestError(f"unknown parameter {short(', '.join(unknown))}")
+    # Accepted for Triton's clients: no model depends on another
+    if unknown := sorted(parameters.keys() - {"unload_dependents"}):
+        raise RequestError(f"unknown parameter {short(', '.join(unknown))}; only unload_dependents is allowed")
     await request.app[SERVICE].registry.unload_async(entry.name)
     return json_response({})
 
@@ -99,7 +100,7 @@ def _entry(request: web.Request) -> Entry:
 
 
 async def _optional_json(request: web.Request) -> dict[str, Any]:
-    """Clients send an empty body where they have nothing to say."""
+    """The body as a JSON object; an empty body counts as {}."""
     body = await read(request, request.app[SERVICE])
     try:
         return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
@@ -110,7 +111,7 @@ async def _optional_json(request: web.Request) -> dict[str, Any]:
 async def _parameters(request: web.Request) -> dict[str, Any]:
     found = (await _optional_json(request)).get("parameters") or {}
     if not isinstance(found, dict):
-        raise RequestError('"parameters" is an object')
+        raise RequestError('"parameters" must be a JSON object')
     return found
 
 
@@ -119,7 +120,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """Who answers at each of the protocol's addresses."""
+    """The handler of each of the protocol's addresses."""
 
     server: Handler
     live: Handler
@@ -152,7 +153,7 @@ class Protocol:
 
 
 def add_routes(app: web.Application) -> None:
-    """The protocol's addresses, answered by this server."""
+    """Adds the protocol's addresses with this server's handlers."""
     Protocol(
         server=server, live=live, ready=ready, infer=infer, model=model, model_ready=model_ready, config=config,
         stats=stats, index=index, load=load, unload=unload,

@@ -1,4 +1,4 @@
-"""`Server`: sockets, signals, loading, the drain. `serve` runs one until it is told to stop."""
+"""`Server`: sockets, signals, loading, draining. `serve` runs one until it is told to stop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Announce = Callable[[str], None]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOOK_S = 0.25
-TIMEOUT_S, VIRTUAL_TIMEOUT_S = 10.0, 60.0  # where engine_timeout_s is not said
-PATIENCE_S = 10.0  # between signs of life while a model is loaded
+TIMEOUT_S, VIRTUAL_TIMEOUT_S = 10.0, 60.0  # where engine_timeout_s is not set
+PATIENCE_S = 10.0  # between log lines while a model is loading
 
 
 class Server:
@@ -61,7 +61,7 @@ class Server:
         service: Service | None = None,
         listening: socket.socket | None = None,
     ) -> None:
-        """`service` and `listening`, a socket that listens already, are those of a worker."""
+        """A worker gives its `service` and `listening`, a socket that listens already."""
         self.registry, self.options, self.tls = registry, options or ServerConfig(), tls
         o = self.options
         self.app = create_app(
@@ -79,8 +79,8 @@ class Server:
         self._listening, self._keys = listening, bool(keys)
         self._heartbeat: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
-        self.source: Source | None = None  # of its configuration, where there is a file
-        self.reloader: Reloader | None = None  # of its models, where they are loaded by this process
+        self.source: Source | None = None  # of the configuration, if there is a file
+        self.reloader: Reloader | None = None  # if this process loads the models
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -89,10 +89,10 @@ class Server:
         return self.app[SERVICE]
 
     async def start(self) -> None:
-        """Listens; `url` says where."""
+        """Begins to listen, and sets `url`."""
         o = self.options
         connection: Callable[..., Connection] = Connection
-        if not self._keys and not o.access_log:  # both are aiohttp's middleware's
+        if not self._keys and not o.access_log:  # keys and access logs need aiohttp's middleware
             connection = partial(FastConnection, way=ShortWay(self.service, o.client_header))
         self._runner = Runner(
             self.app,
@@ -101,7 +101,7 @@ class Server:
             send_timeout_s=o.send_timeout_s,
             log_rejected=o.access_log,
             access_log=None,
-            auto_decompress=False,  # only after the key is known, and within limits: infer.read
+            auto_decompress=False,  # infer.read does it, once the key is checked, and within limits
             handler_cancellation=True,
             shutdown_timeout=o.drain_s,
             keepalive_timeout=o.keepalive_s,
@@ -121,25 +121,25 @@ class Server:
         self.url = url_of(self._runner.addresses[0], self.tls is not None)
 
     def _is_virtual(self) -> bool:
-        """The host computes the data there, for as long as that takes."""
+        """On a virtual GPU the host computes the data, which takes longer."""
         return isinstance(self.registry.engine, Engine) and self.registry.engine.device.name.startswith("virtual")
 
     def give_up(self) -> None:
-        """The engine is silent: `run` ends the server, so that whatever started it can start it again."""
+        """The engine does not respond: `run` ends the server, so that its supervisor can restart it."""
         self.service.hung = True
 
     async def load(self) -> None:
-        """The models that are to be there from the start."""
+        """Loads the models that the configuration wants at the start."""
         assert isinstance(self.registry, Registry)
         await load_models(self.registry, lambda: self.service.draining)
 
     def hang_up(self) -> None:
-        """SIGHUP: the configuration is taken up as it stands now."""
+        """SIGHUP: applies the changed configuration."""
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self.reload())
 
     async def reload(self) -> None:
-        """Keys and certificates for connections from now on; models and policy where they are this process's."""
+        """Applies keys and certificates to new connections, and models and policy if this process loads them."""
         if self.source is not None:
             try:
                 config, source = self.source.again()
@@ -148,12 +148,12 @@ class Server:
                 if self.tls is not None and config.tls is not None:
                     load_certificates(self.tls, config.tls, source)
             except PaellaError as e:
-                log.error("keys and certificates stay as they are", extra={"fields": {"error": str(e)}})
+                log.error("keys and certificates are unchanged", extra={"fields": {"error": str(e)}})
         if self.reloader is not None:
             await asyncio.to_thread(self.reloader.reload)
 
     async def stop(self) -> None:
-        """Not ready, then nothing new, then what is in flight is finished."""
+        """Stops being ready, then stops listening, then finishes the requests in flight."""
         self.service.draining = True
         if self._runner is not None:
             await asyncio.sleep(self.options.grace_s)
@@ -165,10 +165,10 @@ class Server:
 
 
 async def load_models(registry: Registry, stopping: Callable[[], bool], also: Callable[[], None] | None = None) -> None:
-    """Loads the models that are to be there from the start, one after the other, once what requests run is compiled.
+    """Compiles what requests run, then loads the models wanted at the start, one after another.
 
-    The server goes on without one that cannot be loaded, and is not ready; without any it is of no use. `also`: what
-    else is to be compiled.
+    If a model cannot be loaded, the server runs on but is not ready; if none can be loaded, the error is raised. `also`
+    compiles further code.
     """
     failure: PaellaError | None = None
     await _patiently(partial(warm_up, registry.engine.current_policy), {})
@@ -182,7 +182,7 @@ async def load_models(registry: Registry, stopping: Callable[[], bool], also: Ca
                 alone_ms = await _patiently(partial(registry.load, entry.name), {"model": entry.name})
             except PaellaError as e:
                 failure = e
-                log.error("could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
+                log.error("a model could not be loaded", extra={"fields": {"model": entry.name, "error": str(e)}})
             else:
                 took_s = round(time.monotonic() - began, 2)
                 log.info("loaded", extra={"fields": {"model": entry.name, "s": took_s, "alone_ms": alone_ms}})
@@ -191,20 +191,20 @@ async def load_models(registry: Registry, stopping: Callable[[], bool], also: Ca
 
 
 async def _patiently(work: Callable[[], T], what: Mapping[str, Any]) -> T:
-    """Runs it in a thread, with a line now and then: whoever waits must see that it goes on."""
+    """Runs the work in a thread and logs a line now and then, so that an operator sees that it continues."""
     began = time.monotonic()
     task = asyncio.create_task(asyncio.to_thread(work))
     while not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
         so_far = {**what, "s": round(time.monotonic() - began)}
-        log.info("still loading: the first start on a machine compiles", extra={"fields": so_far})
+        log.info("still loading; the first start on a machine compiles kernels", extra={"fields": so_far})
     return task.result()
 
 
 async def failure_of(engine: Engine | RemoteEngine, service: Service | None = None) -> BaseException:
-    """Waits for the GPU of an engine in this process to fail, or to be given up: a new process is needed then."""
+    """Waits until the engine's GPU fails or the engine is given up; then a new process is needed."""
     while engine.failure is None:
         if service is not None and service.hung:
-            return EngineFailedError("the engine has given no sign of life for too long")
+            return EngineFailedError("the engine did not respond for too long")
         await asyncio.sleep(LOOK_S)
     return engine.failure
 
@@ -212,16 +212,16 @@ async def failure_of(engine: Engine | RemoteEngine, service: Service | None = No
 async def run(
     server: Server, announce: Announce | None = None, aloud: bool = True, heard: Callable[[], None] | None = None
 ) -> None:
-    """Until SIGTERM or SIGINT, a second one stops at once; or until the GPU fails, which is raised.
+    """Runs until SIGTERM or SIGINT; a second signal stops at once. Raises EngineFailedError if the GPU fails.
 
-    `aloud`: its coming and going is worth a line. `heard` is called when it is told to stop.
+    `aloud` logs start and stop at level info. `heard` is called when the server is told to stop.
     """
     loop, stop, level = asyncio.get_running_loop(), asyncio.Event(), logging.INFO if aloud else logging.DEBUG
 
     def stopping() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        log.log(level, "stopping: not ready, finishing what is in flight")
+        log.log(level, "stopping: not ready any more; finishing requests in flight")
         server.service.draining = True
         stop.set()
         if heard is not None:
@@ -246,7 +246,7 @@ async def run(
             log.error("the GPU failed", extra={"fields": {"error": str(failed.result())}})
             raise EngineFailedError(
                 f"the GPU failed, and the server has stopped: {failed.result()}. Start it again; with --workers 1 the "
-                "engine has a process of its own, which is started again by itself"
+                "engine runs in a process of its own, which is restarted automatically"
             )
     finally:
         began, code = loop.time(), int(failed.done())
@@ -254,51 +254,51 @@ async def run(
         failed.cancel()
         await server.stop()
         if server.service.hung:
-            end_now(code, "stopped without the engine, which gives no sign of life")
+            end_now(code, "stopped without closing the engine, which does not respond")
         if not await ends(loading, max(0.0, began + server.options.drain_s - loop.time())):
             end_now(code)
     log.log(level, "stopped")
 
 
 async def ends(loading: asyncio.Task[None], within_s: float) -> bool:
-    """Waits for a load that a stop has come into, as long as that."""
+    """Waits up to `within_s` for a load that a stop signal interrupted."""
     await asyncio.wait((loading,), timeout=min(within_s, LOOK_S))
     if not loading.done():
         log.info("waiting for a model that is being loaded", extra={"fields": {"at_most_s": round(within_s, 1)}})
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which would wait for the load too
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would wait for the load too
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         await asyncio.wait((loading,), timeout=within_s)
     if not loading.done():
         return False
     if not loading.cancelled():
-        loading.exception()  # has been told
+        loading.exception()  # marks the exception as seen; it has been logged
     return True
 
 
 def end_now(code: int, said: str = "stopped while a model was being loaded") -> NoReturn:
-    """A thread that compiles, or hangs, cannot be interrupted, and Python waits for it at its end."""
+    """Ends the process: a thread that compiles or hangs cannot be interrupted, and Python would wait for it."""
     log.warning(said)
     sys.stdout.flush()
     os._exit(code)
 
 
-SWITCH_S = 1e-3  # the interpreter's is 5 ms: what a thread that makes metrics would add to a request of one
+SWITCH_S = 1e-3  # the interpreter's default of 5 ms would be added to requests while a thread makes metrics
 
 
 def share_interpreter() -> None:
-    """Threads beside the event loop give the interpreter back sooner."""
+    """Makes threads beside the event loop give the interpreter back sooner."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
 def warn_of_neighbours(options: ServerConfig, keys: Mapping[str, Any]) -> None:
-    """Once, at the start."""
+    """Warns at the start if anybody on the network may use the server."""
     if not keys and not is_loopback(options.host):
-        said = "everybody who reaches this port may ask: give clients keys under [keys], or listen on 127.0.0.1"
+        said = "everybody who reaches this port can use it: give clients keys under [keys], or listen on 127.0.0.1"
         log.warning(said, extra={"fields": {"host": options.host}})
 
 
 def keep_memory() -> None:
-    """Bodies of some hundred KB come and go: keep their memory, instead of returning and asking for it each time."""
+    """Keeps freed memory: request bodies of some hundred KB come and go, and returning it to the system costs time."""
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 8 << 20)
@@ -308,7 +308,7 @@ def keep_memory() -> None:
 def run_server(
     engine: Engine, server: Callable[[], Server], options: ServerConfig, announce: Announce | None = None
 ) -> None:
-    """A loop of its own, uvloop where it is installed; the engine is closed at the end."""
+    """Runs a server in a new event loop, uvloop's if it is installed, and closes the engine at the end."""
     configure(options.log_format, options.log_level)
     keep_memory()
     share_interpreter()
@@ -324,9 +324,9 @@ def run_server(
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed."""
+    """uvloop's, if it is installed."""
     try:
         import uvloop
-    except ImportError:  # Windows, or left out
+    except ImportError:  # on Windows, or not installed
         return None
     return uvloop.new_event_loop

@@ -1,4 +1,4 @@
-"""`Service`: one engine behind HTTP. Everything a handler needs."""
+"""`Service`: one engine behind HTTP, and everything a handler needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class Live(Protocol):
-    """A request that the engine has."""
+    """A request that the engine is working on."""
 
     name: str
 
@@ -32,7 +32,7 @@ class Live(Protocol):
 
 
 class Service:
-    """`registry` says what may be served; `draining` is set once the server is about to stop."""
+    """`registry` says which models may be served; `draining` is set when the server is about to stop."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class Service:
         since: float | None = None,
         suspects: Suspects | None = None,
     ) -> None:
-        """`call` asks the engine's process, where that is another one; `since`: when the server began, if not now."""
-        self.suspects = Suspects() if suspects is None else suspects  # an empty one is false
+        """`call` reaches the engine if it is in another process; `since` is the server's start, if not now."""
+        self.suspects = Suspects() if suspects is None else suspects  # `or` would replace an empty one, which is false
         self.registry = registry
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
         self.counters = counters or Counters(registry)
         self.admission = Admission(self.engine, admission)
         self.door = Door(self.engine)
         self.draining = False
-        self.live: set[Live] = set()  # requests that the engine has
-        self.silent = self.hung = False  # the engine gives no sign of life, and is given up: heartbeat.py
+        self.live: set[Live] = set()  # requests that the engine is working on
+        self.silent = self.hung = False  # the engine does not respond, and has been given up: heartbeat.py
         self.since = time.time() if since is None else since
         if call is None:
             assert isinstance(registry, Registry)
@@ -67,12 +67,12 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """Inference requests, of all workers together."""
+        """Inference requests being handled, of all workers together."""
         return self.counters.in_flight
 
     @property
     def ready(self) -> bool:
-        """Every model that is wanted is loaded, and the server is not about to stop."""
+        """Whether every wanted model is loaded and the server is not about to stop."""
         engine = self.engine
         return (
             not self.draining
@@ -83,7 +83,7 @@ class Service:
         )
 
     def monitor(self) -> Monitor | RemoteMonitor:
-        """A look at the engine, for the dashboard."""
+        """A monitor of the engine, for the dashboard."""
         engine = self.engine
         return LoggedMonitor(engine) if isinstance(engine, Engine) else RemoteMonitor(engine, self.call)
 

@@ -1,8 +1,8 @@
-"""Requests that were on the GPU when it failed, by their content: whoever did it once is not let in again.
+"""Requests that were on the GPU when it failed, by their content, so that a request that made it fail is not run again.
 
-On a real GPU a stray address ends the engine for everybody, and the driver does not say whose it was. A request that
-was alone on the GPU did it. Of several, each is suspected; who is suspected twice did it, and who is answered later did
-not. The table is shared by all workers and outlives the engine's process.
+On a real GPU, one invalid address ends the engine for all clients, and the driver does not say which request used it. A
+request that was alone on the GPU is to blame. If there were several, each is suspected: one suspected twice is blamed,
+and one answered later is cleared. All workers share the table, which outlives the engine's process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from paellapy.scheduler.engine.requests import digest_of
 from paellapy.scheduler.models.model import Model
 from paellapy.serving.logs import log
 
-MOST = 1024  # remembered; beyond, the oldest give way
+MOST = 1024  # remembered requests; the oldest give way
 GUILTY = 2
 _KEY, _SCORE = range(2)
-_SAID = "the GPU failed on the values of this request, and would again"
+_SAID = "the GPU failed on the values of this request and would fail again"
 
 
 def suspect_table() -> Any:
-    """In memory that processes forked from this one share. The last row counts what was written."""
+    """A table in memory that forked processes share. Its last row counts the rows written."""
     memory = mmap.mmap(-1, (MOST + 1) * 16)
     return np.frombuffer(memory, np.int64).reshape(MOST + 1, 2)
 
@@ -33,13 +33,15 @@ def suspect_table() -> Any:
 class Suspects:
     def __init__(self, table: Any = None) -> None:
         self._table = suspect_table() if table is None else table
-        self._written = self._table[MOST].data  # asked for every request, and read ten times as fast as an array
+        self._written = self._table[MOST].data  # read at every request; ten times as fast as an array
 
     def __bool__(self) -> bool:
         return bool(self._written[0])
 
     def check(self, model: Model, inputs: dict[str, Any], items: int) -> list[int]:
-        """Before a request runs; RequestFailedError where one of its items is known. Which items are only suspected."""
+        """Digests of the request's suspected items. RequestFailedError: one of its items is known to make the
+        GPU fail.
+        """
         found = []
         for digest in _digests(model, inputs, items):
             score = self._score(digest)
@@ -50,17 +52,17 @@ class Suspects:
         return found
 
     def judge(self, error: SuspectError, model: str) -> Exception:
-        """What the client is told: that it was its request, or to try again."""
+        """The client's error: that its request made the GPU fail, or that it should try again."""
         row = self._row(error.digest)
         row[_SCORE] += 1 if error.others else GUILTY
         guilty = bool(row[_SCORE] >= GUILTY)
-        said = "its request made the GPU fail" if guilty else "its request was one of several when the GPU failed"
+        said = "a request made the GPU fail" if guilty else "a request was one of several on the GPU when it failed"
         fields = {"model": model, "content": f"{error.digest:016x}", "beside": error.others}
         log.error(said, extra={"fields": fields})
         return RequestFailedError(_SAID) if guilty else error
 
     def acquit(self, digests: Sequence[int]) -> None:
-        """These were answered: it was somebody else."""
+        """Clears items that were answered."""
         for digest in digests:
             self._row(digest)[_SCORE] = 0
 

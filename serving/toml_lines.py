@@ -1,4 +1,4 @@
-"""Which line of a TOML file a value is on. The parser of the standard library does not say."""
+"""The line of a value in a TOML file, which the standard library's parser does not report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")
 
 
 def line_of(text: str, path: tuple[str | int, ...]) -> int:
-    """The line, from 1, of the value at a path, or of the nearest thing above it that is there.
+    """The line, from 1, of the value at a path, or of the nearest part of the path that exists.
 
     >>> line_of("a = 1\\n[[m]]\\nx = 2\\n[[m]]\\nx = 3", ("m", 1, "x"))
     5
@@ -24,7 +24,7 @@ def line_of(text: str, path: tuple[str | int, ...]) -> int:
             if header[1] == "[[":
                 counts[names] = counts.get(names, -1) + 1
                 for inner in [each for each in counts if len(each) > len(names) and each[: len(names)] == names]:
-                    del counts[inner]  # they begin anew in every element
+                    del counts[inner]  # counts start again in every element
             table = _with_indices(names, counts)
             here = table
         elif key := _KEY.match(line):
@@ -41,7 +41,7 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 def _with_indices(names: tuple[str, ...], counts: dict[tuple[str, ...], int]) -> tuple[str | int, ...]:
-    """Arrays of tables have the number of their latest element in the path."""
+    """Adds to each array of tables in the path the index of its latest element."""
     path: list[str | int] = []
     for k, name in enumerate(names):
         path.append(name)

@@ -1,4 +1,4 @@
-"""What a request runs, compiled or read from the disk before there is one."""
+"""Compiles the code that requests run, or reads it from the cache, before the first request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paellapy.serving.counters import counter_table, note_items
 
 
 def warm_up(policy: Policy) -> None:
-    """With tables that nobody else uses. Processes forked from this one have it too, and answer at once."""
+    """Compiles with tables of its own. Forked processes inherit the compiled code and answer at once."""
     state = new_state(Limits(models=1, lanes=1, requests=2, clients=2))
     attach_policy(state, policy)
     install(state, ModelProfile("warm-up", {1: [SegmentProfile(1.0)]}, lanes=1))
@@ -32,7 +32,7 @@ def warm_up(policy: Policy) -> None:
 
 
 def import_device(name: str) -> None:
-    """The modules of a virtual GPU, which every process of the engine would import for itself. Opens nothing."""
+    """Imports the modules of a virtual GPU, so that engine processes forked later share them. Opens no device."""
     if name.startswith("virtual"):
         for module in ("paellapy.scheduler.backends.virtual", "triton.compiler.code_generator"):
             importlib.import_module(module)

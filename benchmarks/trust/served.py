@@ -93,7 +93,7 @@ class Served:
     def has_standby(self) -> bool:
         """Whether the latest process that stands by has loaded what it is to have."""
         said = [json.loads(each) for each in self.log.read_text().splitlines() if each.endswith("}")]
-        ready = [each["pid"] for each in said if each["message"] == "a standby is there"]
+        ready = [each["pid"] for each in said if each["message"] == "a standby is ready"]
         return bool(ready) and ready[-1:] == self.children().get("spare")
 
     def pids(self) -> list[int]:

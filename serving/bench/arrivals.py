@@ -1,4 +1,4 @@
-"""When the load generator asks for what: gaps at random, or a file of times and models."""
+"""Arrival times and models of the load generator's requests: random gaps, or a file."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One of three: `rate` requests a second, `concurrency` clients that each wait for their answer, or a `trace`."""
+    """The load, given as one of three: `rate` in requests per second, `concurrency` of waiting clients, or a
+    `trace`.
+    """
 
-    models: tuple[str, ...] = ()  # none: all that are ready
+    models: tuple[str, ...] = ()  # empty: all models that are ready
     rate: float | None = None
     concurrency: int | None = None
     trace: tuple[Arrival, ...] = ()
-    speed: float = 1.0  # a trace so many times as fast
+    speed: float = 1.0  # factor by which a trace is played faster
     arrivals: Arrivals = "poisson"
-    sigma: float = 1.5  # of the lognormal gaps
+    sigma: float = 1.5  # of the logarithm of lognormal gaps
     duration_s: float = 10.0
-    warmup_s: float = 1.0  # before, not counted; a trace has none
+    warmup_s: float = 1.0  # load before the measurement; a trace has none
     items: int = 1  # per request
     binary: bool = True
     timeout_us: int | None = None
     priority: int | None = None
-    target_ms: float | None = None  # only counted: the share of answers within it
+    target_ms: float | None = None  # only for the report: the share of answers within it
     connections: int = 512
     seed: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Load:
 
     def check(self) -> None:
         if sum(each is not None for each in (self.rate, self.concurrency, self.trace or None)) != 1:
-            raise BenchError("give a rate (open-loop), a concurrency (closed-loop) or a trace, one of the three")
+            raise BenchError("give exactly one of a rate (open-loop), a concurrency (closed-loop) and a trace")
         above_zero = {
             "rate": self.rate, "concurrency": self.concurrency, "speed": self.speed, "duration": self.duration_s,
             "items": self.items, "connections": self.connections, "timeout_us": self.timeout_us,
@@ -69,7 +71,7 @@ class Load:
             if not 0 <= least < math.inf:
                 raise BenchError(f"{name} is {least}: give zero or more")
         if not 0 <= self.sigma <= MOST_SIGMA:
-            raise BenchError(f"sigma is {self.sigma}: give one from 0 (even gaps) to {MOST_SIGMA:g}")
+            raise BenchError(f"sigma is {self.sigma}: give a number from 0 (even gaps) to {MOST_SIGMA:g}")
 
     @property
     def counted_s(self) -> float:
@@ -93,7 +95,7 @@ def gaps(load: Load, rng: np.random.Generator, n: int) -> NDArray[np.float64]:
 
 
 def arrivals(load: Load, names: list[str], rng: np.random.Generator) -> Iterator[Arrival]:
-    """Every request of an open-loop run, the uncounted ones before included, by time."""
+    """All requests of an open-loop run in order of time, including those of the warm-up."""
     if load.trace:
         for each in load.trace:
             yield Arrival(each.at_s / load.speed, each.model, each.timeout_us or load.timeout_us, each.level)
@@ -109,9 +111,9 @@ def arrivals(load: Load, names: list[str], rng: np.random.Generator) -> Iterator
 
 
 def read_trace(path: str | Path) -> tuple[Arrival, ...]:
-    """A CSV file as `paellapy simulate` reads it: t in seconds, model, deadline in ms, priority; or JSON lines.
+    """Reads a CSV file in the format of `paellapy simulate` (t in s, model, deadline in ms, priority), or JSON lines.
 
-    Times count from the first of them. A file's priorities are the engine's, larger first.
+    Times count from the first request. Priorities in the file are the engine's: larger ones go first.
     """
     try:
         is_json = Path(path).suffix in (".jsonl", ".json", ".ndjson")
@@ -119,9 +121,9 @@ def read_trace(path: str | Path) -> tuple[Arrival, ...]:
     except OSError as e:
         raise BenchError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
-        raise BenchError(f"{path} is not a text of JSON lines: {e}") from None
+        raise BenchError(f"{path} is not a text file of JSON lines: {e}") from None
     if not rows:
-        raise BenchError(f"{path} has no requests in it")
+        raise BenchError(f"{path} has no requests: give one request per line")
     first = rows[0][0]
     return tuple(
         Arrival(

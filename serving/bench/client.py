@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for load generation: keep-alive, answers that say their length, little time of its own."""
+"""A small, fast HTTP/1.1 client for load generation: keep-alive, and answers with a Content-Length."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 from paellapy.instrument.errors import PaellaError
 
-READ_BYTES = 1 << 20  # at once
+READ_BYTES = 1 << 20  # per read
 LONGEST_HEAD = 1 << 16
 LONGEST_ANSWER = 1 << 30
 
 
 class BenchError(PaellaError):
-    """The endpoint cannot be reached, or does not speak the protocol."""
+    """The endpoint cannot be reached or does not speak the protocol, or the load is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class Endpoint:
 
     @staticmethod
     def of(url: str, ca: str | None = None) -> Endpoint:
-        """`ca`: a PEM file of certificates that are trusted beside the machine's own.
+        """The endpoint of a URL. `ca`: a PEM file of certificates to trust besides the machine's own.
 
         >>> Endpoint.of("127.0.0.1:8000/v2").path
         ''
         """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BenchError(f"{url!r} is no address: give one such as http://127.0.0.1:8000")
+            raise BenchError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         if ca is not None:
             if tls is None:
-                raise BenchError(f"{url!r} is not https, so there is no certificate to check: leave --ca out")
+                raise BenchError(f"{url!r} is not https, so it has no certificate to check: leave out --ca")
             try:
                 tls.load_verify_locations(ca)
             except (OSError, ssl.SSLError) as e:
-                raise BenchError(f"{ca}: no certificates can be read from it: {e}") from None
+                raise BenchError(f"no certificates can be read from {ca}: {e}") from None
         path = parts.path.rstrip("/").removesuffix("/v2")
         return Endpoint(parts.hostname, parts.port or (443 if tls else 80), path, tls)
 
@@ -56,7 +56,7 @@ class Endpoint:
 
 
 class Reply(NamedTuple):
-    """Status and body of an answer, and how long a client that is refused is asked to wait."""
+    """Status and body of an answer, and the Retry-After time of a refusal."""
 
     status: int
     body: bytes
@@ -64,25 +64,25 @@ class Reply(NamedTuple):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One request at a time: `await ask(bytes)` gives status and body.
+    """One request at a time: `await ask(bytes)` returns status and body.
 
-    Answers are read into memory that all connections share, and only what is wanted of them is copied: on a machine
-    that also runs the server, the client's time is the server's.
+    All connections share one read buffer, and only the needed part of an answer is copied: on a machine that also runs
+    the server, the client's time is taken from the server's.
     """
 
     def __init__(self, shared: memoryview) -> None:
         self._shared = shared
-        self._head = b""  # as far as it has come
-        self._status, self._left = 0, 0  # of the answer whose body is being read, and how much of it is to come
+        self._head = b""  # the header as far as it has arrived
+        self._status, self._left = 0, 0  # status of the answer whose body is being read, and its remaining bytes
         self._kept, self._most = bytearray(), 0
         self._answer: asyncio.Future[Reply] | None = None
         self._transport: asyncio.Transport | None = None
         self._retry_after_s = 0.0
-        self._last = False  # the server closes after this answer
+        self._last = False  # the server closes the connection after this answer
         self.usable = True
 
     def ask(self, request: bytes, most: int) -> asyncio.Future[Reply]:
-        """`most` bytes of the body are kept."""
+        """Sends a request; at most `most` bytes of the body are kept."""
         assert self._transport is not None
         self._answer, self._most = asyncio.get_running_loop().create_future(), most
         if self.usable:
@@ -97,7 +97,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class only has the methods of one
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.usable = False
@@ -108,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._shared
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._answer is None or self._answer.done():  # an answer that nobody asked for
+        if self._answer is None or self._answer.done():  # an answer without a request
             self.close()
             return
         at = 0 if self._left else self._read_head(nbytes)
@@ -130,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
             self._answer.set_result(Reply(self._status, kept, self._retry_after_s))
 
     def _read_head(self, nbytes: int) -> int:
-        """Where the body begins in what has come; -1: not yet."""
+        """Offset of the body in the received bytes; -1: the header is incomplete."""
         assert self._answer is not None
         before = len(self._head)
         head = self._head + bytes(self._shared[: min(nbytes, LONGEST_HEAD)])
@@ -138,14 +138,14 @@ class Connection(asyncio.BufferedProtocol):
         if end < 0:
             self._head = head
             if len(head) >= LONGEST_HEAD:
-                self._answer.set_exception(BenchError("an answer without end to its headers cannot be measured"))
+                self._answer.set_exception(BenchError("the headers of an answer do not end"))
                 self.close()
             return -1
         self._head = b""
         head = head[:end].lower()
         found = head.find(b"\r\ncontent-length:")
         if found < 0:
-            self._answer.set_exception(BenchError("an answer without Content-Length cannot be measured"))
+            self._answer.set_exception(BenchError("an answer has no Content-Length, which this client needs"))
             self.close()
             return -1
         self._status, self._left = int(head[9:12]), int(head[found + 17 :].split(b"\r\n", 1)[0])
@@ -157,7 +157,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Pool:
-    """Connections to one endpoint, opened as they are needed, up to a limit."""
+    """Connections to one endpoint, opened on demand up to a limit."""
 
     def __init__(self, endpoint: Endpoint, limit: int) -> None:
         self._endpoint, self._free = endpoint, deque[Connection]()
@@ -165,7 +165,7 @@ class Pool:
         self._room = asyncio.Semaphore(limit)
 
     async def ask(self, request: bytes, most: int = LONGEST_ANSWER) -> Reply:
-        """Status and body, `most` bytes of it."""
+        """Sends a request on a free connection; at most `most` bytes of the body are kept."""
         async with self._room:
             connection = await self._take()
             try:

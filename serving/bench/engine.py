@@ -15,7 +15,7 @@ from paellapy.serving.protocol import engine_priority
 
 
 class EngineTarget:
-    """An engine with models loaded. A request is one item."""
+    """An engine with loaded models. Each request is one item."""
 
     def __init__(self, engine: Engine, load: Load) -> None:
         self.url, self.load = f"engine on {engine.device.name}, {engine.policy}", load
@@ -26,14 +26,14 @@ class EngineTarget:
         models = self._engine.models
         names = list(self.load.models) or sorted({each.model for each in self.load.trace}) or list(models)
         if unknown := [name for name in names if name not in models]:
-            raise BenchError(f"the engine has no model {', '.join(unknown)}; there are {', '.join(models) or 'none'}")
+            raise BenchError(f"the engine has no model {', '.join(unknown)}; it has {', '.join(models) or 'none'}")
         if self.load.items != 1:
-            raise BenchError("an engine takes one item in a request: leave items at 1")
+            raise BenchError("an engine takes one item per request: leave items at 1")
         for name in names:
             inputs = model_metadata(models[name])["inputs"]
             made = [made_up(name, inputs, 1, rng) for _ in range(BODIES)]
             self._inputs[name] = [{key: array[0] for key, array in each.items()} for each in made]
-            await self._engine.infer(name, self._inputs[name][0])  # what is compiled on the way is not measured
+            await self._engine.infer(name, self._inputs[name][0])  # compiles before the measurement
         return names
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
@@ -46,4 +46,4 @@ class EngineTarget:
         return 200, "", 0.0
 
     def close(self) -> None:
-        """The engine is its owner's to close."""
+        """Does nothing: the caller owns the engine."""

@@ -1,4 +1,4 @@
-"""The load generator's side of a v2 endpoint: which models it has, and requests for them made beforehand."""
+"""The load generator's view of a v2 endpoint: its models, and requests for them prepared in advance."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paellapy.serving.bench.arrivals import Load
 from paellapy.serving.bench.client import BenchError, Endpoint, Pool
 from paellapy.serving.datatypes import DTYPES
 
-BODIES = 16  # different inputs per model, made beforehand
-SAID_BYTES = 240  # of an error are kept
+BODIES = 16  # different inputs per model, prepared in advance
+SAID_BYTES = 240  # kept of an error's text
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -36,7 +36,7 @@ class HttpTarget:
             index = await self._get("POST", "/v2/repository/index")
             names = [each["name"] for each in index if each.get("state", "READY") == "READY"]
             if not names:
-                raise BenchError(f"{self.url} has no model that is ready")
+                raise BenchError(f"no model of {self.url} is ready: load one, or wait until it is loaded")
         for name in names:
             inputs = (await self._get("GET", f"/v2/models/{name}"))["inputs"]
             self._inputs[name] = [(inputs, made_up(name, inputs, self.load.items, rng)) for _ in range(BODIES)]
@@ -45,7 +45,7 @@ class HttpTarget:
         return names
 
     async def ask(self, name: str, k: int, timeout_us: int | None, level: int | None) -> tuple[int, str, float]:
-        """Status; where it is an error, what is said; and when to come again."""
+        """Status, the text of an error, and the seconds to wait before the next request."""
         found = await self._pool.ask(self._request(name, k % BODIES, timeout_us, level), SAID_BYTES)
         if found.status == 200:
             return 200, "", 0.0
@@ -59,9 +59,9 @@ class HttpTarget:
         try:
             status, body, _ = await self._pool.ask(self._endpoint.request(method, path, headers=self.load.headers))
         except OSError as e:
-            raise BenchError(f"{self.url} cannot be reached: {e}") from e
+            raise BenchError(f"cannot reach {self.url}: {e}") from e
         if status != 200:
-            raise BenchError(f"{self.url}{path}: {status} {body[:200].decode(errors='replace')}")
+            raise BenchError(f"{self.url}{path} answered {status}: {body[:200].decode(errors='replace')}")
         try:
             return msgspec.json.decode(body)
         except msgspec.DecodeError:
@@ -102,11 +102,11 @@ class HttpTarget:
 
 
 def made_up(model: str, inputs: list[dict[str, Any]], items: int, rng: np.random.Generator) -> Inputs:
-    """Numbers from 0 to 1 for inputs as a model's metadata describes them."""
+    """Random numbers from 0 to 1 for inputs described by a model's metadata."""
     found = {}
     for each in inputs:
         if each["datatype"] not in DTYPES:
-            raise BenchError(f"model {model!r}, input {each['name']!r}: {each['datatype']} inputs cannot be made up")
+            raise BenchError(f"model {model!r}, input {each['name']!r}: cannot make random {each['datatype']} values")
         shape = [items if extent < 0 else extent for extent in each["shape"]]
         dtype = DTYPES[each["datatype"]]
         values = rng.random(shape) if dtype.kind not in "biu" else rng.integers(0, 2, shape)

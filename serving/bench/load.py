@@ -1,7 +1,8 @@
-"""`paellapy bench`: load on a v2 endpoint or an engine, open-loop or closed-loop, and what its clients see of it.
+"""`paellapy bench`: load on a v2 endpoint or an engine, open-loop or closed-loop, as its clients measure it.
 
-Open-loop, requests come when they come, whether or not earlier ones are answered, and a request's latency counts from
-when it was to be sent: a server that stalls cannot make its own load lighter, nor its latencies shorter.
+In an open-loop run, requests are sent at their times whether or not earlier ones are answered, and a request's latency
+counts from the time at which it should be sent. A server that stalls therefore cannot lighten its own load, nor shorten
+its latencies.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import numpy as np
 from paellapy.serving.bench.arrivals import ARRIVALS, Arrival, Arrivals, Load, arrivals, gaps, read_trace
 from paellapy.serving.bench.client import BenchError
 
-Progress = Callable[[float, int, int], None]  # seconds, requests counted, refused
+Progress = Callable[[float, int, int], None]  # seconds, counted requests, refused requests
 
 PERCENTILES = (50, 90, 95, 99, 99.9, 99.99)
-HALVES = 18  # of the distance to 100 %: down to 4 in a million
-TICKS = 4  # in each
-_NUMBER = re.compile(r"\d[\d.,e+-]*")  # in what is said of a refusal: the rest is the same every time
-PAUSE_S = 0.1  # of a client that found nobody to ask
+HALVES = 18  # times that the distance to 100 % is halved: down to 4 in a million
+TICKS = 4  # points in each half
+_NUMBER = re.compile(r"\d[\d.,e+-]*")  # numbers vary in a refusal's text; the rest is always the same
+PAUSE_S = 0.1  # pause of a client that could not connect
 
 
 class Target(Protocol):
-    """What is loaded."""
+    """A system under load."""
 
     @property
     def url(self) -> str: ...
@@ -43,12 +44,12 @@ class Target(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one model: latencies of what was answered, and how the rest ended."""
+    """Results of one model: latencies of answered requests, and counts of the others."""
 
     latencies_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)  # of refusals
+    reasons: Counter[str] = field(default_factory=Counter)  # refusals by text
 
     def add(self, other: Outcome) -> None:
         self.latencies_s += other.latencies_s
@@ -84,7 +85,7 @@ def _milliseconds(times_s: list[float]) -> dict[str, float]:
 
 
 def hdr(times_s: list[float]) -> list[tuple[float, float]]:
-    """(percentile, ms) as HDR histograms are plotted: denser and denser towards 100, as far as there are values.
+    """(percentile, ms) as HDR histograms are plotted: the points get denser towards 100 %, as far as values allow.
 
     >>> hdr([0.001, 0.002, 0.003])[-1]
     (100.0, 3.0)
@@ -104,11 +105,11 @@ class Bench:
         self._rng = np.random.default_rng(load.seed)
         self.outcomes: dict[str, Outcome] = {}
         self._counted = self._refused = self._sent = 0
-        self.late_s = 0.0  # how late this client itself was at worst
+        self.late_s = 0.0  # largest delay of this client itself
         self.seconds = load.counted_s
 
     async def run(self, begin: Callable[[], float] = time.perf_counter) -> None:
-        """Loads the target. `begin` is asked for the moment to start, once everything is prepared."""
+        """Runs the load. `begin` is called once everything is prepared and returns the start time."""
         try:
             names = await self.target.prepare(self._rng)
             self.outcomes = {name: Outcome() for name in names}
@@ -153,7 +154,9 @@ class Bench:
         self.seconds = clock() - count
 
     async def _one(self, name: str, timeout_us: int | None, level: int | None, intended: float, counted: bool) -> float:
-        """Seconds that a client which waits for its answers is to pause now: as it is told, or for want of a server."""
+        """Sends one request. Returns the seconds a closed-loop client pauses: as told, or since no server was
+        reachable.
+        """
         self._sent += 1
         again_s = PAUSE_S
         try:
@@ -182,7 +185,7 @@ class Bench:
 
 
 def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, float]]) -> dict[str, Any]:
-    """What JSON files hold, of (outcomes, seconds, lateness) of every client."""
+    """The contents of the JSON file, from the (outcomes, seconds, lateness) of every client."""
     outcomes: dict[str, Outcome] = {}
     everything = Outcome()
     for found, _, _ in runs:
@@ -190,7 +193,7 @@ def summarize(url: str, load: Load, runs: list[tuple[dict[str, Outcome], float, 
             outcomes.setdefault(name, Outcome()).add(each)
             everything.add(each)
     seconds = max(each[1] for each in runs)
-    left_out = ("headers", "trace", "ca")  # keys, long, and of this machine
+    left_out = ("headers", "trace", "ca")  # secret, too long, and specific to this machine
     settings = {key: value for key, value in asdict(load).items() if key not in left_out}
     return {
         "url": url,

@@ -1,4 +1,4 @@
-"""Several client processes, for servers that are faster than one core can ask."""
+"""Several client processes, for servers that are faster than one core can load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = tuple[dict[str, Outcome], float, float]  # outcomes, seconds, lateness
 
 
 def shares(load: Load, clients: int) -> list[Load]:
-    """The load in equal parts.
+    """Splits the load into equal parts.
 
     >>> [each.concurrency for each in shares(Load(concurrency=5), 2)]
     [3, 2]
@@ -38,10 +38,10 @@ def shares(load: Load, clients: int) -> list[Load]:
 
 
 def run_processes(url: str, load: Load, progress: Progress | None, clients: int) -> list[Run]:
-    """All clients start at one moment, and this process shows what they say until the last is done."""
+    """Starts all clients at the same moment, and reports their progress until the last is done."""
     to_share = load.concurrency or len(load.trace) or clients
     if to_share < clients:
-        raise BenchError(f"{clients} client processes, but only {to_share} requests to share among them")
+        raise BenchError(f"{to_share} requests cannot be shared among {clients} client processes: use fewer processes")
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -54,7 +54,7 @@ def run_processes(url: str, load: Load, progress: Progress | None, clients: int)
             processes.append(process)
         for pipe in pipes:
             _expect(pipe, "ready")
-        begin = time.perf_counter() + 0.05  # the clock is the machine's
+        begin = time.perf_counter() + 0.05  # the same clock in all processes
         for pipe in pipes:
             pipe.send(begin)
         return _follow(pipes, progress)
@@ -95,12 +95,12 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
     try:
         found: tuple[str, Any] = pipe.recv()
     except EOFError:
-        return "failed", "a client process ended before it was done"
+        return "failed", "a client process ended before its run was complete"
     return found
 
 
 def _client(url: str, load: Load, pipe: Connection) -> None:
-    """A client process: prepares, says so, waits for the moment to start, and sends what it saw."""
+    """A client process: prepares, reports that, waits for the start, and sends its results."""
     def begin() -> float:
         pipe.send(("ready", None))
         moment: float = pipe.recv()

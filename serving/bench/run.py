@@ -1,4 +1,4 @@
-"""One run of the load generator: in this process, or in several that ask together."""
+"""One run of the load generator, in this process or in several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from paellapy.serving.server import loop_factory
 
 
 def run_bench(target: str | Engine, load: Load, progress: Progress | None = None, clients: int = 1) -> dict[str, Any]:
-    """One run against an endpoint's URL or an engine; a summary for JSON. `clients`: so many processes of them."""
+    """Runs the load on an endpoint's URL or an engine; returns a summary for JSON. `clients` is the number of
+    processes.
+    """
     load.check()
     if clients > 1:
         if not isinstance(target, str):
-            raise BenchError("several client processes need an endpoint to ask: an engine is in this process")
+            raise BenchError("several client processes cannot share an engine of this process: give a URL")
         return summarize(target, load, run_processes(target, load, progress, clients))
     chosen: Target = HttpTarget(target, load) if isinstance(target, str) else EngineTarget(target, load)
     bench = Bench(chosen, load, progress)

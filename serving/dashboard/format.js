@@ -18,7 +18,7 @@ export function svgEl(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Untouched where nothing changed: a screen reader and a selection stay where they are.
+// Changes nothing where the text is the same, so that a screen reader or a selection keeps its place.
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -49,7 +49,7 @@ export function milliseconds(value) {
   return `${digits(value)} ms`;
 }
 
-// A number somebody chose: as it was written, not with the digits of a measurement.
+// A configured number: shown as it was written, not with the digits of a measurement.
 export function chosenTime(value) {
   if (value >= 1000) return `${Number((value / 1000).toPrecision(3))} s`;
   return value < 1 ? `${Number((value * 1000).toPrecision(3))} µs` : `${Number(value.toPrecision(3))} ms`;

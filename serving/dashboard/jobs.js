@@ -1,4 +1,4 @@
-// What runs beside requests: background jobs, turns, other processes. Absent while there is nothing.
+// Work beside requests: background jobs, turns, other processes. Hidden while there is none.
 
 import { count, duration, el, say } from "./format.js";
 

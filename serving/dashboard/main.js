@@ -129,8 +129,8 @@ function askForKey() {
       view.setConnection("connecting", "connecting …");
       connect();
     },
-  }, input, el("button", { type: "submit" }, "Look"));
-  const text = key ? "This server does not know the key." : "This server wants a key.";
+  }, input, el("button", { type: "submit" }, "Open"));
+  const text = key ? "This server does not know this API key." : "This server needs an API key.";
   view.ask(el("div", { class: "pp-controls" }, el("span", {}, text), form));
   view.setConnection("gone", "key needed");
   input.focus();

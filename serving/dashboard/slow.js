@@ -23,7 +23,7 @@ export function makeSlowPanel() {
     empty.hidden = slow.length > 0;
     table.hidden = key.hidden = slow.length === 0;
     const longest = Math.max(1e-6, ...slow.map((s) => s.latency_ms));
-    // A mark far to the right of everything would only make the rest small.
+    // A deadline far to the right would only make the rest small.
     const end = Math.max(longest, ...slow.map(due).filter((ms) => ms <= 1.6 * longest)) * 1.02;
     say(scale, slow.length ? `0 to ${milliseconds(end)}` : "");
     while (body.children.length > slow.length) body.lastChild.remove();
@@ -75,7 +75,7 @@ function drawRow(row, request, end, colour) {
     parts.push(svgEl("rect", { class: "pp-wait-ground", x: 0, y: 4, width: x(started), height: 10 }));
     parts.push(svgEl("rect", { class: "pp-wait", x: 0, y: 4, width: x(started), height: 10 }));
   }
-  if (!segments.length && request.status === "ok") { // when each segment ran is not known any more
+  if (!segments.length && request.status === "ok") { // the times of its segments are no longer known
     const bar = svgEl("rect", { class: "pp-ran", x: x(started), y: 4, width: Math.max(0.15, x(request.latency_ms - started)), height: 10 });
     bar.style.fill = colour;
     parts.push(bar);

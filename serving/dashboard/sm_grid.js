@@ -6,8 +6,8 @@ import { bytes, count, digits, el, mark, percent, rate, say } from "./format.js"
 const RESOURCE_NAMES = { blocks: "Blocks", warps: "Warps", registers: "Registers", shared_bytes: "Shared memory", issue: "Kernel issue" };
 const SOURCE_NOTES = {
   exact: "resident warps ÷ maximum, per SM",
-  sampled: "resident warps ÷ maximum, sampled from kernels that report",
-  none: "no kernel of the loaded models reports",
+  sampled: "resident warps ÷ maximum, sampled from instrumented kernels",
+  none: "no loaded model has instrumented kernels",
 };
 
 export function makeSmPanel() {
@@ -22,9 +22,9 @@ export function makeSmPanel() {
   const legend = el("div", { class: "pp-legend" }, el("span", {}, "0"), ramp, top, readout);
   const always = el("button", { type: "button", "aria-pressed": "true", title: "Mean over all the time" }, "Over time");
   const whenBusy = el("button", { type: "button", "aria-pressed": "false", title: "Mean over the time in which the SM had a block" }, "While busy");
-  const modes = el("div", { class: "pp-switch", role: "group", "aria-label": "What the mean is over" }, always, whenBusy);
+  const modes = el("div", { class: "pp-switch", role: "group", "aria-label": "Period of the mean" }, always, whenBusy);
   const missing = el("p", { class: "pp-empty" },
-    "Which SM holds how many warps is told by kernels that report. Make them with pp.kernel to see each SM; below is what the core has launched.");
+    "Only instrumented kernels report the warps on each SM: make kernels with pp.kernel to see them here. The bars below show the work that the core has launched.");
   const uses = el("div", { class: "pp-uses" });
   const node = el("section", { class: "pp-panel", "aria-label": "SMs" },
     el("div", { class: "pp-title" }, el("h2", {}, "SMs"), note, modes), grid, legend, missing, uses);
@@ -125,7 +125,7 @@ export function makeSmPanel() {
 
   function drawUses(snapshot) {
     if (uses.children.length === 0) {
-      uses.append(el("h3", {}, "Launched by the core ", el("span", {}, "of what the GPU holds; paler: queued")));
+      uses.append(el("h3", {}, "Launched by the core ", el("span", {}, "as part of the GPU's capacity; paler: queued")));
       for (const { name } of snapshot.resources) {
         uses.append(el("span", {}, RESOURCE_NAMES[name] ?? name),
           el("div", { class: "pp-meter", role: "img" }, el("i"), el("i")), el("span", { class: "pp-value" }));

@@ -1,4 +1,4 @@
-// Tenants: what each may have of the GPU, and what it had of late. Hidden while there are none.
+// Tenants: each one's share and limit of the GPU, and its recent use. Hidden while there are none.
 
 import { count, el, percent, say } from "./format.js";
 

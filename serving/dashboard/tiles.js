@@ -1,4 +1,4 @@
-// The first row: six numbers, and what they were in the last minute.
+// The first row: six numbers, with their history of the last minute.
 
 import { count, el, mark, percent, rate, say, svgEl } from "./format.js";
 

@@ -8,7 +8,7 @@ import { makeSmPanel } from "./sm_grid.js";
 import { makeTenantsPanel } from "./tenants.js";
 import { makeTiles } from "./tiles.js";
 
-// `switchPolicy(name)` gives a promise; `extras` are controls of the host's own.
+// `switchPolicy(name)` returns a promise; `extras` are further controls.
 export function createView(root, { switchPolicy, extras = [], foot = [] }) {
   const device = el("span", { class: "pp-device" });
   const status = el("span", { class: "pp-status", role: "status", "data-state": "connecting" }, "connecting …");
@@ -50,7 +50,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
 
   function update(snapshot) {
     latest = snapshot;
-    say(device, snapshot.virtual ? `${snapshot.device}: this host computes the data, and latencies show it` : snapshot.device);
+    say(device, snapshot.virtual ? `${snapshot.device}: this host computes the data, so latencies are longer` : snapshot.device);
     body.hidden = choice.hidden = false;
     waiting.hidden = true;
     tiles.update(snapshot);
@@ -104,7 +104,7 @@ export function createView(root, { switchPolicy, extras = [], foot = [] }) {
       connection = { state, text };
       drawConnection();
     },
-    // Something the reader has to deal with; null takes it away.
+    // Shows a message that needs an answer; null removes it.
     ask(node) {
       banner.hidden = node === null;
       waiting.hidden = node !== null || latest !== null;

@@ -1,4 +1,4 @@
-"""Answers of the short way as bytes: the header that HTTP wants, and the pieces of the body behind it."""
+"""Answers of the fast path as bytes: the HTTP header, followed by the pieces of the body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEAD = (
 
 @dataclass(slots=True)
 class Answer:
-    """One answer before it is bytes. `more` are further headers, each with its end of line."""
+    """One answer before it is encoded. `more` are further header lines, each with its line end."""
 
     number: str
     pieces: Pieces
@@ -30,7 +30,7 @@ class Answer:
     more: bytes = b""
 
     def parts(self, date: bytes, close: bool) -> Pieces:
-        """Its header, and the pieces of its body."""
+        """The header, and the pieces of the body."""
         length = sum(map(len, self.pieces))
         number = self.number.encode("utf-8", "surrogateescape")
         end = b"Connection: close\r\n\r\n" if close else b"\r\n"
@@ -44,7 +44,7 @@ def of_error(error: ErrorAnswer, number: str) -> Answer:
 
 
 class Clock:
-    """The Date header: made once a second."""
+    """The Date header, formatted once a second."""
 
     def __init__(self) -> None:
         self._date, self._at = b"", 0

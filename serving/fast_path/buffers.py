@@ -1,7 +1,7 @@
-"""Bytes of the short way: from the socket to where they are read, and from slots to the socket.
+"""Buffers of the fast path: from the socket to the decoder, and from slots to the socket.
 
-Of a large tensor every copy counts: the socket's bytes go into a buffer that all connections share, or into the body
-they belong to, and an answer leaves from the slot it lies in.
+Every copy of a large tensor costs time. So the socket's bytes are read into a buffer that all connections share, or
+directly into the request's body, and an answer is sent directly from its slot.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-READ_BYTES = 1 << 20  # at once; what the kernel holds of a connection is usually less
-FIRST_BYTES = 1 << 20  # of a body; a longer one grows as it comes: a length alone takes no memory
-AHEAD_BYTES = 1 << 16  # of what is behind a request that is being answered: it is kept until then
-COPIED_BYTES = 1 << 14  # shorter ones are copied: that takes less time than not to
+READ_BYTES = 1 << 20  # per read; the kernel usually holds less for one connection
+# Initial size of a body; a longer one grows as it arrives, so that a large Content-Length alone takes no memory
+FIRST_BYTES = 1 << 20
+AHEAD_BYTES = 1 << 16  # limit of the bytes kept behind a request that is still being answered
+COPIED_BYTES = 1 << 14  # shorter pieces are copied, which is faster than sending them separately
 
 
 def read_buffer() -> memoryview:
@@ -32,7 +33,7 @@ class Body:
         self._memory = np.empty(min(length, FIRST_BYTES), np.uint8)
 
     def room(self) -> memoryview:
-        """Where the next bytes go; `at` is to be moved on by as many as came."""
+        """Memory for the next bytes; the caller advances `at` by the number of bytes received."""
         if self.at == len(self._memory):
             larger = np.empty(min(self.length, 2 * len(self._memory)), np.uint8)
             larger[: self.at] = self._memory
@@ -53,7 +54,7 @@ class Body:
 
 
 class Reading(Protocol):
-    """A connection, as far as its reader knows it."""
+    """The part of a connection that its reader uses."""
 
     @property
     def body(self) -> Body | None: ...
@@ -68,11 +69,13 @@ class Reading(Protocol):
 
 
 class Reader(asyncio.BufferedProtocol):
-    """Reads for a connection, into `shared` memory. The event loop would make an object of everything that comes."""
+    """Reads for a connection into `shared` memory; with other protocols the event loop makes a bytes object
+    per read.
+    """
 
     def __init__(self, connection: Reading, shared: memoryview) -> None:
         self._connection, self._shared = connection, shared
-        self._body: Body | None = None  # what is being read into
+        self._body: Body | None = None  # the body being read
         self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
         self.connection_lost, self.eof_received = connection.connection_lost, connection.eof_received  # type: ignore[method-assign]
 
@@ -91,7 +94,7 @@ class Reader(asyncio.BufferedProtocol):
 
 
 def descriptor(transport: asyncio.Transport) -> int:
-    """Of the socket, where what is written to it goes to the client as it is; -1: not known, or TLS."""
+    """File descriptor of the socket, if bytes can be written to it directly; -1: unknown, or TLS."""
     if transport.get_extra_info("sslcontext") is not None:
         return -1
     socket = transport.get_extra_info("socket")
@@ -99,7 +102,7 @@ def descriptor(transport: asyncio.Transport) -> int:
 
 
 def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> None:
-    """An answer to its connection. The memory of its pieces is the caller's again when this returns."""
+    """Writes an answer to its connection. The caller may reuse the pieces' memory when this returns."""
     size = sum(map(len, pieces))
     sent = 0
     if size >= COPIED_BYTES and not transport.get_write_buffer_size() and not transport.is_closing():
@@ -107,7 +110,7 @@ def write(transport: asyncio.Transport, pieces: list[bytes | memoryview]) -> Non
         if fd >= 0:
             try:
                 sent = os.writev(fd, pieces)
-            except OSError:  # no room; or the client has left, as the transport is about to see
+            except OSError:  # no room; or the client has left, which the transport will notice
                 sent = 0
     if sent < size:
         transport.write(b"".join(_after(pieces, sent) if sent else pieces))

@@ -1,9 +1,9 @@
-"""The short way of an inference: from the bytes of a connection into a slot, and from the slot to the connection.
+"""Connections with a fast path: from their bytes into a slot, and from the slot to the connection.
 
-`POST /v2/models/…/infer` as inference clients send it, with its length and without codings, needs no router, no
-middleware, no task and no request object. It is read here and answered from where completions are read. Everything else
-goes to aiohttp, byte for byte: other addresses, other framings, whatever looks unusual, and so every judgement on what
-is no proper HTTP. What a request means, its checks, its errors and its counts are the same on both ways.
+A usual `POST /v2/models/…/infer`, with a Content-Length and without codings, needs no router, middleware, task or
+request object. It is read here and answered where completions are read. All other input goes to aiohttp unchanged:
+other addresses, other framings, anything unusual, and so all invalid HTTP. Meaning, checks, errors and counters of a
+request are the same on both paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START = b"POST /v2/models/"
 
 
 class FastConnection(Connection):
-    """A connection whose inferences take the short way, and whose other requests are aiohttp's."""
+    """A connection whose inferences take the fast path; aiohttp handles its other requests."""
 
     __slots__ = ("_body_timer", "_drained", "_held", "_reading_held", "_strange", "_unwanted", "_way", "_work", "body",
                  "closing")  # fmt: skip
@@ -34,16 +34,16 @@ class FastConnection(Connection):
     def __init__(self, manager: Any, *, way: Way, **options: Any) -> None:
         super().__init__(manager, **options)
         self._way = way
-        self._held = b""  # what has come and belongs to nobody yet
-        self._work: Work | None = None  # from its header to its answer
-        self.body: Body | None = None  # of that, as far as it has come; None: all of it is here
+        self._held = b""  # received bytes that belong to no request yet
+        self._work: Work | None = None  # the current request, from its header to its answer
+        self.body: Body | None = None  # its body while it arrives; None: it is complete
         self._body_timer: asyncio.TimerHandle | None = None
-        self._unwanted = 0  # bytes of a body whose request is answered already
-        self._strange = False  # aiohttp's parser may hold part of a request: it gets all that follows
+        self._unwanted = 0  # bytes left of a body whose request is already answered
+        self._strange = False  # aiohttp's parser may hold part of a request, so it gets all further bytes
         self._reading_held = self.closing = False
         self._drained: asyncio.Future[None] | None = None
 
-    # -- in
+    # -- input
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -52,13 +52,13 @@ class FastConnection(Connection):
 
     @property
     def idle(self) -> bool:
-        """What comes next is looked at when it comes."""
+        """Whether the next bytes can be handled at once."""
         return self._work is None and not self._paused
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """A view is of memory that is used again after this call."""
+        """Handles bytes. The memory behind a memoryview is reused after this call."""
         self.fresh = False
-        if self._strange or not data:  # nothing: aiohttp to itself
+        if self._strange or not data:  # empty: aiohttp calls itself
             super().data_received(bytes(data))
         elif self.body is not None:
             self._read_body(data)
@@ -67,7 +67,7 @@ class FastConnection(Connection):
             self._unwanted -= n
             if n < len(data):
                 self.data_received(data[n:])
-        elif not self.idle:  # the next one when this one is answered, and its answer taken
+        elif not self.idle:  # the next request waits until this one's answer is sent
             self._held += bytes(data)
             if len(self._held) > AHEAD_BYTES and not self._reading_held and self.transport is not None:
                 self._reading_held = True
@@ -76,11 +76,11 @@ class FastConnection(Connection):
             self._take(self._held + bytes(data) if self._held else data)
 
     def _take(self, data: bytes | memoryview) -> None:
-        """At the beginning of a request."""
+        """Handles bytes at the beginning of a request."""
         self._held = b""
         if self.closing or self._force_close or self._close:
             return
-        # After a request of its own, aiohttp waits for the next one: only then its answer is written.
+        # After a request of its own, aiohttp waits for the next one; its answer is written by then.
         idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
         start = data if isinstance(data, bytes) else bytes(data[:LONGEST_HEAD])
         if not start.startswith(_START) or not idle or self._messages or not self._keepalive:
@@ -111,7 +111,9 @@ class FastConnection(Connection):
         self._read_body(memoryview(data)[end:])
 
     def _give(self, data: bytes) -> None:
-        """To aiohttp. Whole requests leave nothing behind in its parser, and the next one may be ours again."""
+        """Gives bytes to aiohttp. After a complete request its parser is empty, and the next request may be
+        ours again.
+        """
         end = data.find(b"\r\n\r\n")
         head = data[: max(0, end) + 2].lower()
         lengths = _LENGTH.findall(head)
@@ -133,7 +135,7 @@ class FastConnection(Connection):
         self.body_received(body, 0)
 
     def body_received(self, body: Body, nbytes: int) -> None:
-        """As many bytes have come into the room that the body had for them."""
+        """Notes that `nbytes` were written into the body's memory."""
         body.at += nbytes
         work = self._work
         if body.at < body.length or work is None or body is not self.body:
@@ -153,7 +155,7 @@ class FastConnection(Connection):
             self.closing = True
             self._work.fail(LateBodyError())
 
-    # -- out
+    # -- output
 
     def send(self, work: Work, answer: Pieces, close: bool) -> None:
         if self._work is not work:  # the client has left
@@ -171,7 +173,7 @@ class FastConnection(Connection):
             self.transport.close()
             return
         if self._held or self._reading_held:
-            # Not from here: a chain of requests that fail at once would be as deep as it is long.
+            # Not called directly: a series of requests that fail at once would recurse.
             self._loop.call_soon(self._go_on)
 
     def resume_writing(self) -> None:
@@ -187,7 +189,7 @@ class FastConnection(Connection):
         if self._held and not self._strange:
             self._take(self._held)
 
-    # -- the end
+    # -- closing
 
     def connection_lost(self, exc: BaseException | None) -> None:
         work, self._work = self._work, None
@@ -201,7 +203,7 @@ class FastConnection(Connection):
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """After the answer that is on its way."""
+        """Closes after the current answer."""
         if self._work is not None:
             self.closing = True
         else:

@@ -1,4 +1,4 @@
-"""The header of an inference on the short way: read once, since clients repeat it."""
+"""The header of an inference on the fast path: parsed once, since clients repeat it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paellapy.serving.infer import HEADER_LENGTH
 _LINE = re.compile(rb"POST /v2/models/([A-Za-z0-9_.\-]+)(?:/versions/([A-Za-z0-9_.\-]+))?/infer HTTP/1\.1\r\n")
 _HEADERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[ \t]*[\t\x20-\x7e\x80-\xff]*\r\n)+")
 MOST_HEADERS = 100
-LONGEST_HEAD = 4096  # longer ones are aiohttp's
+LONGEST_HEAD = 4096  # aiohttp reads longer headers
 REMEMBERED_HEADS = 512
 
-# Headers that ask for more than this way offers.
+# Headers that the fast path does not support.
 _UNUSUAL = frozenset(
     (b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"te", b"trailer", b"traceparent", b"tracestate")
 )
@@ -23,7 +23,7 @@ _SINGLE = frozenset((b"content-length", _HEADER_LENGTH, b"x-request-id", b"host"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a request's header says."""
+    """The parsed header of a request."""
 
     model: str
     version: str | None
@@ -35,14 +35,16 @@ class Head:
 
 
 class Heads:
-    """Headers that have come, and what each says."""
+    """Known headers and their parsed form."""
 
     def __init__(self, client_header: str, max_body_bytes: int) -> None:
         self._client_header, self._max_body_bytes = client_header.lower().encode(), max_body_bytes
         self._known: dict[bytes, Head | None] = {}
 
     def find(self, data: bytes) -> Head | None:
-        """From the first line to the empty one; None: aiohttp reads it. Clients send the same one again and again."""
+        """Parses the bytes up to the empty line; None: aiohttp reads them. Clients repeat headers, so results are
+        cached.
+        """
         try:
             return self._known[data]
         except KeyError:
@@ -79,7 +81,7 @@ class Heads:
                 accepts = value.decode("latin-1")
             if name == self._client_header:
                 client = value.decode("utf-8", "surrogateescape")
-        if b"host" not in seen:  # aiohttp says what is wrong with it
+        if b"host" not in seen:  # aiohttp reports the error
             return None
         if length is None or not length.isdigit() or len(length) > 15 or int(length) > self._max_body_bytes:
             return None

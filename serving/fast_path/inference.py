@@ -1,4 +1,4 @@
-"""An inference of the short way: answered from where its completion is read, into the connection it came by."""
+"""An inference on the fast path: its answer is written to its connection where its completion is read."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from paellapy.serving.service import Service
 
 
 class ShortWay:
-    """What all connections of a server have in common."""
+    """State that all connections of a server share."""
 
     def __init__(self, service: Service, client_header: str) -> None:
-        """In the event loop that reads them."""
+        """To be called in the event loop that reads the connections."""
         self.service, self.body_timeout_s = service, service.body_timeout_s
         self.heads = Heads(client_header, service.max_body_bytes)
         self.clock = Clock()
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
-        self.buffer = read_buffer()  # what has been read is used up before anything else is
+        self.buffer = read_buffer()  # shared: each read is used up before the next
 
     def begin(self, client: Client, head: Head, raw: bytes) -> ShortInference:
         return ShortInference(client, self, head)
 
     def is_too_large(self, head: Head) -> bool:
-        """aiohttp says so then, and ends the connection without losing the answer."""
+        """Whether the body exceeds the limit. aiohttp then answers, and closes the connection without losing the
+        answer.
+        """
         entry = self.service.registry.entries.get(head.model)
         model = None if entry is None else entry.model
         return model is not None and head.length > largest_request(model)
@@ -79,7 +81,7 @@ class ShortInference(Inference):
         self._way.loop.run_in_executor(None, pack, body, coding).add_done_callback(packed)
 
     def _write(self, answer: Answer) -> None:
-        """From the thread that reads completions: usually the loop's own."""
+        """Writes the answer. Called in the thread that reads completions, usually the event loop's."""
         close = self.service.draining or self._client.closing
         parts = answer.parts(self._way.clock.date(), close)
         if threading.get_ident() == self._way.thread:

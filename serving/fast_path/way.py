@@ -1,4 +1,6 @@
-"""Requests as a connection of the short way knows them: a server answers them, a router hands them on."""
+"""The interfaces between a connection of the fast path and its requests: a server answers them, a router
+forwards them.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +16,42 @@ class Work(Protocol):
     head: Head
 
     def look(self) -> Any:
-        """Before its body is here: PaellaError where nobody wants that."""
+        """Called before the body arrives; PaellaError if the request is refused."""
 
     def start(self, body: memoryview, json_length: str | None) -> None:
-        """All of it is here. The body's memory is the connection's own again when this returns."""
+        """Called with the complete body. The connection may reuse the body's memory when this returns."""
 
     def fail(self, error: Exception) -> None: ...
 
     def leave(self) -> None:
-        """Its client has left."""
+        """Called when the client has left."""
 
     def settle(self) -> None:
-        """It is answered, or nobody waits for it: the connection goes on to the next."""
+        """Called when the request is answered or cancelled: the connection may go on to the next."""
 
 
 class Client(Protocol):
-    """Who is answered: a connection."""
+    """The connection that gets the answer."""
 
     @property
     def closing(self) -> bool:
-        """Its next answer is its last."""
+        """Whether its next answer is its last."""
 
     def send(self, work: Any, answer: Pieces, close: bool) -> None:
-        """In the loop's thread. The pieces' memory is the caller's again when this returns."""
+        """Sends an answer; called in the loop's thread. The caller may reuse the pieces' memory when this returns."""
 
 
 class Way(Protocol):
-    """What all connections of a server have in common."""
+    """State that all connections of a server share."""
 
     heads: Heads
     buffer: memoryview
     body_timeout_s: float | None
 
     def is_too_large(self, head: Head) -> bool:
-        """aiohttp says so then, and ends the connection without losing the answer."""
+        """Whether the body exceeds the limit. aiohttp then answers, and closes the connection without losing the
+        answer.
+        """
 
     def begin(self, client: Client, head: Head, raw: bytes) -> Work:
-        """A request whose header, `raw`, has come."""
+        """Makes a request from its header; `raw` are the header's bytes."""

@@ -1,1 +1,1 @@
-"""`--workers N`: a supervisor, the engine's own process, and processes that speak HTTP."""
+"""`--workers N`: a supervisor, a process with the engine, and processes that speak HTTP."""

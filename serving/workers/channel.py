@@ -1,7 +1,7 @@
-"""Messages between a worker and the engine's process: calls with answers, events, and file descriptors beside them.
+"""Messages between a worker and the engine's process: calls with answers, events, and file descriptors.
 
-A Unix socket of whole messages (SOCK_SEQPACKET), MessagePack in both directions: no pickle, nothing that is executed. A
-message too large for a packet travels in a block of shared memory, of which the packet carries the descriptor.
+They travel through a Unix socket of whole messages (SOCK_SEQPACKET) as MessagePack: no pickle, nothing that is
+executed. A message too large for a packet is placed in shared memory, and the packet carries its descriptor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paellapy.scheduler.core.errors import EngineAwayError
 from paellapy.scheduler.core.shared_memory import SharedBlock
 
 PACKET_BYTES = 1 << 15
-MOST_DESCRIPTORS = 250  # of one packet; Linux takes 253
+MOST_DESCRIPTORS = 250  # per packet; Linux allows 253
 
 CALL, ANSWER, ERROR, EVENT = range(4)
 
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, array_like=True):
     number: int  # of the call
     name: str
     data: Any = None
-    elsewhere: int = 0  # the data are in the first descriptor's memory: so many bytes
+    elsewhere: int = 0  # length of the data, if they are in the first descriptor's memory
 
 
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Message).decode
@@ -41,7 +41,7 @@ OnMessage = Callable[[Message, list[int]], None]
 
 
 class Channel:
-    """One end of a connection, in an asyncio loop. `on_message` gets calls and events; answers find their callers."""
+    """One end of a connection, in an asyncio loop. `on_message` gets calls and events; answers go to their callers."""
 
     def __init__(self, connection: socket.socket, on_message: OnMessage, on_close: Callable[[], None]) -> None:
         self._socket, self._on_message, self._on_close = connection, on_message, on_close
@@ -54,7 +54,7 @@ class Channel:
         self._loop.add_reader(connection.fileno(), self._readable)
 
     async def call(self, name: str, data: Any = None) -> Any:
-        """The answer of the other side's function of that name; what it raised is raised here."""
+        """Calls the other side's function of that name; an exception it raised is raised here."""
         self._number += 1
         number = self._number
         future = self._waiting[number] = self._loop.create_future()
@@ -74,7 +74,7 @@ class Channel:
         self._send(Message(ERROR, call.number, call.name, [type(error).__name__, str(error)]))
 
     def close(self) -> None:
-        """This end, and so the other one."""
+        """Closes this end, which also ends the other."""
         if self.closed:
             return
         self.closed = True
@@ -85,13 +85,13 @@ class Channel:
             _close_all(descriptors)
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(EngineAwayError("the engine's process has ended; it is being started again"))
+                future.set_exception(EngineAwayError("the engine's process ended and is being restarted; try again"))
         self._on_close()
 
     def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         if self.closed:
-            raise EngineAwayError("the engine's process has ended; it is being started again")
-        own: list[int] = [os.dup(fd) for fd in descriptors]  # until it is sent they must stay
+            raise EngineAwayError("the engine's process ended and is being restarted; try again")
+        own: list[int] = [os.dup(fd) for fd in descriptors]  # they must stay open until they are sent
         packet = _encode(message)
         if len(packet) > PACKET_BYTES:
             data = _encode_data(message.data)
@@ -157,14 +157,14 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def _raised(kind: str, text: str) -> PaellaError:
-    """Errors cross as their class's name and text. Only classes of ours come back as such."""
+    """An error from its class's name and its text. Only our own classes are restored."""
     todo: list[type[PaellaError]] = [PaellaError]
     while todo:
         each = todo.pop()
         if each.__name__ == kind:
             try:
                 return each(text)
-            except TypeError:  # it takes more than a text
+            except TypeError:  # its class takes further arguments
                 break
         todo += each.__subclasses__()
     return PaellaError(text)

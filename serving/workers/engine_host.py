@@ -1,5 +1,6 @@
-"""The engine's own process: it listens for workers on a Unix socket, gives each its part of the shared memory, tells
-all of them what is loaded, and takes back what a worker had that is gone."""
+"""The engine's own process: it gives each worker its part of the shared memory and tells all of them which models are
+loaded; when a worker ends, it cancels that worker's requests.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _REST_S = 2.0
 
 
 def describe_model(entry: Entry, loaded: LoadedModel) -> dict[str, Any]:
-    """Everything a worker needs to write inputs and to read outputs. The lanes' memory goes beside it."""
+    """All facts that a worker needs to write inputs and read outputs. The lanes' memory is sent separately."""
     model = loaded.model
     return {
         "inputs": [[key, list(s.shape), datatype(s.dtype), s.low, s.high] for key, s in model.inputs.items()],
@@ -54,7 +55,7 @@ class _Worker:
 
 
 class EngineHost:
-    """Serves one engine to workers. In its process nothing happens per request but what the core does."""
+    """Serves one engine to workers. Per request, only the core runs in its process."""
 
     def __init__(self, registry: Registry, path: Path, kept: Kept) -> None:
         self._kept = kept
@@ -69,9 +70,9 @@ class EngineHost:
         self._listening: socket.socket | None = None
 
     async def restore(self) -> None:
-        """What was changed while the last process ran. To be called first."""
+        """Restores changes that were made while the previous process ran. To be called first."""
         if policy := self._kept.restore(self._registry):
-            # By way of the configured one, to which one can then switch back.
+            # Set after the configured policy, so that one can switch back to that.
             await asyncio.to_thread(self._calls.set_policy, policy)
 
     def start(self) -> None:
@@ -86,16 +87,16 @@ class EngineHost:
         self._keep(self._rest())
 
     def warm_up(self) -> None:
-        """What a worker's death needs, in this process."""
+        """Compiles the code that runs when a worker ends."""
         self._fronts.warm_up()
 
     def settle(self) -> None:
-        """What is to be loaded at the start is loaded, or could not be."""
+        """Notes that every model of the start is loaded, or could not be."""
         self._settled = True
         self._tell_all()
 
     async def stop(self) -> None:
-        """Once every worker is gone: nobody is answered by an engine that has ended."""
+        """Waits until every worker is gone, since an engine that has ended answers nobody."""
         while self._workers:
             self._gone.clear()
             await self._gone.wait()
@@ -184,7 +185,7 @@ class EngineHost:
         self._workers.discard(worker)
         self._gone.set()
 
-    # -- what is loaded
+    # -- loaded models
 
     def _changed(self) -> None:
         self._loop.call_soon_threadsafe(self._tell_all)
@@ -195,7 +196,7 @@ class EngineHost:
                 self._tell(worker)
 
     def _tell(self, worker: _Worker) -> None:
-        """The registry as it stands. The memory of lanes comes with the first message about them."""
+        """Sends the registry's present state. The first message about a lane also carries its memory."""
         loaded = self._engine.loaded_rows()
         entries, descriptors = [], list[int]()
         known: set[tuple[int, int]] = set()
@@ -209,7 +210,7 @@ class EngineHost:
                 key = (ours.row, ours.generation)
                 blocks = [lane.memory.block for lane in ours.lane_of.values()]
                 if key not in worker.knows and len(descriptors) + len(blocks) > MOST_DESCRIPTORS:
-                    found["state"], found["reason"] = "LOADING", ""  # with the next message
+                    found["state"], found["reason"] = "LOADING", ""  # ready with the next message
                     del found["model"]
                     self._loop.call_soon(self._tell, worker)
                 else:

@@ -1,4 +1,4 @@
-"""A worker's side of the engine's process: the registry as that process tells it, and a link that is made again."""
+"""A worker's link to the engine's process: it mirrors that process's registry and reconnects after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paellapy.serving.registry import LOADING, READY, Catalogue, Entry
 from paellapy.serving.workers.channel import Channel, Message
 from paellapy.serving.workers.engine_host import HELLO, STATE
 
-_AGAIN_S = 0.05  # between two attempts to reach the engine's process
+_AGAIN_S = 0.05  # between two attempts to connect to the engine's process
 _STATE_BELONGS_ELSEWHERE = "the model's function is in the engine's process"
 
 
@@ -34,7 +34,7 @@ def _elsewhere(*_: Any) -> None:
 
 
 class RemoteRegistry(Catalogue):
-    """What the engine's process may serve, and has loaded."""
+    """The models that the engine's process may serve or has loaded."""
 
     engine: RemoteEngine
 
@@ -50,7 +50,7 @@ class RemoteRegistry(Catalogue):
 
     def find(self, name: str, version: str | None = None) -> Entry:
         if not self.entries:
-            raise EngineAwayError(AWAY)  # nothing is known yet, not even what there is
+            raise EngineAwayError(AWAY)  # the models are not known yet
         return super().find(name, version)
 
     def ready(self, name: str, version: str | None = None) -> Model:
@@ -60,7 +60,7 @@ class RemoteRegistry(Catalogue):
         return super().ready(name, version)
 
     def update(self, told: list[dict[str, Any]], descriptors: list[int]) -> None:
-        """The whole registry as it is now."""
+        """Replaces the whole registry."""
         before = {(m.row, m.generation): m for m in self.engine.loaded_rows().values()}
         models: dict[str, RemoteModel] = {}
         entries: dict[str, Entry] = {}
@@ -75,7 +75,8 @@ class RemoteRegistry(Catalogue):
                 if model is None:
                     taken = [descriptors.pop(0) for _ in range(found.get("mapped", 0))]
                     model = _model(name, found, taken)
-                    predict_finish(self.engine.state, model.row, time.monotonic_ns())  # compiled before it is needed
+                    # Compiles it before a request needs it
+                    predict_finish(self.engine.state, model.row, time.monotonic_ns())
                 models[name] = model
                 entry.model, entry.row = model.model, model.row
             entries[name] = entry
@@ -86,7 +87,7 @@ class RemoteRegistry(Catalogue):
         self.engine.set_models(models)
 
     def lost(self) -> None:
-        """Nothing is loaded until the next process says so."""
+        """Marks all models as not loaded until the next process reports them."""
         for entry in self.entries.values():
             if entry.state == READY:
                 entry.state, entry.model = LOADING, None
@@ -123,7 +124,7 @@ def _model(name: str, told: dict[str, Any], descriptors: list[int]) -> RemoteMod
 
 
 class EngineLink:
-    """Keeps a worker connected to the engine's process, whichever that is at the moment."""
+    """Keeps a worker connected to the engine's process, across restarts."""
 
     def __init__(self, path: Path, front: int, policies: Callable[[str], Policy]) -> None:
         self._path, self._front, self._policies = path, front, policies
@@ -134,20 +135,20 @@ class EngineLink:
         self._news = asyncio.Event()
         self._closing = False
         self.pid = 0  # of the engine's process
-        self.settled = False  # what was to be loaded at the start is, or could not be
+        self.settled = False  # every model of the start is loaded, or could not be
 
     async def call(self, name: str, data: Any = None) -> Any:
-        """Of the engine's process; EngineAwayError while there is none."""
+        """Calls the engine's process; EngineAwayError while there is none."""
         if self._channel is None or self.engine.link is None:
             raise EngineAwayError(AWAY)
         return await self._channel.call(name, data)
 
     async def run(self) -> None:
-        """Until `close`."""
+        """Runs until `close`."""
         while not self._closing:
             try:
                 await self._connect()
-            except (OSError, PaellaError):  # not there yet, or our predecessor's death is not known there yet
+            except (OSError, PaellaError):  # not listening yet, or this worker's predecessor is not signed off yet
                 if self._channel is not None:
                     self._channel.close()
                 await asyncio.sleep(_AGAIN_S)
@@ -160,11 +161,11 @@ class EngineLink:
             self._channel.close()
 
     def poke(self) -> None:
-        """Whoever waits for changes looks again."""
+        """Wakes those who wait for changes."""
         self._news.set()
 
     async def changed(self) -> None:
-        """Until the engine's process says something new, or is gone."""
+        """Waits until the engine's process reports a change or is gone."""
         self._news.clear()
         await self._news.wait()
 
@@ -176,7 +177,7 @@ class EngineLink:
             connection.close()
             raise
         self._ended.clear()
-        early: list[tuple[Message, list[int]]] = []  # what comes before we know how to read it
+        early: list[tuple[Message, list[int]]] = []  # messages that arrive before they can be read
 
         def message(each: Message, fds: list[int]) -> None:
             if self.engine.link is None:
@@ -219,7 +220,7 @@ class EngineLink:
         self._news.set()
 
     def _lost(self) -> None:
-        """The process has ended: say so to everybody who waits, before anything else."""
+        """The process has ended: first tells everybody who waits."""
         link = self.engine.link
         if link is not None:
             self.engine.lose()
@@ -227,6 +228,6 @@ class EngineLink:
             os.close(link.bell_fd)
             os.close(link.wake_fd)
             if not self._closing:
-                log.warning("the engine's process is gone")
+                log.warning("the engine's process has ended")
         self._ended.set()
         self._news.set()

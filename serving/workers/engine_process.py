@@ -1,4 +1,4 @@
-"""What runs in the engine's process: an engine, its models, and what hosts them for workers."""
+"""The engine's process: an engine, its models, and their host for workers."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ KEPT = "kept"
 
 
 class Policies:
-    """The configured policy, and those of the package by name."""
+    """The configured policy, and the package's policies by name."""
 
     def __init__(self, configured: Policy) -> None:
         self.configured = configured
 
     def __call__(self, name: str) -> Policy:
-        """By name; the configured one where there is none."""
+        """The policy of that name; "": the configured one."""
         known = name and name != self.configured.name and name in policy_names()
         return find_policy(name) if known else self.configured
 
 
 class Latest:
-    """The configuration that the next process of the engine begins with: as it was last taken up."""
+    """The latest valid configuration, with which the next engine process starts."""
 
     def __init__(self, config: Config, source: Source) -> None:
         self._first = config, source
         self.config, self.source = config, source
 
     def read_again(self) -> None:
-        """One that is wrong is told by whoever was to take it up."""
+        """Reads the file again. Errors are reported by the process that applies it."""
         with contextlib.suppress(PaellaError):
             self.config, self.source = self.source.again()
 
     def entries(self) -> list[Entry]:
-        """Also where what the file names cannot be imported any more: then as it was at the start."""
+        """The file's models; if they cannot be imported any more, those of the start."""
         try:
             return build_entries(self.config, self.source)
         except PaellaError as e:
             if self.config is self._first[0]:
                 raise
-            log.error("the configuration of the start is used", extra={"fields": {"error": str(e)}})
+            log.error("using the configuration of the server's start instead", extra={"fields": {"error": str(e)}})
             self.config, self.source = self._first
             return build_entries(self.config, self.source)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """What an engine is made from. `main` and `stand_by` run in processes of their own."""
+    """Everything an engine is made from. `main` and `stand_by` run in processes of their own."""
 
     latest: Latest
     models: Sequence[Model]
@@ -78,9 +78,9 @@ class EngineProcess:
         return self._run(tell, called=None)
 
     def stand_by(self, tell: Tell) -> int:
-        """Does what takes time, waits until it is called, and is the engine from then on.
+        """Does the slow part of a start, waits until it is called, and then becomes the engine.
 
-        Where the GPU's memory is not to hold the models twice, it has imported modules and compiled code only.
+        If the GPU's memory cannot hold the models twice, it only imports modules and compiles code.
         """
         config = self.latest.config
         self._log_as("standby", "warning")
@@ -126,7 +126,7 @@ class EngineProcess:
 
 
 class _Life:
-    """Of one engine in this process, from its first model to its end."""
+    """The life of one engine in this process, from its first model to its end."""
 
     def __init__(self, registry: Registry, reloader: Reloader, tell: Tell, path: Path, drain_s: float) -> None:
         self._registry, self._engine, self._reloader = registry, registry.engine, reloader
@@ -139,7 +139,7 @@ class _Life:
         self._stop.set()
 
     async def main(self, called: Callable[[], Awaitable[None]] | None) -> int:
-        """`called`: nobody is served before that."""
+        """Runs the engine. If `called` is given, no worker is served before it returns."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stopping)
         await self._host.restore()
         if called is None:
@@ -170,14 +170,14 @@ class _Life:
         return 0
 
     def _open(self) -> None:
-        """Workers may come."""
+        """Lets workers connect."""
         self._host.start()
         self._engine.guests.show()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, self._reloader.reload))
 
     async def _settle(self, loading: asyncio.Task[None]) -> None:
-        """Once all is loaded. Whoever loads has told of what went wrong."""
+        """Waits for the load to end. Its errors have already been logged."""
         await asyncio.wait((loading,))
         loading.result()
         self._host.settle()

@@ -1,4 +1,4 @@
-"""What was changed while the server ran, kept beyond the engine's process: which models are wanted, the policy."""
+"""Changes made while the server ran, kept across engine processes: the wanted models and the policy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Choices(msgspec.Struct):
 
 
 class Kept:
-    """A file in a folder of the server's own. The next process of the engine begins as the last one was."""
+    """A file in the server's own folder. The next engine process starts in the state of the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._last: _Choices | None = None
 
     def restore(self, registry: Registry) -> str:
-        """Sets which models are wanted; the policy to switch to, "" where that is the configured one."""
+        """Sets which models are wanted; returns the policy to switch to, "" if it is the configured one."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_Choices)
         except FileNotFoundError:  # nothing has been changed yet
@@ -43,11 +43,11 @@ class Kept:
         if policy:
             changed["policy"] = policy
         if changed:
-            log.info("as it was before, and not as configured", extra={"fields": changed})
+            log.info("restored changes that were made while the server ran", extra={"fields": changed})
         return policy
 
     def save(self, registry: Registry) -> None:
-        """After every change, in whichever thread made it."""
+        """Saves the state; called after every change, in the thread that made it."""
         with self._lock:
             now = _Choices(registry.engine.policy, {e.name: e.wanted for e in registry.entries.values()})
             if now == self._last:
@@ -55,9 +55,9 @@ class Kept:
             new = self._path.with_suffix(".new")
             try:
                 new.write_bytes(msgspec.json.encode(now))
-                os.replace(new, self._path)  # a process that is killed meanwhile leaves the old one whole
+                os.replace(new, self._path)  # atomic: a process killed meanwhile leaves the old file intact
             except OSError as e:
                 fields = {"error": str(e)}
-                log.warning("a restart of the engine will not know what was changed", extra={"fields": fields})
+                log.warning("a restart of the engine will undo this change", extra={"fields": fields})
             else:
                 self._last = now

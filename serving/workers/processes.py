@@ -1,4 +1,4 @@
-"""The processes of `--workers N`: what runs in the engine's, and what in each worker."""
+"""The processes of `--workers N`: the engine's, and each worker's."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from paellapy.serving.workers.process import HUNG, READY, STOPPING, Process, Tel
 from paellapy.serving.workers.supervisor import Supervisor
 
 SOCKET = "engine"
-ENGINE_PATIENCE_S = 10.0  # a worker without an engine starts to answer 503 after this
+ENGINE_PATIENCE_S = 10.0  # a worker without an engine answers 503 after this time
 
 
 def serve_workers(config: Config, source: Source, models: Sequence[Model], announce: Announce | None = None) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Runs until SIGTERM or SIGINT."""
     options = config.server
     configure(options.log_format, options.log_level)
     keys, tls = build_keys(config, source), build_tls(config, source)
-    policies = Policies(build_policy(config, source))  # compiled before the fork: the others start with it
+    policies = Policies(build_policy(config, source))  # compiled before the fork, so that all processes have it
     warn_of_neighbours(options, keys)
     check_fork(config)
     warm_up(policies.configured)
@@ -87,7 +87,7 @@ def serve_workers(config: Config, source: Source, models: Sequence[Model], annou
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """`front` is its number, from 1."""
+    """One worker. `front` is its number, from 1."""
 
     front: int
     config: Config
@@ -99,7 +99,7 @@ class _Worker:
     table: Numbers
     suspects: Any
     shares: Shares
-    since: float  # when the server began
+    since: float  # start of the server
 
     def main(self, tell: Tell) -> int:
         options = self.config.server
@@ -122,10 +122,10 @@ class _Worker:
 
 
 class _WorkerServer(Server):
-    """Its models are loaded by another process."""
+    """A server whose models another process loads."""
 
     def __init__(self, link: EngineLink, worker: _Worker, give_up: Callable[[], None]) -> None:
-        """`give_up` asks for another engine."""
+        """`give_up` asks the supervisor for a new engine."""
         o = worker.config.server
         counters = Counters(link.registry, worker.table, worker.front - 1)
         service = Service(
@@ -145,7 +145,9 @@ class _WorkerServer(Server):
         self._give_up()
 
     async def start(self) -> None:
-        """Connections wait in the kernel's queue until the engine is known, but not for one that does not come."""
+        """Listens once the engine is known, or has not come in time; until then connections wait in the
+        kernel's queue.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENGINE_PATIENCE_S):
                 while not self._link.registry.entries:

@@ -1,14 +1,15 @@
 """`--workers N`: a supervisor, one process with the engine, and N processes that speak HTTP, on one port.
 
-The supervisor does nothing but start processes, start them again, and pass on the signal to stop. It forks them: so
-models that exist only as Python objects reach the engine, and a restart imports nothing. It must therefore stay clean:
-no device is opened here, no loop and no thread is started.
+The supervisor only starts and restarts processes and passes on the signal to stop. It forks them, so that models that
+exist only as Python objects reach the engine, and a restart imports nothing. For that it must stay clean: it opens no
+device and starts no event loop and no thread.
 
-Every worker has a listening socket of its own on the same port (SO_REUSEPORT, the kernel deals out the connections),
-which the supervisor keeps open: connections that wait in the queue of a worker that died are served by the next one.
-One that dies again and again leaves the port while it waits to be started, so that the others get its connections.
+Every worker has its own listening socket on the same port (SO_REUSEPORT: the kernel spreads connections over them). The
+supervisor keeps the sockets open: connections that wait in the queue of a worker that died are served by its successor.
+A worker that dies repeatedly leaves the port until its restart, so that the others get its connections.
 
-A standby is a second process of the engine that has done what takes time and waits. It takes over when the engine ends.
+A standby is a second engine process that has done the slow part of a start and waits. It takes over when the engine
+ends.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from paellapy.serving.listening import Shares
 from paellapy.serving.logs import log
 from paellapy.serving.workers.process import CHANGED, HUNG, LONGEST_PAUSE_S, READY, STOPPING, Process, become, how_ended
 
-STANDBY_AFTER_S = 2.0  # of rest after a start or a change: a standby is not to slow what is being loaded
+STANDBY_AFTER_S = 2.0  # pause after a start or a change, so that starting a standby does not slow loading
 STOP_MARGIN_S = 5.0
 
 
 class Supervisor:
-    """Runs processes until it is told to stop: then `first` ones, and after them the others."""
+    """Runs processes until it is told to stop: then it stops those in `first`, and after them those in `then`."""
 
     def __init__(
         self,
@@ -47,23 +48,23 @@ class Supervisor:
         hung_up: Callable[[], None] | None = None,
         standby: Process | None = None,
     ) -> None:
-        """`hung_up` is called on SIGHUP, before the processes get it too; `standby` takes over from `then`'s first."""
+        """`hung_up` is called on SIGHUP, before the processes get it; `standby` takes over from the first of `then`."""
         self._on_hang_up = hung_up
         self._first, self._then, self._shares, self._drain_s = first, then, shares, drain_s
         self._processes = [*then, *first]  # the engine is started first and stopped last
         self._standby = standby
         if standby is not None:
-            standby.start_at = math.inf  # when all else is there
+            standby.start_at = math.inf  # started once all others are ready
             self._processes.append(standby)
         self._signals = 0
-        self._open: set[int] = set()  # what children must not keep
-        self._outdated = False  # the standby is
-        self._leaving: list[int] = []  # processes that have ended but for what the system does for them
+        self._open: set[int] = set()  # descriptors that children must close
+        self._outdated = False  # whether the standby misses a change
+        self._leaving: list[int] = []  # processes that have ended but are still being cleaned up by the system
 
     def run(self, ready: Callable[[], None]) -> None:
-        """Blocks. `ready` is called once, when every process has said that it is; PaellaError: one cannot start."""
+        """Blocks. `ready` is called once, when all processes are ready; PaellaError if one cannot start."""
         told = False
-        # What is there now stays: else the first full collection of each process copies all that they share.
+        # Freeze existing objects: otherwise each process's first full collection would copy the memory they share.
         gc.collect()
         gc.freeze()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -104,7 +105,7 @@ class Supervisor:
         self._signals += 1
 
     def _hung_up(self, number: int, frame: object) -> None:
-        """Who listens takes up the configuration as it stands now; those that are being started have it."""
+        """Passes SIGHUP on to running processes; those being started read the new configuration anyway."""
         if self._on_hang_up is not None:
             self._on_hang_up()
         self._signal([*self._first, *self._then], signal.SIGHUP)
@@ -130,14 +131,14 @@ class Supervisor:
             log.info("the standby takes over", extra={"fields": {"process": engine.name, "pid": engine.pid}})
         else:
             self._start(engine)
-        # The next one may be needed soon; but it does not slow an engine that is still loading.
+        # A new standby may be needed soon, but must not slow an engine that is still loading.
         standby.start_at = 0.0 if engine.ready else math.inf
 
     def _can_take_over(self) -> bool:
         return self._standby is not None and self._standby.pid != 0 and not self._standby.unwanted
 
     def _renew_standby(self) -> None:
-        """After a rest. What was ready to take over does not know of what has changed since."""
+        """Replaces the standby after a pause: it does not know the latest changes."""
         standby = self._standby
         if standby is not None and not self._stopping:
             if standby.pid:
@@ -150,14 +151,14 @@ class Supervisor:
         if process.share >= 0:
             try:
                 own = {self._shares[process.share].fileno()}
-            except OSError as e:  # others took the port while nobody listened
+            except OSError as e:  # another program took the port while nobody listened
                 process.start_at = time.monotonic() + LONGEST_PAUSE_S
                 log.error("cannot listen", extra={"fields": {"process": process.name, "error": str(e)}})
                 return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         supervisor = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of threads at a fork. The only ones here are BLAS's, which stops and starts them around it.
+            # Python warns of threads at a fork. The only threads here are BLAS's, which restarts them after it.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -171,7 +172,7 @@ class Supervisor:
         process.started += 1
         self._open |= {process.pidfd, process.status_fd}
         if process.started > 1 and process is not self._standby:
-            log.info("started again", extra={"fields": {"process": process.name, "pid": pid}})
+            log.info("the process was restarted", extra={"fields": {"process": process.name, "pid": pid}})
 
     # -- watching
 
@@ -218,24 +219,24 @@ class Supervisor:
 
     def _is_ready(self, process: Process) -> None:
         if process is self._standby:
-            log.info("a standby is there", extra={"fields": {"pid": process.pid}})
+            log.info("a standby is ready", extra={"fields": {"pid": process.pid}})
         elif self._standby is not None and process is self._then[0]:
             self._standby.start_at = min(self._standby.start_at, time.monotonic() + STANDBY_AFTER_S)
 
     def _end_hung(self, pid: int) -> None:
-        """Every worker says so of the same one, and the next one may be there already."""
+        """Ends a hanging engine. All workers report the same one, and its successor may already run."""
         hung = [each for each in self._then if each.pid == pid]
         if hung:
-            log.error("the engine is ended: a worker has had no sign of life of it", extra={"fields": {"pid": pid}})
+            log.error("the engine did not respond to a worker and is killed", extra={"fields": {"pid": pid}})
             self._signal(hung, signal.SIGKILL)
 
     def _look(self, process: Process) -> None:
-        """Has it ended?"""
+        """Checks whether the process has ended, and acts on it."""
         pid, status = os.waitpid(process.pid, os.WNOHANG)
         if pid == 0:
             if not process.gone or process is not self._then[0] or not self._can_take_over():
                 return
-            # What it has of a real GPU takes seconds to be given back, and the standby does not need it.
+            # The system takes seconds to free its real GPU's memory, which the standby does not need.
             self._leaving.append(process.pid)
         self._listen(process)
         for fd in (process.pidfd, process.status_fd):
@@ -245,7 +246,7 @@ class Supervisor:
         lived_s = time.monotonic() - process.began
         if self._stopping or process.unwanted:
             if status and not process.unwanted:
-                log.warning("ended badly", extra={"fields": {"process": process.name, "how": how_ended(status)}})
+                log.warning("ended in error", extra={"fields": {"process": process.name, "how": how_ended(status)}})
             process.unwanted = False
             return
         pause_s = process.pause_s(lived_s)
@@ -259,12 +260,12 @@ class Supervisor:
             fields["again_in_s"] = pause_s
             if process.share >= 0:
                 self._shares.leave(process.share)
-        log.error("ended, and is started again", extra={"fields": fields})
+        log.error("a process ended and is being restarted", extra={"fields": fields})
 
     # -- stopping
 
     def _stop(self) -> None:
-        """The first ones, and when they are gone the others; a second signal ends all at once."""
+        """Stops the first processes, then the others; a second signal kills all at once."""
         self._signals = max(1, self._signals)
         asked = self._signals
         if self._standby is not None and self._standby.pid:
@@ -275,7 +276,8 @@ class Supervisor:
             began = time.monotonic()
             while any(each.pid for each in group) and self._signals == asked:
                 heard = all(each.stopping for each in group if each.pid)
-                if time.monotonic() - began > STOP_MARGIN_S + self._drain_s * heard:  # who does not hear it, hangs
+                # A process that has not reacted hangs
+                if time.monotonic() - began > STOP_MARGIN_S + self._drain_s * heard:
                     break
                 poll = select.poll()
                 for each in group:

@@ -68,7 +68,7 @@ def test_nothing_is_unpacked_for_whoever_has_no_key(server, unpacked, method, pa
 def test_a_bomb_is_unpacked_away_from_the_loop_and_only_to_its_limit(server, unpacked, path):
     status, _, said = ask(server, "POST", path, BOMB, {"Content-Encoding": "gzip", **KEY})
     assert status == 413
-    assert "unpacks to more than" in said["error"]
+    assert "more than" in said["error"]
     assert [name.startswith("unpack") for _, name in unpacked] == [True]
 
 
@@ -106,7 +106,7 @@ def test_codings_that_are_wrong_are_told_and_the_connection_goes_on(server, codi
 
 def test_a_ratio_beyond_all_data_is_refused_though_the_size_is_allowed():
     zeros = bytes(4 * codings.FREE_BYTES)
-    with pytest.raises(codings.TooLargeError, match="unpacks to more"):
+    with pytest.raises(codings.TooLargeError, match="more than"):
         codings.unpack(gzip.compress(zeros, mtime=0), "gzip", len(zeros))
     noise = np.random.default_rng(0).bytes(4 * codings.FREE_BYTES)
     assert codings.unpack(gzip.compress(noise, 1, mtime=0), "gzip", len(noise)) == noise

@@ -159,7 +159,7 @@ def test_certificates_and_keys_are_taken_up(folder):
         assert (status(port, "old"), status(port, "new")) == (401, 200)
         (folder / "certificate.pem").write_text("none")
         os.kill(process.pid, signal.SIGHUP)
-        assert "stay as they are" in read_until(process.stderr, "stay as they are")
+        assert read_until(process.stderr, "are unchanged")
         assert status(port, "new") == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

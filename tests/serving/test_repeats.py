@@ -91,7 +91,7 @@ def test_json_that_was_right_with_its_tensors_is_wrong_with_fewer_or_more():
 def test_another_model_of_the_same_name_reads_for_itself():
     header, arrays = make_request(make_model(["float32"]), 1, {})
     assert read(make_model(["float32"]), header, arrays).repeated is not None
-    with pytest.raises(RequestError, match="is FP64, not FP32"):
+    with pytest.raises(RequestError, match="FP64, not FP32"):
         read(make_model(["float64"]), header, arrays)
 
 
@@ -187,5 +187,5 @@ def test_numbers_are_rounded_as_numpy_does_and_never_to_infinity():
         found = decode(model, body(values), None).inputs["x"][0]
         np.testing.assert_array_equal(found, np.array(values).astype(dtype))
         if name != "float64":
-            with pytest.raises(RequestError, match="out of the range"):
+            with pytest.raises(RequestError, match="range"):
                 decode(model, body([0.0, 0.0, 1.01 * values[2]]), None)

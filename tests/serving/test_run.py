@@ -150,7 +150,7 @@ def test_a_host_of_another_machine_is_refused_with_the_remedy(host, workers):
     with serving("--host", host, "--port", "0", "--device", "virtual:h200", "--workers", workers) as process:
         assert process.wait(60) == 1
         said = " ".join(process.stderr.read().split())
-    assert f"{host}:0 cannot be listened on" in said
+    assert f"{host}:0" in said
     assert "choose a host of this machine" in said
     assert "Traceback" not in said
 
@@ -169,10 +169,11 @@ def test_a_port_that_is_taken_is_said():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with serving("--port", str(taken.getsockname()[1]), "--device", "virtual:h200") as process:
+        port = taken.getsockname()[1]
+        with serving("--port", str(port), "--device", "virtual:h200") as process:
             _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "cannot be listened on" in error
+    assert f":{port}" in error
     assert "Traceback" not in error
 
 

@@ -157,7 +157,7 @@ def test_models_are_unloaded_and_loaded(client):
 
 
 def test_nothing_but_the_configured_models_is_loaded(client):
-    with pytest.raises(InferenceServerException, match="no model named 'other'") as caught:
+    with pytest.raises(InferenceServerException, match="'other'") as caught:
         client.load_model("other")
     assert caught.value.status() == "404"
     with pytest.raises(InferenceServerException, match="cannot be given here"):
@@ -238,7 +238,7 @@ def test_the_asynchronous_client(server):
             tensor.set_data_from_numpy(IMAGES[:1])
             with pytest.raises(InferenceServerException, match="deadline"):
                 await client.infer("mlp", [tensor], timeout=1)
-            with pytest.raises(InferenceServerException, match="no model named"):
+            with pytest.raises(InferenceServerException, match="nope"):
                 await client.infer("nope", [tensor])
 
     asyncio.run(main())

@@ -112,15 +112,15 @@ def test_arrivals_have_the_rate_asked_for(arrivals):
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        (Load(), "one of the three"),
-        (Load(rate=1, concurrency=1), "one of the three"),
-        (Load(rate=1, trace=(Arrival(0.0, "one"),)), "one of the three"),
+        (Load(), "exactly one"),
+        (Load(rate=1, concurrency=1), "exactly one"),
+        (Load(rate=1, trace=(Arrival(0.0, "one"),)), "exactly one"),
         (Load(rate=-1), "rate is -1: give a number above zero"),
         (Load(rate=float("nan")), "rate is nan"),
         (Load(concurrency=1, items=0), "items is 0"),
         (Load(concurrency=1, warmup_s=-1.0), "warmup is -1.0: give zero or more"),
         (Load(concurrency=1, seed=-1), "seed is -1: give zero or more"),
-        (Load(rate=1, arrivals="lognormal", sigma=-1.0), "sigma is -1.0: give one from 0"),
+        (Load(rate=1, arrivals="lognormal", sigma=-1.0), "sigma is -1.0"),
         (Load(("nope",), concurrency=1, headers=QUICK["headers"]), "404"),
         (Load(concurrency=1), "401"),
     ],
@@ -185,7 +185,7 @@ def test_several_client_processes_share_a_load(server, how):
 def test_a_client_process_that_fails_says_why(server):
     with pytest.raises(BenchError, match="401"):
         run_bench(server.url, Load(("one",), concurrency=2), clients=2)
-    with pytest.raises(BenchError, match="only 1"):
+    with pytest.raises(BenchError, match=r"1 requests.* 2 client"):
         run_bench(server.url, Load(("one",), concurrency=1), clients=2)
 
 
@@ -215,9 +215,9 @@ def test_percentiles_get_denser_towards_the_end():
 
 
 def test_an_endpoint_that_is_not_there():
-    with pytest.raises(BenchError, match="cannot be reached"):
+    with pytest.raises(BenchError, match=r"http://127\.0\.0\.1:1"):
         run_bench("http://127.0.0.1:1", Load(concurrency=1))
-    with pytest.raises(BenchError, match="no address"):
+    with pytest.raises(BenchError, match="ftp://x"):
         Endpoint.of("ftp://x")
 
 
@@ -414,9 +414,9 @@ def test_a_server_that_closes_gets_another_connection():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\nabc", "without Content-Length"),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", "Content-Length"),
         (HEAD + b"abcdefg", "longer than"),
-        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "without end"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "headers"),
     ],
 )
 def test_answers_that_cannot_be_measured(answer, said):

@@ -39,7 +39,7 @@ def standby_after(server, before):
     """The process number of a standby that is not `before` and has loaded its models."""
 
     def loaded():
-        return [line["pid"] for line in server.lines() if line["message"] == "a standby is there"]
+        return [line["pid"] for line in server.lines() if line["message"] == "a standby is ready"]
 
     server.wait_until(lambda: loaded() and loaded()[-1] != before)
     return loaded()[-1]
