@@ -36,6 +36,6 @@ _add_methods(
 _add_methods("Explanation", {"plot": "paellapy.viz.explain_figure:plot_explanation"})
 _add_methods("Results", {"plot": "paellapy.viz.run_figure:plot_run"})
 
-# `__init__.pyi` says where each public name lives. The modules are imported when a name is first used, so that
-# `import paellapy` takes a moment, and a script pays for Triton, Numba or the server only where it uses them.
+# `__init__.pyi` maps each public name to its module. A module is imported when one of its names is first used, so that
+# `import paellapy` is quick and a script pays for Triton, Numba or the server only if it uses them.
 __getattr__, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""`python -m paellapy`: the command line, where its script is not on the path."""
+"""`python -m paellapy`: the command line, for use where its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays and streams of the current device: what `pp.array`, `pp.empty`, `pp.zeros` and `pp.stream` make."""
+"""Arrays and streams of the current device: `pp.array`, `pp.empty`, `pp.zeros` and `pp.stream`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def zeros(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
 
 
 def empty_like(other: Any, dtype: DTypeLike | None = None) -> Array:
-    """Uninitialised memory on the current device, of the shape and type of an array, or of another type."""
+    """Uninitialised memory on the current device, with another array's shape, and its type unless `dtype` is given."""
     return Device.current().empty(tuple(other.shape), other.dtype if dtype is None else dtype)
 
 

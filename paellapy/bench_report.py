@@ -1,4 +1,4 @@
-"""`paellapy bench` on the terminal: a bar while it runs, a table when it is done."""
+"""`paellapy bench` on the terminal: a progress bar while it runs, a table when it is done."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paellapy.serving.bench.load import Load
 from paellapy.serving.bench.run import run_bench
 
 TRIAL_S, MOST_REFUSED = 1.0, 0.02
-LATE_MS = 10.0  # a timer and a turn of the loop take less, also on a busy machine
+LATE_MS = 10.0  # a timer and a turn of the event loop take less, even on a busy machine
 
 
 def run(target: str | Engine, load: Load, console: Console, clients: int = 1) -> dict[str, Any]:
-    """Runs it under a progress bar."""
+    """Runs the load under a progress bar."""
     counts = TextColumn("{task.fields[counts]}")
     columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
-    # Where nobody sees the bar, rich leaves an empty line for it.
+    # Without a terminal, rich would print an empty line in place of the bar.
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("warming up", total=load.uncounted_s + load.counted_s, counts="")
 
@@ -34,20 +34,20 @@ def run(target: str | Engine, load: Load, console: Console, clients: int = 1) ->
 
 
 def bearable(target: str | Engine, load: Load, console: Console, clients: int) -> Load:
-    """As many clients as are hardly ever refused, by short trials: where nobody has said how many."""
+    """Finds by short trials how many clients the target takes almost without refusals, if no number was given."""
     assert load.concurrency is not None
     while load.concurrency > clients:
         trial = run_bench(target, replace(load, warmup_s=TRIAL_S / 2, duration_s=TRIAL_S), None, clients)["all"]
         if trial["refused"] <= MOST_REFUSED * (trial["answered"] + trial["refused"]):
             return load
         fewer = max(clients, load.concurrency // 2)
-        console.print(f"{load.concurrency} clients at once are more than this server takes: trying {fewer}")
+        console.print(f"{load.concurrency} clients at once are too many for this server: trying {fewer}")
         load = replace(load, concurrency=fewer)
     return load
 
 
 def table(result: dict[str, Any]) -> Table:
-    """One row per model, and one for all where there are several."""
+    """One row per model, and a row for all models if there are several."""
     load = result["load"]
     if load["trace"]:
         how = f"{load['trace']} requests of a trace, latency from intended arrival"
@@ -75,7 +75,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def lateness(result: dict[str, Any]) -> str:
-    """Where the client and not the server was slow, so that nobody takes one for the other.
+    """Says how late the client itself was, so that its delay is not mistaken for the server's.
 
     >>> lateness({"client_late_ms": 250.0})[:52]
     'this client itself sent requests up to 250 ms late, '
@@ -85,10 +85,10 @@ def lateness(result: dict[str, Any]) -> str:
         return ""
     return (
         f"this client itself sent requests up to {_ms(late_ms)} ms late, which is part of the latencies: "
-        "ask for a lower --rate, or from several processes with --clients"
+        "lower --rate, or use several processes with --clients"
     )
 
 
 def _ms(value: float) -> str:
-    """Three digits, or as many as there are before the point."""
+    """Three digits, or all digits before the decimal point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -16,7 +16,7 @@ from paellapy.instrument.versions import versions
 if TYPE_CHECKING:
     from paellapy.instrument.traces.trace import Trace
 
-# What comes after a script's name belongs to the script.
+# Arguments after a script's name belong to the script.
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(cli_simulate.simulate)
@@ -41,13 +41,14 @@ def paellapy(
 ) -> None:
     """See and control which block of which GPU kernel runs on which SM.
 
-    Trace kernels and look at them, serve models under a scheduling policy, try policies; with a GPU or without.
+    Trace kernels and view the traces, serve models under a scheduling policy, and compare policies, with or without a
+    GPU.
     """
 
 
 @app.command()
 def doctor(
-    verbose: Annotated[bool, typer.Option(help="also print the scheduler's tuned numbers and their sources")] = False,
+    verbose: Annotated[bool, typer.Option(help="also print the scheduler's tuning values and their sources")] = False,
 ) -> None:
     """Show which GPU, driver and tools were found, which features work, and what to install for the others."""
     from paellapy import doctor as examination
@@ -66,20 +67,28 @@ def doctor(
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Argument(help="TOML file  [dim](the demo models)[/dim]")] = None,
-    host: Annotated[str | None, typer.Option(help="address to listen on  [dim](127.0.0.1)[/dim]")] = None,
-    port: Annotated[int | None, typer.Option(help="port; 0: any free one  [dim](8000)[/dim]")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="HTTP processes beside the engine's; 0: one for all  [dim](0)[/dim]")
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file with settings; options override it  [dim](demo models)[/dim]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help='device: "auto", "cuda:0", "virtual:h200", …')] = None,
-    policy: Annotated[str | None, typer.Option(help='policy: "edf", …, or "package.module:function"')] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on  [dim](127.0.0.1)[/dim]")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free port  [dim](8000)[/dim]")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="HTTP processes in front of the engine's; 0: one process in all  [dim](0)[/dim]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help='device: "auto", "cuda:0", "virtual:h200", …  [dim](auto)[/dim]')
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help='policy: "paella", "edf", …, or "package.module:function"  [dim](paella)[/dim]'),
+    ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="""model: 'package.module:factory{argument="value"}'; may be repeated""")
+        list[str] | None,
+        typer.Option(help="""model to add: 'package.module:factory{argument="value"}'; may be repeated"""),
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", help="one setting of the file, such as server.grace_s=2; may be repeated"),
+        typer.Option("--set", "-s", help="override one setting of the file, as in server.grace_s=2; may be repeated"),
     ] = None,
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2). Ctrl-C or SIGTERM finishes requests in flight and stops."""
@@ -105,10 +114,10 @@ def reload(config: Annotated[Path, typer.Argument(help="settings file of the run
     from paellapy.serving.errors import ConfigError
     from paellapy.serving.reload import ask_to_reload
 
-    load_config(config)  # a mistake is told here, and the server left alone
+    load_config(config)  # a wrong file is reported here, and the server is not disturbed
     told = ask_to_reload(config)
     if "error" in told:
-        raise ConfigError(f"nothing was changed: {told['error']}")
+        raise ConfigError(f"the server changed nothing: {told['error']}")
     for what, names in told.items():
         shown = "; ".join(f"{k}: {v}" for k, v in names.items()) if isinstance(names, dict) else names
         typer.echo(f"{what}: {', '.join(shown) if isinstance(shown, list) else shown}")
@@ -118,7 +127,7 @@ def reload(config: Annotated[Path, typer.Argument(help="settings file of the run
         raise typer.Exit(1)
 
 
-_WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --device names"
+_WHAT_REPORTS = "only kernels made by pp.kernel are traced, and only on the device given by --device"
 
 
 @app.command(
@@ -128,10 +137,14 @@ _WHAT_REPORTS = "only kernels made by pp.kernel report, on the device that --dev
 def trace_script(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Python script to run; arguments after it are passed to it")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="trace file; report beside it")] = Path("trace.pptrace"),
-    device: Annotated[str | None, typer.Option(help='device: "cuda:0", "virtual:h200", …')] = None,
-    records_per_sm: Annotated[int, typer.Option(help="records kept per SM, a power of two")] = 1 << 14,
-    dark: Annotated[bool, typer.Option("--dark", help="dark colours")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="trace file to write; the report goes beside it")
+    ] = Path("trace.pptrace"),
+    device: Annotated[
+        str | None, typer.Option(help='device: "cuda:0", "virtual:h200", …  [dim](the GPU if any, else virtual)[/dim]')
+    ] = None,
+    records_per_sm: Annotated[int, typer.Option(help="most records kept per SM, a power of two")] = 1 << 14,
+    dark: Annotated[bool, typer.Option("--dark", help="use dark colours in the report")] = False,
 ) -> None:
     """Run a script and trace every pp.kernel it launches. Writes the trace and an HTML report."""
     from paellapy.output_path import OutputError, check_output
@@ -140,7 +153,7 @@ def trace_script(
     check_output(out)
     report = out.with_suffix(".html")
     if report == out:
-        raise OutputError(f"{out} is where the report of a trace goes: let the trace end in .pptrace")
+        raise OutputError(f"{out} would be overwritten by the report: give the trace a name that ends in .pptrace")
     check_output(report)
     ran = run_script(script, context.args, device, records_per_sm)
     console = Console(stderr=True)  # standard output belongs to the script
@@ -150,9 +163,9 @@ def trace_script(
         console.print(f"trace: {out}", highlight=False, soft_wrap=True)
         _write_report(ran.trace, report, script.name, dark, console)
     else:
-        # What an earlier run left there is worth more than an empty trace.
+        # An earlier run's trace is worth more than an empty one, so nothing is written.
         why = f"the script ended with exit code {ran.exit_code}" if ran.exit_code else _WHAT_REPORTS
-        console.print(f"nothing was recorded, and no trace is written: {why}", highlight=False, soft_wrap=True)
+        console.print(f"nothing was recorded, so no trace is written: {why}", highlight=False, soft_wrap=True)
     if ran.exit_code:
         raise typer.Exit(ran.exit_code)
 
@@ -160,9 +173,11 @@ def trace_script(
 @app.command()
 def view(
     file: Annotated[Path, typer.Argument(help="trace file, written by Trace.save or paellapy trace")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="page to write  [dim](beside it)[/dim]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML page to write  [dim](beside the trace)[/dim]")
+    ] = None,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="open the page in the browser")] = True,
-    dark: Annotated[bool, typer.Option("--dark", help="dark colours")] = False,
+    dark: Annotated[bool, typer.Option("--dark", help="use dark colours")] = False,
 ) -> None:
     """Make one HTML page of a trace file, which works offline, and open it."""
     import webbrowser
@@ -177,7 +192,7 @@ def view(
     viz.to_html(trace, page, file.name, theme="dark" if dark else "light")
     typer.echo(page)
     if open_ and not webbrowser.open(page.resolve().as_uri()):
-        typer.echo("no browser was found here: open the page yourself", err=True)
+        typer.echo("no browser was found: open the page yourself", err=True)
 
 
 def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Console) -> None:
@@ -186,7 +201,7 @@ def _write_report(trace: Trace, path: Path, title: str, dark: bool, console: Con
     try:
         viz.to_html(trace, path, title, theme="dark" if dark else "light")
     except viz.MissingExtraError as error:
-        # The trace is there, and can be viewed later.
+        # The trace is saved and can be viewed later.
         console.print(f"no report: {error}", markup=False, highlight=False)
     else:
         console.print(f"report: {path}", highlight=False, soft_wrap=True)
@@ -200,7 +215,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs the command line; errors of ours are one line, not a traceback."""
+    """Runs the command line. Errors of paellapy are printed in one line, without a traceback."""
     try:
         app()
     except PaellaError as e:

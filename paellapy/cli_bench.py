@@ -1,4 +1,4 @@
-"""`paellapy bench`: load on a v2 endpoint, or the same on an engine in this process."""
+"""`paellapy bench`: load on a v2 endpoint, or on an engine in this process."""
 
 from __future__ import annotations
 
@@ -18,39 +18,45 @@ DEFAULT_CONCURRENCY = 8
 
 
 def bench(
-    url: Annotated[str | None, typer.Argument(help="address of a v2 server, such as http://127.0.0.1:8000")] = None,
+    url: Annotated[str | None, typer.Argument(help="URL of a v2 server, such as http://127.0.0.1:8000")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="instead of a server: an engine in this process on this device")
+        str | None, typer.Option(help="load an engine in this process, on this device, instead of a server")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="settings of that engine, as for serve  [dim](demo models)[/dim]")
+        Path | None, typer.Option(help="TOML file for --engine, as for serve  [dim](demo models)[/dim]")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="policy of that engine")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="model; may be repeated  [dim](all)[/dim]")] = None,
-    rate: Annotated[float | None, typer.Option(help="open-loop: requests a second")] = None,
+    policy: Annotated[str | None, typer.Option(help="policy for --engine  [dim](the file's or paella)[/dim]")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="model to ask for; may be repeated  [dim](all)[/dim]")] = None,
+    rate: Annotated[float | None, typer.Option(help="open-loop: requests per second")] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="closed-loop: clients that wait for each answer  [dim](8, without other load)[/dim]"),
+        typer.Option(help="closed-loop: clients that wait for each answer  [dim](8, if no load is given)[/dim]"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="open-loop: CSV (t, model, …) or JSONL file of arrivals")
+        Path | None, typer.Option(help="open-loop: CSV (t in s, model, …) or JSONL file of arrivals")
     ] = None,
     speed: Annotated[float, typer.Option(help="play the trace this many times as fast")] = 1.0,
-    arrivals: Annotated[str, typer.Option(help="open-loop: poisson, lognormal or even")] = "poisson",
-    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger: heavier bursts")] = 1.5,
-    duration: Annotated[float | None, typer.Option(help="measured seconds  [dim](10)[/dim]")] = None,
-    warmup: Annotated[float | None, typer.Option(help="seconds before, not measured  [dim](1)[/dim]")] = None,
+    arrivals: Annotated[str, typer.Option(help="open-loop: gaps that are poisson, lognormal or even")] = "poisson",
+    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger values give heavier bursts")] = 1.5,
+    duration: Annotated[float | None, typer.Option(help="seconds to measure  [dim](10)[/dim]")] = None,
+    warmup: Annotated[float | None, typer.Option(help="seconds of load before measuring  [dim](1)[/dim]")] = None,
     items: Annotated[int, typer.Option(help="items per request")] = 1,
-    binary: Annotated[bool, typer.Option(help="send binary tensors; else JSON")] = True,
-    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request, µs")] = None,
-    priority: Annotated[int | None, typer.Option(help="priority of each request; 1 goes first, 0: default")] = None,
-    target_ms: Annotated[float | None, typer.Option(help="also show the share of answers within this latency")] = None,
-    connections: Annotated[int, typer.Option(help="open-loop: most connections at once")] = 512,
-    clients: Annotated[int, typer.Option(help="client processes; more where one core is not enough")] = 1,
-    header: Annotated[list[str] | None, typer.Option("--header", "-H", help='"Name: value"; may be repeated')] = None,
+    binary: Annotated[bool, typer.Option(help="send tensors in binary, or as JSON")] = True,
+    timeout_us: Annotated[int | None, typer.Option(help="deadline of each request in µs  [dim](none)[/dim]")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="priority of each request; 1 goes first  [dim](the server's)[/dim]")
+    ] = None,
+    target_ms: Annotated[
+        float | None, typer.Option(help="also show the share of answers within this latency in ms")
+    ] = None,
+    connections: Annotated[int, typer.Option(help="open-loop: limit of connections at a time")] = 512,
+    clients: Annotated[int, typer.Option(help="client processes, if one core is not enough")] = 1,
+    header: Annotated[
+        list[str] | None, typer.Option("--header", "-H", help='HTTP header "Name: value"; may be repeated')
+    ] = None,
     ca: Annotated[Path | None, typer.Option(help="PEM file of certificates to trust, for https")] = None,
     seed: Annotated[int, typer.Option(help="random seed of arrivals and inputs")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="file for the whole result")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all results")] = None,
 ) -> None:
     """Put load on a v2 server or an engine and show latency percentiles, refusals and errors."""
     from paellapy import bench_report
@@ -58,16 +64,16 @@ def bench(
     from paellapy.serving.bench.load import ARRIVALS, BenchError, Load, read_trace
 
     if (url is None) == (engine is None):
-        raise BenchError("give the address of an endpoint, or --engine with a device, one of the two")
+        raise BenchError("give either the URL of a server or --engine with a device")
     if url is not None and (config is not None or policy is not None):
-        raise BenchError("--config and --policy are for an --engine in this process: an endpoint has its own")
+        raise BenchError("--config and --policy need --engine: a server at a URL has its own settings")
     if arrivals not in ARRIVALS:
-        raise BenchError(f"arrivals are {', '.join(ARRIVALS)}, not {arrivals!r}")
+        raise BenchError(f"--arrivals is {arrivals!r}: choose one of {', '.join(ARRIVALS)}")
     if clients < 1:
-        raise BenchError(f"{clients} clients: at least one asks")
+        raise BenchError(f"--clients is {clients}: give 1 or more")
     if trace is not None and (duration is not None or warmup is not None):
         raise BenchError(
-            "the file of --trace sets the duration: leave --duration and --warmup out, or change --speed"
+            "the file of --trace sets the duration: leave out --duration and --warmup, or change --speed"
         )
     by_itself = rate is None and concurrency is None and trace is None
     if by_itself:
@@ -76,7 +82,7 @@ def bench(
     for each in header or []:
         name, colon, value = each.partition(":")
         if not colon:
-            raise BenchError(f"{each!r} is no header: write it as 'Name: value'")
+            raise BenchError(f"{each!r} is not a header: write it as 'Name: value'")
         headers[name.strip()] = value.strip()
     load = Load(
         models=tuple(model or ()), rate=rate, concurrency=concurrency, trace=read_trace(trace) if trace else (),

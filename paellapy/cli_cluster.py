@@ -15,13 +15,13 @@ app = typer.Typer(no_args_is_help=True, help="Many GPUs behind one address: rout
 
 
 def _named(engines: list[str]) -> dict[str, str]:
-    """`NAME=URL`, or a URL alone, which is named by its place."""
+    """Engines by name, from `NAME=URL`; a URL alone is named by its position."""
     found: dict[str, str] = {}
     for k, each in enumerate(engines):
         name, equals, url = each.partition("=")
         name, url = (name, url) if equals and "://" not in name else (f"engine-{k}", each)
         if name in found:
-            raise ArgumentError(f"two engines are named {name!r}: give each a name of its own")
+            raise ArgumentError(f"two engines are named {name!r}: give each a different name")
         found[name] = url
     return found
 
@@ -30,13 +30,15 @@ def _named(engines: list[str]) -> dict[str, str]:
 def route(
     engines: Annotated[list[str], typer.Argument(help="http://HOST:PORT of each engine, or NAME=http://…")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port, 0 for any that is free")] = 8000,
-    routers: Annotated[int, typer.Option(help="processes that share the port")] = 1,
-    every_ms: Annotated[float, typer.Option(help="milliseconds between two reports of an engine")] = 5.0,
-    hold_s: Annotated[float, typer.Option(help="seconds that a request waits for an engine with its model")] = 20.0,
-    key: Annotated[str | None, typer.Option(envvar="PAELLAPY_ROUTER_KEY", help="API key for the engines")] = None,
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any free port")] = 8000,
+    routers: Annotated[int, typer.Option(help="number of router processes, which share the port")] = 1,
+    every_ms: Annotated[float, typer.Option(help="milliseconds between two reports of each engine")] = 5.0,
+    hold_s: Annotated[float, typer.Option(help="seconds a request may wait for an engine with its model")] = 20.0,
+    key: Annotated[
+        str | None, typer.Option(envvar="PAELLAPY_ROUTER_KEY", help="API key for the engines, if they need one")
+    ] = None,
 ) -> None:
-    """Route requests to engines that run already, without Ray, until SIGTERM or Ctrl-C."""
+    """Route requests to running engines, without Ray, until SIGTERM or Ctrl-C."""
     from paellapy.cluster.router import RouterOptions
     from paellapy.cluster.routers import run_routers
 
@@ -46,32 +48,36 @@ def route(
 
 @app.command()
 def serve(
-    file: Annotated[Path, typer.Argument(help=r"TOML file: as for paellapy serve, and \[cluster] with engines, …")],
-    detach: Annotated[bool, typer.Option("--detach", help="return once it is ready; needs a running Ray")] = False,
+    file: Annotated[Path, typer.Argument(help=r"TOML file as for paellapy serve, with a table \[cluster]")],
+    detach: Annotated[
+        bool, typer.Option("--detach", help="return once the cluster is ready; needs a running Ray")
+    ] = False,
 ) -> None:
-    """Place one engine per GPU on Ray, load models by the plan, and open the front door, until SIGTERM or Ctrl-C."""
+    """Start one engine per GPU on Ray, load models by the plan, and serve them at one address until SIGTERM
+    or Ctrl-C.
+    """
     from paellapy.cluster import lifecycle
 
-    typer.echo("bringing the cluster up; a first start on a machine compiles, which takes a minute …", err=True)
+    typer.echo("starting the cluster; the first start on a machine compiles, which takes a minute …", err=True)
     url, started = lifecycle.bring_up(file)
     typer.echo(f"serving at {url}")
     if detach and not started:
         return
     if detach:
-        typer.echo("Ray was started for this cluster, so it stays here: start Ray first to detach", err=True)
+        typer.echo("this process started Ray and cannot detach: run `ray start --head` first to detach", err=True)
     stop = threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())
     while not stop.wait(1.0):
         if not lifecycle.is_up():
-            typer.echo("the cluster was taken down")
+            typer.echo("the cluster has been taken down")
             return
     lifecycle.take_down()
 
 
 @app.command()
 def status() -> None:
-    """Engines, their models, load, predicted lateness and memory."""
+    """Show the engines with their models, load, predicted lateness and memory."""
     from rich.console import Console
 
     from paellapy.cluster import lifecycle
@@ -87,27 +93,27 @@ def status() -> None:
 
 
 @app.command()
-def scale(engines: Annotated[int, typer.Argument(help="number of engines wanted")]) -> None:
+def scale(engines: Annotated[int, typer.Argument(help="new number of engines")]) -> None:
     """Add engines, or drain the newest."""
     from paellapy.cluster import lifecycle
 
     lifecycle.connect()
-    typer.echo(f"{', '.join(lifecycle.scale(engines))}: `paellapy cluster status` says when new ones are up")
+    typer.echo(f"{', '.join(lifecycle.scale(engines))}: `paellapy cluster status` shows when new ones are ready")
 
 
 @app.command()
-def drain(engine: Annotated[str, typer.Argument(help="its name, as in the status")]) -> None:
+def drain(engine: Annotated[str, typer.Argument(help="name of the engine, as shown by status")]) -> None:
     """Take one engine out after it has finished its requests."""
     from paellapy.cluster import lifecycle
 
     lifecycle.connect()
     lifecycle.drain(engine)
-    typer.echo(f"{engine} is out")
+    typer.echo(f"{engine} has left the cluster")
 
 
 @app.command()
 def down() -> None:
-    """Take the cluster down; Ray goes on."""
+    """Take the cluster down; Ray keeps running."""
     from paellapy.cluster import lifecycle
 
     lifecycle.connect()
@@ -116,9 +122,9 @@ def down() -> None:
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help=r"TOML file: profiles, gpus, gpu_gb, \[models.NAME] with rate, …")],
+    file: Annotated[Path, typer.Argument(help=r"TOML file with profiles, gpus, gpu_gb and \[models.NAME] tables")],
 ) -> None:
-    """Choose which models go on which GPUs, and predict how many requests will be within target."""
+    """Choose models for each GPU, and predict the share of requests within target."""
     from rich.console import Console
 
     from paellapy.cluster.plan import enough_gpus, load_fleet

@@ -1,4 +1,4 @@
-"""`paellapy run --best-effort script.py …`: a script as it is, beside a running engine."""
+"""`paellapy run --best-effort script.py …`: runs an unchanged script beside a running engine."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from paellapy.instrument.errors import PaellaError
 
 
 class RunError(PaellaError):
-    """`paellapy run` was given a script or an option that does not work."""
+    """`paellapy run` was given a script or an option that it cannot use."""
 
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="Python script to run; arguments after it are passed to it")],
+    script: Annotated[str, typer.Argument(help="Python script to run; it gets the arguments that follow")],
     best_effort: Annotated[
-        bool, typer.Option("--best-effort", help="its launches and copies wait while the engine wants the GPU")
+        bool, typer.Option("--best-effort", help="required: launches and copies wait while the engine needs the GPU")
     ] = False,
     share: Annotated[float, typer.Option(help="part of the time in which it may launch, above 0 and up to 1")] = 1.0,
-    priority: Annotated[int, typer.Option(help="it waits for jobs of higher priority")] = -1,
+    priority: Annotated[int, typer.Option(help="priority of the script: it waits for jobs of higher priority")] = -1,
     engine: Annotated[
-        str | None, typer.Option(help="process number or socket of the engine; by default the newest of this user")
+        str | None, typer.Option(help="process id or socket of the engine  [dim](this user's newest)[/dim]")
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(help="kernels after which it waits for the GPU: what is queued cannot be held; 0: never")
+        int, typer.Option(help="queued kernels after which it waits for the GPU; 0: no limit")
     ] = 0,
-    name: Annotated[str | None, typer.Option(help="name in the engine; by default the script's name")] = None,
+    name: Annotated[str | None, typer.Option(help="name of the script in the engine  [dim](file name)[/dim]")] = None,
 ) -> None:
     """Run a script beside an engine that holds its GPU work back while requests need the GPU.
 
-    The script needs no change. If the engine ends, the script goes on without it.
+    The script needs no change. If the engine ends, the script continues without it.
     """
     if not best_effort:
-        raise RunError("write `paellapy run --best-effort script.py`: an engine then holds the script's launches back")
+        said = "`paellapy run` needs --best-effort: write `paellapy run --best-effort script.py`"
+        raise RunError(said)
     if not 0 < share <= 1:
-        raise RunError(f"--share {share}: give a part of the time, above 0 and up to 1")
+        raise RunError(f"--share is {share}: give a part of the time, above 0 and up to 1")
     if in_flight < 0:
-        raise RunError(f"--in-flight {in_flight}: give a number of kernels, or 0 for no bound")
+        raise RunError(f"--in-flight is {in_flight}: give a number of kernels, or 0 for no limit")
     path = Path(script)
     if not path.is_file():
-        raise RunError(f"{script}: there is no such script")
+        raise RunError(f"there is no script {script}: check its path")
     from paellapy.guest import Guest
 
     Guest(name or path.stem, priority, share, engine, in_flight).join()
     gc.collect()
-    gc.freeze()  # what was imported for the gate is not looked through whenever the script's garbage is
+    gc.freeze()  # the collector need not search the modules imported for the gate
     sys.argv = [script, *context.args]
     sys.path[0] = str(path.resolve().parent)
     runpy.run_path(script, run_name="__main__")

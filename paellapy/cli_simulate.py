@@ -1,4 +1,4 @@
-"""`paellapy simulate`: policies side by side on one workload, in simulated time."""
+"""`paellapy simulate`: compares policies on one workload, in simulated time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from paellapy.instrument.errors import ArgumentError
 def simulate(
     models: Annotated[str, typer.Argument(help="mix (eight CNNs), demo, or a JSON file of profiles")] = "mix",
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help='"edf", … or "package.module:function"; may be repeated')
+        list[str] | None,
+        typer.Option("--policy", "-p", help='name or "module:function"; may be repeated  [dim](streams, paella)[/dim]'),
     ] = None,
-    rate: Annotated[float, typer.Option(help="requests a second, all models together")] = 4000.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file (t, model)")] = "lognormal",
-    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger: heavier bursts")] = 1.5,
-    seconds: Annotated[float, typer.Option(help="simulated seconds")] = 1.0,
+    rate: Annotated[float, typer.Option(help="requests per second of all models together")] = 4000.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, lognormal, or a CSV file (t in s, model)")] = "lognormal",
+    sigma: Annotated[float, typer.Option(help="spread of lognormal gaps; larger values give heavier bursts")] = 1.5,
+    seconds: Annotated[float, typer.Option(help="length of the workload in simulated seconds")] = 1.0,
     batch: Annotated[
         str | None,
-        typer.Option(help="batch sizes, such as 1,2,4; mix has 1,2,4,8,16,32  [dim](1)[/dim]"),
+        typer.Option(help="batch sizes, such as 1,2,4; mix allows 1,2,4,8,16,32  [dim](1)[/dim]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="virtual GPU")] = "virtual:h200",
-    fidelity: Annotated[str, typer.Option(help="segments (quick) or blocks (every block placed)")] = "segments",
+    device: Annotated[str, typer.Option(help="virtual GPU to simulate")] = "virtual:h200",
+    fidelity: Annotated[str, typer.Option(help="segments (fast), or blocks (places every block)")] = "segments",
     admission: Annotated[bool, typer.Option(help="refuse requests that would be late, as a server does")] = False,
     seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="file for a picture of all policies")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture file (.png, .svg, .pdf) of all policies' results")] = None,
 ) -> None:
     """Compare scheduling policies on simulated requests, without a GPU: latency, slowdown, targets, throughput."""
     from paellapy.output_path import check_picture
@@ -48,7 +49,7 @@ def simulate(
     workload = workload_of(arrivals, rate, shares, seconds, sigma)
     about = caveat(models, device)
     results = []
-    # Where nobody sees the bar, rich leaves an empty line for it.
+    # Without a terminal, rich would print an empty line in place of the bar.
     for each in track(policies, "simulating", console=console, transient=True, disable=not console.is_interactive):
         results.append(run(profiles, workload, each, device, fidelity=fidelity, seed=seed, admission=admission))
     for result in results:
@@ -58,7 +59,7 @@ def simulate(
     if about is not None:
         console.print(about, highlight=False, soft_wrap=True)
     if admission and not results[0].has_limits:
-        console.print("--admission holds nothing: no model has a target and no request a deadline", highlight=False)
+        console.print("--admission has no effect: no model has a target and no request has a deadline", highlight=False)
     if plot is not None:
         plot_runs(results).savefig(plot)
         console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
@@ -68,4 +69,4 @@ def _sizes(batch: str | None) -> list[int] | None:
     try:
         return None if batch is None else [int(size) for size in batch.split(",")]
     except ValueError:
-        raise ArgumentError(f"batch sizes are numbers, as in 1,2,4,8, not {batch!r}") from None
+        raise ArgumentError(f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8") from None

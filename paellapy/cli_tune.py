@@ -1,4 +1,4 @@
-"""`paellapy tune`: batch sizes and placement of models, chosen together by simulated runs."""
+"""`paellapy tune`: chooses batch sizes and placement of models together, by simulated runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paellapy.instrument.errors import ArgumentError
 
 
 def tune(
-    models: Annotated[str, typer.Argument(help="mix (eight CNNs, measured on an H200), demo, or a JSON file")] = "mix",
-    rate: Annotated[float, typer.Option(help="requests a second, of all models together")] = 8000.0,
+    models: Annotated[str, typer.Argument(help="mix (eight CNNs measured on an H200), demo, or a JSON file")] = "mix",
+    rate: Annotated[float, typer.Option(help="requests per second of all models together")] = 8000.0,
     gpus: Annotated[int, typer.Option(help="number of GPUs to spread the models over")] = 1,
-    batch: Annotated[str, typer.Option(help="batch sizes to choose from; a file has its own")] = "1,2,4,8,16",
-    policy: Annotated[str, typer.Option("--policy", "-p", help='"hrrn", "package.module:function", …')] = "hrrn",
-    seconds: Annotated[float, typer.Option(help="simulated seconds for each choice")] = 0.5,
+    batch: Annotated[str, typer.Option(help="batch sizes to choose from; a JSON file has its own")] = "1,2,4,8,16",
+    policy: Annotated[str, typer.Option("--policy", "-p", help='"hrrn", … or "package.module:function"')] = "hrrn",
+    seconds: Annotated[float, typer.Option(help="length of each simulation in simulated seconds")] = 0.5,
     seed: Annotated[int, typer.Option(help="random seed of the arrivals")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the result to")] = None,
 ) -> None:
-    """Choose batch sizes and GPUs for models, before there is a GPU: at most 50 choices are simulated."""
+    """Choose batch sizes and GPUs for models by at most 50 simulations, without a GPU."""
     from paellapy.scheduler.policies.imported import named_policy
     from paellapy.scheduler.sim.tune import tune as search
     from paellapy.simulation import named_models
@@ -32,7 +32,7 @@ def tune(
     try:
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
-        raise ArgumentError(f"batch sizes are numbers, as in 1,2,4,8, not {batch!r}") from None
+        raise ArgumentError(f"--batch is {batch!r}: give whole numbers, as in 1,2,4,8") from None
     chosen = named_policy(policy)
     with console.status("profiles"):
         profiles, shares = named_models(models, None if Path(models).is_file() else sizes, "virtual:h200")

@@ -1,4 +1,4 @@
-"""`paellapy doctor`: what was found on this machine, which features work here, and what to install for the rest."""
+"""`paellapy doctor`: the hardware and tools found here, the features that work, and what to install for the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paellapy.scheduler.core.tuning import Tuning
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: `works` is None for plain facts."""
+    """One line of the report; `works` is None for plain facts."""
 
     name: str
     works: bool | None
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(say: Callable[[str], None] = lambda what: None) -> list[Finding]:
-    """Looks at everything paellapy can use; features are tried, not guessed. `say` hears what is tried next."""
+    """Examines everything paellapy can use. Each feature is tried, not guessed; `say` is told before each attempt."""
     found = [Finding(name, None, version) for name, version in versions().items()]
     for release, (major, minor) in sorted({(tool.release, tool.newest_ptx) for tool in find_ptxas()}):
         found.append(Finding("ptxas", None, f"CUDA {release[0]}.{release[1]}, PTX up to {major}.{minor}"))
@@ -45,16 +45,17 @@ def examine(say: Callable[[str], None] = lambda what: None) -> list[Finding]:
 def report(findings: list[Finding]) -> Table:
     table = Table(title="paellapy doctor")
     for column in ("", "what", "found", "to do"):
-        table.add_column(column, overflow="fold")  # what is cut off cannot be typed
+        table.add_column(column, overflow="fold")  # a reader must be able to type the whole text
     marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
     for f in findings:
         remedy = "" if f.works else f.remedy
-        table.add_row(marks[f.works], *(Text(t) for t in (f.name, f.detail, remedy)))  # Text: "[cuda13]" is no markup
+        # Text, since "[cuda13]" is not markup
+        table.add_row(marks[f.works], *(Text(t) for t in (f.name, f.detail, remedy)))
     return table
 
 
 def tuning_report(tuning: Tuning) -> Table:
-    """The scheduler's numbers on this machine's GPU, with what each does and where it comes from."""
+    """The scheduler's tuning values for this machine's GPU, with the effect and the source of each."""
     table = Table(title=f"tuning: {tuning.note}")
     for column in ("number", "value", "what it does", "source"):
         table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
@@ -64,7 +65,7 @@ def tuning_report(tuning: Tuning) -> Table:
 
 
 def tuning_here() -> Tuning:
-    """Of the GPU if there is one, else of the virtual one that stands in for it."""
+    """Tuning of the GPU if there is one, else of the virtual GPU."""
     return Tuning.for_device(Device.open("auto"))
 
 
@@ -87,8 +88,8 @@ def _driver() -> Finding:
 def _try(name: str, feature: Callable[[], str], remedy: str) -> Finding:
     try:
         return Finding(name, True, feature())
-    except (PaellaError, ImportError, OSError, RuntimeError) as e:  # a library that is not there is an OSError
-        reason = str(e).splitlines()[0].split(". ")[0]  # what to do about it has a column of its own
+    except (PaellaError, ImportError, OSError, RuntimeError) as e:  # a missing library raises OSError
+        reason = str(e).splitlines()[0].split(". ")[0]  # the remedy has a column of its own
         return Finding(name, False, reason, remedy)
 
 
@@ -128,7 +129,7 @@ def _trace_on(name: str) -> Callable[[], str]:
             with trace() as t:
                 kernel[(8,)](x, out, 1000, B=128)
             if not np.array_equal(out.numpy(), 2 * x.numpy()) or len(t.blocks) != 8:
-                raise PaellaError("a traced kernel gave a wrong result")
+                raise PaellaError("a traced kernel computed a wrong result")
         return f"{len(t.blocks)} blocks seen on {len(np.unique(t.blocks['sm']))} SMs of {device.title}"
 
     return run
@@ -140,7 +141,7 @@ def _torch() -> str:
     import torch
 
     if torch.version.cuda is None:
-        raise ImportError(f"PyTorch {torch.__version__} is a build without CUDA")
+        raise ImportError(f"PyTorch {torch.__version__} was built without CUDA")
     if not torch.cuda.is_available():
         raise ImportError(f"PyTorch {torch.__version__} finds no NVIDIA GPU")
     return "pp.instrument_torch() traces Triton kernels that PyTorch launches"
@@ -165,5 +166,5 @@ _FEATURES: tuple[tuple[str, Callable[[], str], str], ...] = (
 
 
 def available() -> str:
-    """The devices that can be opened, and where paellapy runs."""
+    """The devices that can be opened, and the Python version."""
     return f"devices: {', '.join(devices())}; Python {sys.version.split()[0]}"

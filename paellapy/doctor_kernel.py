@@ -1,4 +1,4 @@
-"""The kernel the doctor tries. Triton reads its source from a file, so it has one."""
+"""The kernel that the doctor runs. It has a file of its own, since Triton reads a kernel's source from its file."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""`paellapy run --best-effort script.py`: this process's launches wait while an engine wants the GPU for itself.
+"""`paellapy run --best-effort script.py`: this process's launches wait while an engine needs the GPU for itself.
 
-The gate is a block of words that the engine hands over. Where the engine leaves, the gate is open; where another one
-comes, this process is its guest.
+The gate is a block of words that the engine hands over. If the engine ends, the gate opens; if another engine starts,
+this process becomes its guest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paellapy.instrument.device import gate
 from paellapy.scheduler.core.shared_memory import SharedBlock
 from paellapy.scheduler.engine.guest_door import NoEngineError, knock
 
-_ANSWER_S = 5.0  # an engine that does not answer in this time is as good as none
+_ANSWER_S = 5.0  # an engine that does not answer within this time counts as absent
 _RETRY_S = 1.0
-_FIRST_S, _LAST_S = 0.02, 2.0  # between two looks at libraries: while something is new, and later on
-_PAUSES = 25  # and at least this many times the processor time that a look took
+_FIRST_S, _LAST_S = 0.02, 2.0  # pause between two searches for libraries: at first, and later
+_PAUSES = 25  # a pause is at least this many times the processor time of a search
 
 
 class Guest:
-    """This process beside an engine."""
+    """This process as the guest of an engine."""
 
     def __init__(
         self, name: str, priority: int = -1, share: float = 1.0, engine: str | None = None, in_flight: int = 0
@@ -38,9 +38,9 @@ class Guest:
         self._engine = engine
         self._free: NDArray[np.uint64] = np.zeros(gate.WORDS, np.uint64)
         self._free[gate.SHARE] = gate.SHARE_UNIT
-        self.cell = np.zeros(1, np.uint64)  # where the words are that count: compiled code reads it
+        self.cell = np.zeros(1, np.uint64)  # address of the gate's words in use, for compiled code
         self._block: SharedBlock | None = None
-        self._left: list[Any] = []  # what other threads may still look at
+        self._left: list[Any] = []  # blocks that other threads may still read
         self._open()
         self.name = ""
 
@@ -49,7 +49,7 @@ class Guest:
         return self._free if self._block is None else self._block.array[: 8 * gate.WORDS].view(np.uint64)
 
     def join(self) -> None:
-        """Becomes the engine's guest, or says why not; from then on launches wait where they must."""
+        """Becomes the engine's guest, after which launches wait at the gate. NoEngineError if that is not possible."""
         self._follow(self._connect())
         gate.hold = lambda: gate.Gate(self.words).wait()
         threading.Thread(target=self._watch_driver, name="paellapy-gate", daemon=True).start()
@@ -62,7 +62,7 @@ class Guest:
             said, descriptors, _, _ = socket.recv_fds(line, 4096, 1)
             answer = json.loads(said) if said else {"error": "it closed the connection"}
             if not descriptors:
-                raise NoEngineError(f"the engine does not take this process: {answer.get('error')}")
+                raise NoEngineError(f"the engine refused this process: {answer.get('error')}")
             block = SharedBlock.of(descriptors[0])
         except (OSError, ValueError) as e:
             line.close()
@@ -77,7 +77,7 @@ class Guest:
         return line
 
     def _open(self) -> None:
-        """There is no engine: nothing waits."""
+        """Opens the gate: without an engine, nothing waits."""
         self._left.append(self._block)
         self._block = None
         self.cell[0] = self._free.ctypes.data
@@ -88,7 +88,7 @@ class Guest:
             while True:
                 if current is not None:
                     with contextlib.suppress(OSError):
-                        current.recv(1)  # the engine says nothing: this ends when it leaves
+                        current.recv(1)  # returns when the engine ends, since it sends nothing
                     current.close()
                     self._open()
                     current = None
@@ -99,15 +99,15 @@ class Guest:
         threading.Thread(target=follow, name="paellapy-guest", daemon=True).start()
 
     def _watch_driver(self) -> None:
-        """Puts the gate before the driver's launches, as libraries come to know them."""
+        """Puts the gate before the driver's launch functions, whenever a library has looked them up."""
         from paellapy.instrument.device.driver_cells import Cells
 
         cells = Cells(int(self.cell.ctypes.data))
         wait_s = _FIRST_S
         while True:
             began = time.thread_time()
-            # Libraries fill their tables when they are first used, which may be late in a script: the looking never
-            # ends, but takes a small part of the time.
+            # Libraries fill their tables on first use, which may be late in a script. So the search never ends, but
+            # takes a small part of the time.
             new = cells.look()
             wait_s = _FIRST_S if new or not cells.patched else min(1.5 * wait_s, _LAST_S)
             self.words[gate.CELLS] = cells.patched

@@ -1,4 +1,4 @@
-"""The file that a command is to write: checked before the work begins, not after it."""
+"""Checks that a command can write its output, before the work is done."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from paellapy.viz.needs import need
 
 
 class OutputError(PaellaError):
-    """A file cannot be written where it was asked for."""
+    """A file cannot be written at the given path."""
 
 
 def check_output(path: Path) -> None:
     """Raises OutputError unless a file can be written there."""
     folder = path.parent
     if path.is_dir():
-        raise OutputError(f"{path} is a folder: name a file in it")
+        raise OutputError(f"{path} is a folder: give the name of a file in it")
     if not folder.is_dir():
-        raise OutputError(f"{path} cannot be written: there is no folder {folder}; make it, or choose another")
+        raise OutputError(f"{path} cannot be written: the folder {folder} does not exist; create it or choose another")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise OutputError(f"{path} cannot be written: permission is denied; choose another place")
+        raise OutputError(f"{path} cannot be written: permission denied; choose another folder")
 
 
 def check_picture(path: Path, what: str) -> None:
-    """The same for a picture, which also needs matplotlib and an ending that it knows."""
+    """The same for a picture, which also needs matplotlib and a supported file name extension."""
     check_output(path)
     endings = need("matplotlib.backend_bases", what).FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in endings:
-        raise OutputError(f"{path} is no picture's name: let it end in .{', .'.join(sorted(endings))}")
+        raise OutputError(f"{path} cannot hold a picture: give a name that ends in .{', .'.join(sorted(endings))}")

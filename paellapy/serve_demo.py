@@ -1,4 +1,4 @@
-"""`paellapy serve` without a configuration: the demo models, and a line to try them with."""
+"""`paellapy serve` without a configuration: serves the demo models and prints a command to try them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHADES = " ░▒▓█"
 
 
 def settings() -> dict[str, Any]:
-    """A configuration, as a file would have it."""
+    """A configuration, in the form of a parsed file."""
     return {
         "models": [
             {"factory": "paellapy.demo:load", "arguments": {"name": name}, "target_ms": TARGETS_MS[name]}
@@ -46,7 +46,7 @@ def picture(image: NDArray[np.float32]) -> str:
 
 
 def announce(url: str, loaded: Sequence[str]) -> None:
-    """What to do with a demo server that is ready, with the models that it has."""
+    """Prints how to use a demo server that is ready, with its loaded models."""
     images, labels = demo.held_out()
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"\nServing {', '.join(loaded)} at [bold]{url}/v2[/bold]")
@@ -58,4 +58,4 @@ def announce(url: str, loaded: Sequence[str]) -> None:
     console.print(f"A handwritten {labels[0]} that no model has seen:\n{picture(images[0])}")
     console.print("Classify it (the answer is score:digit):\n")
     console.print(curl_line(url, images[0]), markup=False)
-    console.print("\nCtrl-C finishes what is in flight and stops.")
+    console.print("\nCtrl-C finishes requests in flight and stops.")

@@ -1,4 +1,6 @@
-"""What `paellapy serve config.toml` prints once it is ready: where it is, and a line that asks its first model."""
+"""The message of `paellapy serve config.toml` once it is ready: its address, and a command that asks its
+first model.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,22 @@ from paellapy.instrument.errors import PaellaError
 from paellapy.serving.build import build_keys
 from paellapy.serving.config import Config, Source
 
-SHORT = 64  # values that a command line still shows
+SHORT = 64  # most values that fit a command line
 
 
-Told = Callable[[str, list[str]], None]  # the address, and models that are loaded
+Told = Callable[[str, list[str]], None]  # gets the URL and the loaded models
 
 
 def announce_for(config: Config, source: Source, told: Told | None = None) -> Callable[[str], None]:
-    """Asks the server itself what it has: with workers, no other process of it knows. `told` prints something else."""
+    """Prints the message. It asks the server itself for its models, since with workers no other process knows them.
+
+    `told` prints another message instead.
+    """
 
     def announce(url: str) -> None:
         if config.server.workers:
             _tell(url, config, source, told)
-        else:  # this is the loop's own thread, which is to answer
+        else:  # in the event loop's thread, which has to answer
             threading.Thread(target=_tell, args=(url, config, source, told), daemon=True).start()
 
     return announce
@@ -51,13 +56,13 @@ def _tell(url: str, config: Config, source: Source, told: Told | None) -> None:
             return
         console.print(f"\nServing {', '.join(names)} at [bold]{url}/v2[/bold]; dashboard {url}/, API {url}/docs")
         console.print(curl_line(url, _get(f"{url}/v2/models/{names[0]}", key), flags), markup=False)
-    except (OSError, PaellaError, ValueError, LookupError):  # it is ready all the same
+    except (OSError, PaellaError, ValueError, LookupError):  # the server is ready in any case
         console.print(f"\nServing at [bold]{url}/v2[/bold]")
     sys.stdout.flush()
 
 
 def curl_line(url: str, model: dict[str, Any], flags: str = "") -> str:
-    """A request of zeros for a model as its metadata describe it.
+    """A command that sends a request of zeros to a model described by its metadata.
 
     >>> curl_line("http://h", {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]})
     'curl -s http://h/v2/models/m/infer -d \\'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[0,0]}]}\\''
@@ -82,7 +87,7 @@ def curl_line(url: str, model: dict[str, Any], flags: str = "") -> str:
 
 def _get(url: str, key: str, body: bytes | None = None) -> Any:
     trusting = ssl.create_default_context()
-    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE  # it is our own
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE  # no check: it is our own server
     request = urllib.request.Request(url, body, {"X-API-Key": key} if key else {})
     with urllib.request.urlopen(request, timeout=10, context=trusting) as answer:
         return json.loads(answer.read())

@@ -1,4 +1,4 @@
-"""`pp.simulate`: models, or their recorded profiles, under a workload and a policy, in simulated time."""
+"""`pp.simulate`: runs models, or their recorded profiles, under a workload and a policy, in simulated time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def simulate(
     trace: bool = False,
     **options: Any,
 ) -> Results:
-    """Runs the workload on the scheduler's own core with a virtual clock; nothing is computed, only timed.
+    """Runs the workload on the scheduler's own core with a virtual clock: work is timed, not computed.
 
-    Models are captured and profiled on the virtual device first. `trace=True` places every block of every kernel and
-    gives the result a `trace`, as `engine.trace()` would. `options`, all in `scheduler/sim/options.py`:
-    `fidelity="segments"` (quick) or `"blocks"` (every block placed), `seed`, `active`, `look_ahead`, `admission`,
+    Models are first captured and profiled on the virtual device. `trace=True` places every block of every kernel and
+    gives the result a `trace` like that of `engine.trace()`. `options` are those of `scheduler/sim/options.py`:
+    `fidelity="segments"` (fast) or `"blocks"` (places every block), `seed`, `active`, `look_ahead`, `admission`,
     `tuning`.
 
     >>> from paellapy import Poisson, simulate
@@ -51,14 +51,14 @@ def simulate(
 
 
 def _listed(models: Any) -> list[Model | ModelProfile]:
-    """Models or profiles as a list, of one where there is one."""
+    """Models or profiles as a list; a single one becomes a list of one."""
     single = isinstance(models, Model | ModelProfile | str) or not isinstance(models, Iterable)
     found = [models] if single else list(models)
     for each in found:
         if not isinstance(each, Model | ModelProfile):
             raise ArgumentError(
-                f"a {type(each).__name__} is no model: give simulate a pp.Model, or what engine.model_profile(name) or "
-                "pp.load_profiles returns"
+                f"simulate cannot run a {type(each).__name__}: give a pp.Model, or a profile from "
+                "engine.model_profile(name) or pp.load_profiles"
             )
     return found
 
@@ -68,9 +68,9 @@ def _traced(
 ) -> Results:
     own = [m for m in models if isinstance(m, Model)]
     if len(own) != len(models):
-        raise ArgumentError("trace=True needs the models themselves, not their profiles: profiles have no kernels")
+        raise ArgumentError("trace=True needs the models themselves, since profiles have no kernels")
     if options.setdefault("fidelity", "blocks") != "blocks":
-        raise ArgumentError("trace=True places every block: leave fidelity out")
+        raise ArgumentError("trace=True always places every block: leave out fidelity")
     with Engine(device) as engine:
         for model in own:
             engine.load(model)
@@ -85,7 +85,7 @@ def _profile(engine: Engine, model: Model) -> ModelProfile:
 
 
 def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h200") -> list[ModelProfile]:
-    """The profiles of models, each loaded once on the device."""
+    """The profiles of models; each model is loaded once on the device."""
     found: list[ModelProfile] = []
     with Engine(device) as engine:
         for model in models:
@@ -99,9 +99,9 @@ def profiles_of(models: Sequence[Model | ModelProfile], device: str = "virtual:h
 
 
 def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[list[ModelProfile], dict[str, float]]:
-    """The demo models in equal shares ("demo"), Paella's eight CNNs as measured on an H200 ("mix"), or those of a file.
+    """Profiles and shares of "demo" (the demo models), "mix" (Paella's eight CNNs as measured on an H200), or a file.
 
-    A file says which batch sizes there are; of the others, `batch` says which to take (1).
+    `batch` gives the batch sizes, by default 1; a file has its own.
     """
     sizes = (1,) if batch is None else tuple(batch)
     if which == "mix":
@@ -114,20 +114,20 @@ def named_models(which: str, batch: Sequence[int] | None, device: str) -> tuple[
         return profiles_of(models, device), dict.fromkeys(demo.names(), 1.0)
     path = Path(which)
     if not path.is_file():
-        raise ArgumentError(f"no models {which!r}: say demo, mix, or a file of profiles saved as JSON")
+        raise ArgumentError(f"there are no models {which!r}: give demo, mix, or a JSON file of profiles")
     profiles = load_profiles(path)
     if batch is not None:
-        raise ArgumentError(f"{which} has the batch sizes of its models: leave --batch out")
+        raise ArgumentError(f"{which} has the batch sizes of its models: leave out --batch")
     return profiles, dict.fromkeys((p.name for p in profiles), 1.0)
 
 
 def caveat(which: str, device: str) -> str | None:
-    """What to know of the figures, if these models are simulated on this device."""
+    """A note on how to read the figures when these models are simulated on this device."""
     if which != "mix" or simulated_part(device) == simulated_part("virtual:h200"):
         return None
     return (
-        f"the mix was measured on an H200: its times alone and its targets stay an H200's on {device}, which only says "
-        "how much runs at a time"
+        f"the mix was measured on an H200: on {device} its times alone and its targets are still an H200's, and the "
+        "device only changes how much work runs at a time"
     )
 
 
@@ -138,5 +138,5 @@ def arrivals(kind: str, rate: float, shares: dict[str, float], seconds: float, s
     if kind == "lognormal":
         return Lognormal(rate, shares, duration=seconds, sigma=sigma)
     if not Path(kind).is_file():
-        raise ArgumentError(f"no workload {kind!r}: say poisson, lognormal, or a CSV file with columns t and model")
+        raise ArgumentError(f"no arrivals {kind!r}: give poisson, lognormal, or a CSV file with columns t and model")
     return TraceWorkload.from_csv(Path(kind))

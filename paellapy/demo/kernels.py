@@ -1,6 +1,6 @@
-"""The demo models' kernels. Images are (batch, height, width, channels), everything is float32, any batch size.
+"""The demo models' kernels. Images are (batch, height, width, channels); all values are float32; any batch size works.
 
-Products ask for `ieee` precision: a real and the virtual GPU then give the same numbers up to the order of additions.
+Products use `ieee` precision, so that a real and the virtual GPU give the same numbers up to the order of additions.
 Extents of a layer are compile-time constants; the batch is not, and never specialises a kernel.
 """
 
@@ -75,7 +75,7 @@ def conv3x3(
     for start in range(0, 9 * C, BK):
         k = start + tl.arange(0, BK)
         taps = tl.load(weight + k[:, None] * F + f[None, :], mask=(k < 9 * C)[:, None] & (f < F)[None, :], other=0.0)
-        if C % BK == 0:  # all of the tile is one tap: where that lies is worked out per row, not per element
+        if C % BK == 0:  # the tile is a single tap, so its position is computed per row, not per element
             down, right = start // (3 * C) - 1, (start // C) % 3 - 1
             h, w = row + down, column + right
             inside = ((h >= 0) & (h < H) & (w >= 0) & (w < W) & (m < M))[:, None]
@@ -96,7 +96,7 @@ def max_pool2x2(x, out, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BL
     """Halves height and width: x (B, H, W, C), out (B, H/2, W/2, C)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < B * (H // 2) * (W // 2) * C
-    c, column, row = i % C, (i // C) % (W // 2), i // (C * (W // 2))  # rows run on from image to image
+    c, column, row = i % C, (i // C) % (W // 2), i // (C * (W // 2))  # rows continue from image to image
     corner = x + (row * 2 * W + column * 2) * C + c
     top = tl.maximum(tl.load(corner, mask=inside), tl.load(corner + C, mask=inside))
     bottom = tl.maximum(tl.load(corner + W * C, mask=inside), tl.load(corner + W * C + C, mask=inside))
@@ -110,7 +110,7 @@ def upsample2x(x, out, B, H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < B * 4 * H * W
     column, row, image = i % (2 * W), (i // (2 * W)) % (2 * H), i // (4 * H * W)
-    # An output pixel lies a quarter of the way from its own source pixel to the neighbour on its side.
+    # An output pixel lies a quarter of the way from its source pixel to that pixel's neighbour on its side.
     h, w = row // 2, column // 2
     beside_h = tl.minimum(tl.maximum(h + (row % 2) * 2 - 1, 0), H - 1)
     beside_w = tl.minimum(tl.maximum(w + (column % 2) * 2 - 1, 0), W - 1)
@@ -170,7 +170,7 @@ def layer_norm(x, gain, bias, out, M, eps, N: tl.constexpr, BM: tl.constexpr, BN
 @kernel
 @triton.jit
 def attention(qkv, out, scale, T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
-    """Every token looks at every token: qkv (B, T, 3, HEADS, D), out (B, T, HEADS, D). Grid: heads, images."""
+    """Attention of every token to every token: qkv (B, T, 3, HEADS, D), out (B, T, HEADS, D). Grid: heads, images."""
     head, image = tl.program_id(0), tl.program_id(1)
     t, d = tl.arange(0, BT), tl.arange(0, D)
     seen = t < T

@@ -6,8 +6,8 @@
 | `cnn` | image doubled to 16x16; 6 convolutions to 16, 32 and 64 channels, 2 max pools, mean pool, linear | 11 |
 | `transformer` | image doubled, 16 patches; 10 blocks of width 64 with 4 heads; layer norm, mean pool, linear | 75 |
 
-Each takes `image` (8, 8), values from 0 to 1, and gives `scores` (10,), probabilities. Their weights are made by
-train.py; reference.py says in NumPy what they compute.
+Each takes `image` (8, 8), values from 0 to 1, and returns `scores` (10,), probabilities. train.py makes their weights;
+reference.py computes the same in NumPy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paellapy.scheduler.models.model import Arrays, Model, ModelFunction, Tensor
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 
-SIDE = 8  # of an image, in pixels
+SIDE = 8  # pixels of an image's side
 CLASSES = 10
 HEADS = 4
 PATCH = 4  # side of a patch of the doubled image
@@ -46,7 +46,7 @@ def load(name: str, batch: Sequence[int] = (1, 2, 4, 8), target_ms: float | None
     {'scores': TensorSpec((10,), 'float32')}
     """
     if name not in FORWARDS:
-        raise UnknownModelError(f"no demo model is called {name!r}; there are {', '.join(names())}")
+        raise UnknownModelError(f"no demo model is named {name!r}: choose one of {', '.join(names())}")
     return Model(
         name,
         FORWARDS[name],
@@ -59,7 +59,7 @@ def load(name: str, batch: Sequence[int] = (1, 2, 4, 8), target_ms: float | None
 
 
 def load_weights(name: str) -> dict[str, NDArray[np.float32]]:
-    """A model's weights by name; they are stored as float16."""
+    """A model's weights by name. They are stored as float16."""
     return {key: value.astype(np.float32) for key, value in _read(name).items()}
 
 
@@ -98,7 +98,7 @@ def transformer(weights: Arrays, inputs: Arrays, outputs: Arrays) -> None:
     doubled = _double(inputs["image"])
     batch, side = doubled.shape[:2]
     tokens, width = weights["position"].shape
-    # Every block works in the same memory; the stream of tokens goes to and fro between x and y.
+    # Every block uses the same memory; the tokens alternate between x and y.
     x, y, normed, mixed = (_empty(batch, tokens, width) for _ in range(4))
     qkv, hidden = _empty(batch, tokens, 3 * width), _empty(batch, tokens, weights["0.up.bias"].shape[0])
     kernels.patch_embed[batch, math.ceil(width / 16)](
@@ -122,7 +122,7 @@ FORWARDS: dict[str, ModelFunction] = {"mlp": mlp, "cnn": cnn, "transformer": tra
 
 
 # ---- one kernel each -------------------------------------------------------------------------------------------------
-# Tiles are small: a request has few rows, and blocks that run side by side answer it sooner than tiles used well.
+# Tiles are small: a request has few rows, so many small blocks side by side answer it sooner than few full ones.
 
 
 def _linear(x: Any, weights: Arrays, name: str, out: Any, activation: str = "none", residual: Any = None) -> None:
@@ -193,7 +193,7 @@ def _blocks(weights: Arrays) -> int:
 
 
 def _power(n: int) -> int:
-    """The next power of two, and at least 16: what a product's tile measures."""
+    """The next power of two, at least 16: the size of a product's tile."""
     return max(16, 1 << (n - 1).bit_length())
 
 

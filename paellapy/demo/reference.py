@@ -1,4 +1,4 @@
-"""What the demo models compute, in NumPy and float64: `forward(name, weights, images)` gives the scores."""
+"""The demo models in NumPy and float64, for comparison: `forward(name, weights, images)` returns the scores."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _attend(qkv: Array) -> Array:
 
 
 def _double(images: Array) -> Array:
-    """Bilinear, twice as high and as wide."""
+    """Doubles height and width, bilinear."""
     for axis in (1, 2):
         edged = np.pad(images, [(1, 1) if a == axis else (0, 0) for a in range(3)], mode="edge")
         before, after = np.delete(edged, [-2, -1], axis), np.delete(edged, [0, 1], axis)

@@ -1,7 +1,8 @@
-"""Two models that compete for a GPU, `short` and `long`: they show what scheduling does, and compute nothing of use.
+"""Two models that compete for a GPU, `short` and `long`: they show the effect of scheduling and compute nothing useful.
 
-A request is one vector, added in the first of several layers of the demo models' `linear` over a table of the model's
-own. One layer of `long` is two blocks for every SM of an H200; one of `short` is an eighth of that.
+A request is one vector, which is added in the first of several layers of the demo models' `linear`; each layer works on
+a table of the model's own. One layer of `long` has two blocks for every SM of an H200; one of `short` an eighth of
+that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paellapy.scheduler.sim.workload import TraceWorkload
 
 kernels: Any = _kernels  # launched as kernel[grid](…)
 
-BM, BN = 64, 32  # of a block
+BM, BN = 64, 32  # sides of a block
 WIDTH = 33 * BN  # 8 x 33 blocks are two for each of 132 SMs
 CLASSES = 10
 
@@ -35,7 +36,7 @@ KINDS = {"short": _Kind(BM, 3, 1.0), "long": _Kind(8 * BM, 12, 12.0)}
 
 
 def rivals() -> list[Model]:
-    """`short` and `long`, each with a target, one request in a batch and up to sixteen batches at once.
+    """`short` and `long`, each with a target, batches of one request, and up to sixteen batches at once.
 
     >>> [model.name for model in rivals()]
     ['short', 'long']
@@ -51,7 +52,9 @@ def rivals() -> list[Model]:
 
 
 def rush(longs: int = 12, shorts: int = 24) -> TraceWorkload:
-    """Requests for both: the long ones come 0.3 ms apart, the short ones every 0.6 ms, and go on after them."""
+    """Requests for both: a long one arrives every 0.3 ms, a short one every 0.6 ms, which continue after the
+    last long.
+    """
     rows = [(k * 0.3e-3, "long") for k in range(longs)] + [(0.1e-3 + k * 0.6e-3, "short") for k in range(shorts)]
     return TraceWorkload(tuple((at, name, None, None, 0) for at, name in sorted(rows)))
 

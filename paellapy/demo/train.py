@@ -1,8 +1,8 @@
-"""Makes the demo models' weights: `python -m paellapy.demo.train`, with the extra `train` (PyTorch and scikit-learn).
+"""Trains the demo models: `python -m paellapy.demo.train`, with the extra `train` (PyTorch and scikit-learn).
 
-The data is scikit-learn's digits: 1,797 images of 8x8 pixels. One fifth, drawn once, is held out: nothing is trained or
-chosen on it, it only measures the accuracy at the end. Seeds and the number of threads are fixed, so the same versions
-give the same weights. They are stored as float16, batch norms folded into their convolutions.
+The data is scikit-learn's digits: 1,797 images of 8x8 pixels. One fifth, drawn once, is held out: it is used neither
+for training nor for choices, only to measure the accuracy at the end. Seeds and the number of threads are fixed, so the
+same versions give the same weights. They are stored as float16, with batch norms folded into their convolutions.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ HELD_OUT_SHARE = 0.2
 BATCH = 64
 LABEL_SMOOTHING = 0.05
 
-Tensors = dict[str, Any]  # a torch.Tensor each
+Tensors = dict[str, Any]  # of torch.Tensor
 Forward = Callable[[Any], Any]
 
 
 @dataclass(slots=True)
 class Recipe:
-    """A network in training: images to logits, what the optimiser moves, what is stored of it."""
+    """A network in training: images to logits, its trained parameters, and its stored weights."""
 
     forward: Forward
     parameters: list[Any]
@@ -98,7 +98,7 @@ def transformer(width: int = 64, hidden: int = 128, blocks: int = 10) -> Recipe:
     weights = {**_linear("patch", PATCH**2, width), "position": torch.randn(tokens, width) * 0.02}
     for i in range(blocks):
         weights |= _norm(f"{i}.norm1", width) | _linear(f"{i}.qkv", width, 3 * width)
-        # What a block adds starts small, so that many of them train as well as two.
+        # The output of a block starts small, so that a deep stack trains as well as two blocks.
         weights |= _linear(f"{i}.mix", width, width, 1 / math.sqrt(2 * blocks))
         weights |= _norm(f"{i}.norm2", width) | _linear(f"{i}.up", width, hidden)
         weights |= _linear(f"{i}.down", hidden, width, 1 / math.sqrt(2 * blocks))
@@ -154,7 +154,7 @@ def _double(images: Any) -> Any:
 
 
 def split() -> tuple[NDArray[np.uint8], ...]:
-    """Images to train on, images held out (values 0 to 16), and the labels of both."""
+    """Training images, held-out images (values 0 to 16), and the labels of both."""
     digits = load_digits()
     parts = train_test_split(
         digits.images, digits.target, test_size=HELD_OUT_SHARE, stratify=digits.target, random_state=0
@@ -163,7 +163,7 @@ def split() -> tuple[NDArray[np.uint8], ...]:
 
 
 def vary(images: Any) -> Any:
-    """Each image turned, scaled and shifted a little, as hands do."""
+    """Each image rotated, scaled and shifted a little, as handwriting varies."""
     n = len(images)
     angle, size, shift = (torch.rand(n) * 2 - 1) * 0.2, 1 + (torch.rand(n) * 2 - 1) * 0.12, torch.rand(n, 2) * 2 - 1
     cos, sin = torch.cos(angle) * size, torch.sin(angle) * size
@@ -206,8 +206,8 @@ def train(name: str, images: NDArray[Any], labels: NDArray[Any], progress: Progr
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Train this model alone; may be repeated.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS,
+    only: Annotated[list[str] | None, typer.Option(help="Train only this model; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the weights.")] = WEIGHTS,
 ) -> None:
     """Train the demo models and store their weights."""
     torch.set_num_threads(THREADS)

@@ -1,6 +1,6 @@
-"""Traces to look at before making one's own: `pp.recordings.load("tail-effect").plot()`.
+"""Recorded traces to view before making your own: `pp.recordings.load("tail-effect").plot()`.
 
-They are recorded by benchmarks/record_traces.py, on a real GPU or a virtual one: the trace says which.
+benchmarks/record_traces.py records them, on a real or a virtual GPU; each trace says which.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIRST_CHOICE = ("h200-", "virtual-h200-")
 
 
 def names() -> list[str]:
-    """The recorded traces, each named after the GPU and what can be seen on it.
+    """The recorded traces, each named after its GPU and the effect it shows.
 
     >>> len(names()) > 0
     True
@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Trace:
-    """A recorded trace. Without a GPU in its name: the real H200's, or the virtual one's where that is not shipped.
+    """A recorded trace. A name without a GPU means the real H200's trace, or the virtual one's if that is not included.
 
     >>> load("tail-effect").device.n_sm
     132
@@ -38,11 +38,11 @@ def load(name: str) -> Trace:
         if full in shipped:
             with as_file(files(__name__) / f"{full}{_ENDING}") as path:
                 return Trace.load(path)
-    raise TraceError(f"there is no recording named {name!r}: choose one of {', '.join(shipped) or 'none'}")
+    raise TraceError(f"no recording is named {name!r}: choose one of {', '.join(shipped) or 'none'}")
 
 
 def origin(trace: Trace) -> str:
-    """Where a trace comes from, in words: from what it says of itself.
+    """Where a trace was recorded, in words, from its own data.
 
     >>> "virtual" in origin(load("virtual-h200-tail-effect"))
     True

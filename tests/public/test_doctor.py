@@ -47,7 +47,7 @@ def test_doctor_cuts_nothing_off_on_a_narrow_terminal(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("cuda", "gpu", "says"),
-    [(None, False, "build without CUDA"), ("13.0", False, "finds no NVIDIA GPU"), ("13.0", True, "instrument_torch")],
+    [(None, False, "without CUDA"), ("13.0", False, "finds no NVIDIA GPU"), ("13.0", True, "instrument_torch")],
 )
 def test_doctor_asks_pytorch_for_cuda_and_a_gpu(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpu: bool, says: str

@@ -38,7 +38,7 @@ def test_a_single_profile_is_simulated_and_what_is_none_is_named() -> None:
     load = pp.Poisson(1000, "net", duration=0.02)
     assert pp.simulate(net, load).all.completed == pp.simulate([net], load).all.completed > 0
     for wrong in ("mix", 3, [net, "net"]):
-        with pytest.raises(pp.PaellaError, match="is no model: give simulate a"):
+        with pytest.raises(pp.PaellaError, match=r"give a pp\.Model"):
             pp.simulate(wrong, load)  # type: ignore[arg-type]
 
 
@@ -54,9 +54,9 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
     ("arguments", "message"),
     [
         (["nobody"], "no models 'nobody'"),
-        (["mix", "--arrivals", "sometimes"], "no workload 'sometimes'"),
+        (["mix", "--arrivals", "sometimes"], "'sometimes'"),
         (["mix", "--fidelity", "exact"], "segments or blocks"),
-        (["mix", "--batch", "many"], "batch sizes are numbers"),
+        (["mix", "--batch", "many"], "'many'"),
         (["mix", "--batch", "1,3"], "not measured at batch size 3: .*1, 2, 4, 8, 16, 32"),
         (["mix", "--batch", "0"], "not measured at batch size 0"),
         (["demo", "--batch", "0"], "integers from 1 up"),
@@ -66,8 +66,8 @@ def test_profiles_keep_what_the_model_asks_for() -> None:
         (["mix", "--seed", "-1"], "seed=-1"),
         (["mix", "-p", "slack", "-p", "nobody"], "no policy named 'nobody'"),
         (["."], r"no models '\.'"),
-        (["mix", "--arrivals", "."], r"no workload '\.'"),
-        (["mix", "--plot", "nowhere/x.png"], "there is no folder nowhere"),
+        (["mix", "--arrivals", "."], r"no arrivals '\.'"),
+        (["mix", "--plot", "nowhere/x.png"], "folder nowhere"),
         (["mix", "--plot", "."], "is a folder"),
     ],
 )
@@ -107,16 +107,16 @@ def profiles_file(tmp_path: Path) -> str:
 
 def test_a_file_says_itself_which_batch_sizes_there_are(profiles_file: str) -> None:
     result = CliRunner().invoke(cli.app, ["simulate", profiles_file, "--batch", "4"])
-    assert "leave --batch out" in str(result.exception)
+    assert "--batch" in str(result.exception)
 
 
 def test_admission_says_where_there_is_nothing_to_hold(profiles_file: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     words = ["simulate", profiles_file, "-p", "slack", "--admission", "--arrivals", str(rows)]
     rows.write_text("t,model\n0.001,net\n")
-    assert "--admission holds nothing" in CliRunner().invoke(cli.app, words).output
+    assert "no model has a target" in CliRunner().invoke(cli.app, words).output
     rows.write_text("t,model,deadline\n0.001,net,5\n")
-    assert "--admission holds nothing" not in CliRunner().invoke(cli.app, words).output
+    assert "no model has a target" not in CliRunner().invoke(cli.app, words).output
 
 
 def test_a_model_nobody_asks_for_has_no_figures(profiles_file: str, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_mix_says_that_it_was_measured_on_another_gpu() -> None:
     words = ["simulate", "mix", "-p", "slack", "--seconds", "0.01"]
     there, elsewhere = (CliRunner().invoke(cli.app, [*words, "--device", f"virtual:{part}"]) for part in ("h200", "t4"))
     assert "measured on an H200" not in there.output
-    assert "the mix was measured on an H200: its times alone and its targets stay an H200's" in elsewhere.output
+    assert "measured on an H200" in elsewhere.output
 
 
 def cells(output: str, name: str) -> list[str]:

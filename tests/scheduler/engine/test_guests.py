@@ -173,8 +173,8 @@ def test_without_an_engine_the_remedy_is_named(folder):
 
 def test_what_cannot_be_run_is_refused(tmp_path):
     for options, words in (
-        ([str(tmp_path)], "--best-effort"), (["--best-effort", "no.py"], "no such script"),
-        (["--best-effort", "--share", "2", str(TESTS / "guest_script.py")], "share 2"),
+        ([str(tmp_path)], "--best-effort"), (["--best-effort", "no.py"], "no.py"),
+        (["--best-effort", "--share", "2", str(TESTS / "guest_script.py")], "share is 2"),
     ):  # fmt: skip
         found = subprocess.run([sys.executable, "-m", "paellapy", "run", *options], capture_output=True, text=True)
         assert found.returncode != 0

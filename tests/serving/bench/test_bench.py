@@ -236,7 +236,7 @@ def test_where_the_result_goes_is_looked_at_before_anything_is_asked(tmp_path):
     arguments = ["bench", "http://127.0.0.1:1", "--concurrency", "1", "--json", str(tmp_path / "nowhere" / "x.json")]
     found = CliRunner().invoke(app, arguments)
     assert isinstance(found.exception, OutputError)
-    assert "there is no folder" in str(found.exception)
+    assert "nowhere" in str(found.exception)
 
 
 def test_an_error_is_all_that_is_printed_of_a_run_that_cannot_be():
