@@ -1,10 +1,10 @@
-"""The cluster file: the settings of `paellapy serve`, and a table `[cluster]` about engines and routers.
+"""The cluster file: the settings of `paellapy serve`, and a table `[cluster]` with those of several engines.
 
 device = "cuda"                # "virtual:h200" with resource = "virtual_gpu"
 [cluster]
 engines = 4
 port = 8000
-[cluster.replicas]             # a model that is not named is on every engine
+[cluster.replicas]             # number of engines with the model; others are on every engine
 mlp = 2
 [[models]]
 factory = "paellapy.demo:load"
@@ -35,34 +35,34 @@ OWN_KEY = "paellapy-cluster"
 class ClusterSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     engines: Count = 1
     routers: Count = 1
-    host: str = "127.0.0.1"  # of the front door
+    host: str = "127.0.0.1"  # address of the front door
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
-    engine_host: str = "node"  # engines listen on their node's address; or "127.0.0.1" where all are on one machine
-    resource: str = "GPU"  # what a Ray node has one of for every engine: GPU, or a name of your own
+    engine_host: str = "node"  # "node": engines listen on their node's address; "127.0.0.1" if all run on one machine
+    resource: str = "GPU"  # Ray resource of which each engine takes one: GPU, or a name of your own
     replicas: dict[str, Count] = {}
-    ready_s: Positive = 300.0  # an engine that is not ready after so long will not be
-    hung_s: Positive = 5.0  # an engine that says nothing for so long is started again; routers avoid it after 0.6 s
-    standby: bool = True  # a process beside every engine, ready to take over: 0.3 GB of memory, none of the GPU's
+    ready_s: Positive = 300.0  # limit of an engine's start
+    hung_s: Positive = 5.0  # an engine silent this long is restarted; routers avoid it after 0.6 s
+    standby: bool = True  # a process beside every engine, ready to take over: 0.3 GB of memory, no GPU memory
     every_ms: Positive = 5.0
     hold_s: Positive = 20.0
-    replan_s: float = 0.0  # how often placement follows the load; 0: never. Needs profiles
-    profiles: str | None = None  # of the models, for plans
+    replan_s: float = 0.0  # interval at which placement follows the load; 0: never. Needs profiles
+    profiles: str | None = None  # file with the models' profiles, for plans
     gpu_gb: Positive | None = None
     memory_gb: dict[str, float] = {}
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """All that engines, routers and the controller are told."""
+    """All facts that engines, routers and the controller need."""
 
     settings: ClusterSettings
-    engine: dict[str, Any]  # as `paellapy serve` has it
+    engine: dict[str, Any]  # settings in the form of `paellapy serve`
     models: list[str]
     folder: str
-    key: str | None  # that the cluster's own parts show to engines, where clients need keys
+    key: str | None  # used by the cluster's own parts to reach engines, if clients need keys
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Errors name the file and what belongs there; every model's factory is imported once."""
+    """Reads a cluster file and imports every model's factory once. Errors name the file and the allowed values."""
     try:
         tree = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as e:
@@ -76,26 +76,26 @@ def load_cluster(path: Path) -> ClusterFile:
     models = [each.name for each in build_entries(config, source)]
     for key, named in (("replicas", settings.replicas), ("memory_gb", settings.memory_gb)):
         if unknown := sorted(set(named) - set(models)):
-            said = f"[cluster.{key}] names {', '.join(unknown)}: the models are {', '.join(models)}"
+            said = f"[cluster.{key}] names unknown models {', '.join(unknown)}: choose from {', '.join(models)}"
             raise ConfigError(f"{path}: {said}")
     if settings.replan_s and settings.profiles is None:
-        raise ConfigError(f"{path}: cluster.replan_s needs cluster.profiles, a file that pp.save_profiles has written")
+        raise ConfigError(f"{path}: cluster.replan_s needs cluster.profiles, a file written by pp.save_profiles")
     if config.tls is not None:
-        raise ConfigError(f"{path}: [tls]: routers do not speak TLS: leave it out, and put a proxy that does in front")
+        raise ConfigError(f"{path}: [tls]: routers do not support TLS: remove it, and put a proxy with TLS in front")
     keys = build_keys(config, source)
     own = secrets.token_urlsafe(32) if keys else None
     if own is not None:
         if OWN_KEY in keys:
-            raise ConfigError(f"{path}: [keys]: {OWN_KEY!r} is the name of the cluster's own key: take another")
+            raise ConfigError(f"{path}: [keys]: {OWN_KEY!r} is reserved for the cluster's own key: choose another name")
         keys[OWN_KEY] = Key(own)
-    # Read from the environment here: that of other nodes has nothing of it.
+    # Read from the environment here: other nodes have another environment.
     tree["keys"] = {name: {"key": k.secret, "roles": k.roles, "tenant": k.tenant} for name, k in keys.items()}
     folder = str(path.resolve().parent)
     return ClusterFile(settings=settings, engine=tree, models=models, folder=folder, key=own)
 
 
 def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:
-    """An engine's own part."""
+    """The settings of an engine."""
     try:
         config, _ = load_config(defaults=tree)
     except ConfigError as e:
@@ -104,7 +104,7 @@ def engine_config(tree: dict[str, Any], file: str) -> tuple[Config, Source]:
 
 
 def first_placement(file: ClusterFile, engines: int) -> Placement:
-    """Every engine has every model, but those with `replicas`: they are dealt out in turn."""
+    """Every engine has every model, except models with `replicas`, which are distributed in turn."""
     placed: list[list[str]] = [[] for _ in range(engines)]
     turn = 0
     for name in file.models:

@@ -1,7 +1,8 @@
-"""The controller: an actor that keeps as many engines as wanted, tells routers of them, and moves models by the plan.
+"""The controller: an actor that keeps the wanted number of engines, tells routers of them, and moves models by the
+plan.
 
-All it must remember is in Ray's own store (how many engines, which are drained, the placement); everything else it sees
-anew at every look. One that is started again finds engines and routers by their names, and nobody notices.
+Everything it must remember is in Ray's store (number of engines, drained engines, placement); everything else it looks
+up at every tick. A restarted controller finds engines and routers by their names, so its absence has no effect.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ from paellapy.serving.logs import configure, log
 
 NAMESPACE, CONTROLLER, STORED = "paellapy", "paellapy-controller", b"paellapy-cluster"
 LOOK_S = 0.5
-PATIENCE_S = 2.0  # for an actor's word
+PATIENCE_S = 2.0  # for an actor's answer
 GONE = "gone"
 
 
 class Memory(msgspec.Struct):
-    """What outlives the controller."""
+    """State that outlives the controller."""
 
     engines: list[str]
     next_number: int
-    placement: dict[str, list[str]] = {}  # where a plan has changed it
+    placement: dict[str, list[str]] = {}  # if a plan has changed it
 
 
 class Controller:
     def __init__(self, file: dict[str, Any], door_node: str) -> None:
-        """`door_node`: where routers are to be, as long as it is there: clients know that machine's address."""
+        """`door_node` is the node for routers as long as it exists, since clients know its address."""
         configure("text", "info")
         self._door_node = door_node
         self._file = msgspec.convert(file, ClusterFile)
         self._settings: ClusterSettings = self._file.settings
         self._lock = threading.RLock()
         self._memory = self._remembered()
-        self._seen: dict[str, dict[str, Any]] = {}  # what engines said last
+        self._seen: dict[str, dict[str, Any]] = {}  # latest answers of engines
         self._routers: dict[str, dict[str, Any]] = {}
         self._placer = Placer(self._file)
         self._stop = threading.Event()
         self._leaving: set[str] = set()
         threading.Thread(target=self._run, daemon=True).start()
 
-    # -- what it remembers
+    # -- memory
 
     def _remembered(self) -> Memory:
         from ray.experimental.internal_kv import _internal_kv_get
@@ -73,7 +74,7 @@ class Controller:
         dealt: Placement = first_placement(self._file, max(1, len(names)))
         return {name: tuple(self._memory.placement.get(name, dealt[k])) for k, name in enumerate(names)}
 
-    # -- the look
+    # -- the control loop
 
     def _run(self) -> None:
         self._remember()
@@ -81,11 +82,13 @@ class Controller:
             try:
                 with self._lock:
                     self.look()
-            except Exception as e:  # Ray is about to end, or a node has just left
-                log.error("the controller's look failed", exc_info=e)
+            except Exception as e:  # Ray is shutting down, or a node has just left
+                log.error("a tick of the controller failed", exc_info=e)
 
     def look(self) -> None:
-        """One that says nothing delays nobody else. What it said last stands: its engine may be well."""
+        """One tick: asks all engines, updates routers and models. A silent actor delays no other, and keeps its last
+        answer.
+        """
         wanted = self._wanted()
         told = _ask_all({name: (self._engine(name, models).info, models) for name, models in wanted.items()})
         for name, said in told.items():
@@ -120,7 +123,7 @@ class Controller:
         where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._door_node, soft=True)}
         return _actor(name, RouterActor, (name, options, self._file.models), where)
 
-    # -- what it is asked
+    # -- calls
 
     def status(self) -> dict[str, Any]:
         return {
@@ -131,11 +134,11 @@ class Controller:
         }  # fmt: skip
 
     def key(self) -> str | None:
-        """Opens the front door where clients need keys. Not part of the status, which is shown."""
+        """The key for the front door, if clients need keys. It is not part of the status, which is printed."""
         return self._file.key
 
     def scale(self, engines: int) -> list[str]:
-        """As many engines; who leaves is drained first, the newest first."""
+        """Sets the number of engines. Engines that leave are drained first, the newest first."""
         with self._lock:
             names = self._memory.engines
             leaving = names[engines:]
@@ -150,9 +153,9 @@ class Controller:
         return list(names)
 
     def drain(self, name: str) -> None:
-        """One engine fewer: that one."""
+        """Removes that engine and lowers the number of engines by one."""
         with self._lock:
-            if name in self._memory.engines:  # else it was asked before, and did not say so
+            if name in self._memory.engines:  # otherwise it was asked before and gave no answer
                 self._memory.engines.remove(name)
             self._memory.placement = {}
             self._remember()
@@ -160,14 +163,14 @@ class Controller:
         self._see_off([name])
 
     def move(self, placement: dict[str, list[str]]) -> None:
-        """Another placement; models are loaded where they are wanted before they are unloaded elsewhere."""
+        """Sets another placement. A model is loaded at its new place before it is unloaded elsewhere."""
         with self._lock:
             self._memory.placement = placement
             self._remember()
             self.look()
 
     def _see_off(self, names: list[str]) -> None:
-        """Routers know already that they leave."""
+        """Stops engines. Routers already know that they leave."""
         for name in names:
             self._seen.pop(name, None)
         end_actors(names)
@@ -189,7 +192,7 @@ def _pid() -> int:
 
 
 def _actor(name: str, kind: type, arguments: tuple[Any, ...], needs: dict[str, Any]) -> Any:
-    """The one of that name, which is made if there is none."""
+    """The actor of that name, created if there is none."""
     import ray
 
     try:
@@ -204,7 +207,7 @@ def _actor(name: str, kind: type, arguments: tuple[Any, ...], needs: dict[str, A
 
 
 def _ask_all(questions: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What actors say, all asked at once. None: it takes too long; GONE: Ray is starting it again."""
+    """Answers of actors, all asked at once. None: no answer in time; GONE: Ray is restarting the actor."""
     import ray
 
     asked = {name: method.remote(*arguments) for name, (method, *arguments) in questions.items()}
@@ -219,7 +222,7 @@ def _ask_all(questions: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
 
 
 def end_actors(names: Sequence[str], within_s: float = 45.0) -> None:
-    """Stops them in order, all at once, then for good."""
+    """Stops all actors at once, first gracefully, then for good."""
     import ray
 
     actors = {}
@@ -232,7 +235,7 @@ def end_actors(names: Sequence[str], within_s: float = 45.0) -> None:
         try:
             ray.get(stopping[name], timeout=max(0.1, until - time.monotonic()))
         except (ray.exceptions.RayError, TimeoutError) as e:
-            log.warning("an actor did not stop in order", extra={"fields": {"actor": name, "why": str(e)[:200]}})
+            log.warning("an actor did not stop gracefully", extra={"fields": {"actor": name, "why": str(e)[:200]}})
         ray.kill(actor)
     while any(map(_exists, actors)):
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The deadline that a request carries (`parameters.timeout`, µs from when it is sent), read only when it matters."""
+"""The deadline of a request (`parameters.timeout`, µs from when it is sent), read only when it matters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _json_end(head: bytes, body: bytes) -> int:
 
 
 def timeout_s(head: bytes, body: bytes) -> float | None:
-    """None: it has none, or cannot be read; the engine says what is wrong with it.
+    """The request's timeout; None: it has none, or it cannot be read, and the engine reports the error.
 
     >>> timeout_s(b"POST / HTTP/1.1\\r\\n\\r\\n", b'{"inputs": [], "parameters": {"timeout": 5000}}')
     0.005
@@ -46,7 +46,7 @@ def timeout_s(head: bytes, body: bytes) -> float | None:
 
 
 def with_timeout(head: bytes, body: bytes, left_s: float) -> tuple[bytes, bytes]:
-    """The same request with what is left of its time.
+    """The same request with its remaining time as timeout.
 
     >>> head = b"POST / HTTP/1.1\\r\\nContent-Length: 31\\r\\n\\r\\n"
     >>> with_timeout(head, b'{"parameters":{"timeout":50000}}', 0.01)

@@ -1,7 +1,7 @@
-"""What Ray runs for every engine: an actor that has the engine's GPU and keeps a server alive on it.
+"""The Ray actor of an engine: it owns the engine's GPU and keeps a server alive on it.
 
-A server that has ended is replaced by a standby; so is one that was alive and then says nothing for `hung_s`. The class
-is plain (`ray.remote` is applied where it is started), and imports little: an actor is soon back.
+A standby replaces a server that has ended, or that was alive and then has not answered for `hung_s`. The class is plain
+(`ray.remote` is applied where it is started) and imports little, so that an actor restarts quickly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paellapy.cluster.tasks import EngineTask, given
 from paellapy.serving.logs import configure, log
 
 LOOK_S = 0.1
-ASK_S = 0.5  # between two questions for a sign of life
-STANDBY_AFTER_S = 8.0  # of a server's life: what it loads comes first
-STOP_S = 40.0  # a server's own drain is 30
+ASK_S = 0.5  # between two checks that the server answers
+STANDBY_AFTER_S = 8.0  # of a server's life, so that its loading comes first
+STOP_S = 40.0  # a server's own drain takes up to 30
 ENGINE_MODULE = "paellapy.cluster.engine_process"
 
 
@@ -36,11 +36,11 @@ def free_port(host: str) -> int:
 
 
 class EngineActor:
-    """Keeps one server alive on the GPU that Ray gave it, and a standby that takes over when it ends."""
+    """Keeps one server alive on the GPU that Ray assigned, and a standby that takes over when it ends."""
 
     def __init__(self, name: str, task: dict[str, Any], node_host: str | None, hung_s: float, standby: bool) -> None:
         configure("text", "info")
-        be_as_important_as_others()  # and so is its server
+        be_as_important_as_others()  # its server inherits the priority
         host = node_host or _node_address()
         self._task = EngineTask(**{**task, "host": host, "port": free_port(host)})
         self.name, self._host, self._hung_s = name, host, hung_s
@@ -52,7 +52,7 @@ class EngineActor:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """Servers end with the thread that has started them, so that one also stops them."""
+        """Servers end with the thread that started them, so this thread also stops them."""
         alive_at = heard_at = 0.0  # 0: not yet
         asked_at = 0.0
         while not self._stopping:
@@ -66,8 +66,8 @@ class EngineActor:
                     heard_at = time.monotonic()
                     alive_at = alive_at or heard_at
                 elif heard_at and time.monotonic() - heard_at > self._hung_s:
-                    log.error("a server says nothing and is started again", extra={"fields": {"engine": self.name}})
-                    self._process.kill()  # one that is stopped would not hear anything else
+                    log.error("a server does not answer and is restarted", extra={"fields": {"engine": self.name}})
+                    self._process.kill()  # a stopped process would react to nothing else
                     self._process.wait()
             if self._wants_standby and self._standby is None and alive_at and now - alive_at > STANDBY_AFTER_S:
                 self._standby = self._start(waits=True)
@@ -82,7 +82,7 @@ class EngineActor:
         return start(ENGINE_MODULE, {**given(task), "PYTHONUNBUFFERED": "1"}, stdin=stdin)
 
     def _next(self) -> subprocess.Popen[bytes]:
-        """The standby, if it is there, else one that begins from nothing."""
+        """The standby if there is one, else a new process."""
         self._starts += 1
         standby, self._standby = self._standby, None
         if standby is not None and standby.stdin is not None:
@@ -103,7 +103,7 @@ class EngineActor:
             connection.close()
 
     def info(self, models: Sequence[str]) -> dict[str, Any]:
-        """Where it is; a server that is started from now on loads these models."""
+        """The actor's address and state. A server started from now on loads these models."""
         self._task.loaded = list(models)
         process = self._process
         return {
@@ -112,7 +112,7 @@ class EngineActor:
         }  # fmt: skip
 
     def stop(self) -> None:
-        """Finishes what is in flight, then ends the server for good."""
+        """Finishes requests in flight, then ends the server for good."""
         self._stopping = True
         self._keeper.join()
 

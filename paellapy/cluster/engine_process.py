@@ -1,6 +1,6 @@
-"""One engine of a cluster as a process: `python -m paellapy.cluster.engine_process`, as its actor starts it.
+"""One engine of a cluster as a process: `python -m paellapy.cluster.engine_process`, started by its actor.
 
-A standby has imported its modules and read compiled code from the disk when it is needed. It has not opened the GPU.
+A standby has imported its modules and read compiled code from the disk before it is needed. It has not opened the GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         warm_up(build_policy(config, source))
         import_device(config.device)
         line = sys.stdin.buffer.readline()
-        if not line:  # its actor does not need it any more
+        if not line:  # its actor no longer needs it
             return
         task.loaded = msgspec.json.decode(line, type=list[str])
         config = _config(task)

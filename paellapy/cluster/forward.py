@@ -1,8 +1,8 @@
-"""One request on its way through a router: to the engine likely to finish it first, and on to the next if need be.
+"""One request on its way through a router: to the engine likely to finish it first, and to the next one if need be.
 
-A request goes to another engine when one refuses it, and when one is lost before its answer was here: no byte of an
-answer is passed on before all of it has come. A request with the header `X-At-Most-Once` goes to another engine only
-if it cannot have run: where the connection was not made, or the model has left (404).
+A request goes to another engine when one refuses it, and when one is lost before its answer is complete: no byte of an
+answer is passed on before all of it has arrived. A request with the header `X-At-Most-Once` goes to another engine only
+if it cannot have run: the connection was not made, or the model has left the engine (404).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paellapy.serving.fast_path.way import Client
 from paellapy.serving.inference import Pieces
 from paellapy.serving.logs import request_id
 
-MOST_LOSSES = 5  # engines that a request may see die: it may be what kills them
+MOST_LOSSES = 5  # engines that may die during a request, which may be the cause
 AT_MOST_ONCE = "X-At-Most-Once"
 _AT_MOST_ONCE = re.compile(rb"\r\nx-at-most-once:[ \t]*(?!0[ \t]*\r|false[ \t]*\r)[^\r]", re.I)
 _CLOSE = b"Connection: close\r\n"
@@ -32,32 +32,32 @@ _clock = Clock()
 
 @dataclass(slots=True)
 class Counts:
-    """What a router has seen since it started."""
+    """Counters of a router since it started."""
 
     requests: int = 0
-    refused: int = 0  # answers 503 and 404 of engines, after which others were asked
+    refused: int = 0  # answers 503 and 404 of engines, after which other engines were asked
     lost: int = 0  # engines that ended, or fell silent, before an answer
-    again: int = 0  # requests sent again after that
+    again: int = 0  # requests sent again after a loss
     held: int = 0  # requests that had to wait for an engine
     by_model: dict[str, int] = field(default_factory=dict)
 
 
 class Dispatcher(Protocol):
-    """A router, as its requests know it."""
+    """The part of a router that its requests use."""
 
     in_flight: int
     draining: bool
     counts: Counts
 
     def check_model(self, model: str) -> None:
-        """UnknownModelError where there is none of that name."""
+        """Raises UnknownModelError if there is no model of that name."""
 
     def dispatch(self, work: Forward, again: bool = False) -> None:
-        """Sends it to an engine, holds it, or refuses it."""
+        """Sends the request to an engine, holds it, or refuses it."""
 
 
 class Forward:
-    """A request from when it is here to its answer. `answer` is called once, with the parts of a whole HTTP answer."""
+    """A request from its arrival to its answer. `answer` is called once, with the parts of a whole HTTP answer."""
 
     __slots__ = (
         "_answer", "_deadline_at", "_over", "_predicted_ms", "_refusal", "_router", "_sent_at", "_timer", "body",
@@ -74,16 +74,16 @@ class Forward:
         self.body = b""
         self.tried: set[str] = set()  # engines that have refused or lost it
         self.refused_by: set[str] = set()
-        self.losses, self.seen = 0, False  # seen: the router has looked for an engine before
+        self.losses, self.seen = 0, False  # seen: the router has already looked for an engine
         self.started_at = self._sent_at = time.monotonic()
         self._predicted_ms = 0.0
         self._refusal: Pieces | None = None
-        self._deadline_at: float | None = -1.0  # not known yet
+        self._deadline_at: float | None = -1.0  # -1: not read yet
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
         router.in_flight += 1
 
-    # -- as a connection of the short way sees it
+    # -- interface to a connection of the fast path
 
     def look(self) -> None:
         self._router.check_model(self.model)
@@ -98,13 +98,13 @@ class Forward:
         self._give(answer.parts(_clock.date(), close=self.client is not None and self.client.closing))
 
     def leave(self) -> None:
-        """Its engine goes on; the answer is dropped."""
+        """The client has left: the engine goes on, and its answer is dropped."""
         self._end()
 
     def settle(self) -> None:
         pass
 
-    # -- as an engine's connection sees it
+    # -- interface to an engine's connection
 
     def bytes_of(self) -> list[bytes]:
         return [self.raw, self.body]
@@ -124,7 +124,7 @@ class Forward:
         if status == b"200":
             view.note_answer(self.model, self._predicted_ms, (time.monotonic() - self._sent_at) * 1e3)
         elif status == b"404" or (status == b"503" and not self.at_most_once):
-            # The model has just left that engine, and nothing has run; or it is full. It may also be 503 after it ran.
+            # 404: the model has just left that engine, and nothing has run. 503: it is full, or failed later.
             self._refusal = self._parts(view, head, body)
             self.tried.add(view.name)
             self.refused_by.add(view.name)
@@ -147,8 +147,8 @@ class Forward:
             self.losses += 1
             self._router.counts.lost += 1
             if self.at_most_once or self.losses >= MOST_LOSSES:
-                why = f"it is marked {AT_MOST_ONCE}" if self.at_most_once else "so did those before"
-                said = f"engine {view.name} ended before its answer, and the request is not sent again: {why}"
+                why = f"it is marked {AT_MOST_ONCE}" if self.at_most_once else f"{self.losses} engines ended with it"
+                said = f"engine {view.name} ended before its answer; the request is not sent again, since {why}"
                 self.fail(RefusedError(said, "engine_away"))
                 return
         self._router.dispatch(self, again=was_sent)
@@ -157,23 +157,23 @@ class Forward:
     def at_most_once(self) -> bool:
         return _AT_MOST_ONCE.search(self.raw) is not None
 
-    # -- waiting, and the end
+    # -- waiting, and ending
 
     def left_s(self) -> float | None:
-        """Until its deadline; None: it has none."""
+        """Seconds until its deadline; None: it has none."""
         if self._deadline_at is not None and self._deadline_at < 0:
             limit_s = timeout_s(self.raw, self.body)
             self._deadline_at = None if limit_s is None else self.started_at + limit_s
         return None if self._deadline_at is None else self._deadline_at - time.monotonic()
 
     def shorten(self) -> None:
-        """Before it is sent again: its engine counts from then."""
+        """Shortens its timeout before it is sent again, since an engine counts from the sending."""
         left_s = self.left_s()
         if left_s is not None:
             self.raw, self.body = with_timeout(self.raw, self.body, max(left_s, 1e-6))
 
     def refuse(self, error: Exception) -> None:
-        """With what the last engine said, if any did."""
+        """Answers with the last engine's refusal, if there is one, else with the error."""
         if self._refusal is not None:
             self._give(self._refusal)
         else:

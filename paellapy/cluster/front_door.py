@@ -1,4 +1,4 @@
-"""The front door: a router on a socket. Inference takes the short way; everything else is aiohttp's."""
+"""The front door: a router on a socket. Inference takes the fast path; aiohttp handles everything else."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from paellapy.serving.routes import Protocol
 
 HEADER_TIMEOUT_S, SEND_TIMEOUT_S, KEEPALIVE_S = 20.0, 30.0, 75.0  # as a server has them
 
-# Of one connection only, or said anew by who sends on.
+# Headers of one connection only, or set again by the next sender.
 _HOP = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "trailer", "upgrade")
 )
 
 
 class RouterWay:
-    """What the short way's connections of a router have in common."""
+    """State that all connections of a router share."""
 
     def __init__(self, router: Router) -> None:
         o = router.options
@@ -46,7 +46,7 @@ class RouterWay:
         self.body_timeout_s = o.body_timeout_s
 
     def is_too_large(self, head: Head) -> bool:
-        return False  # its engine knows
+        return False  # the engine checks it
 
     def begin(self, client: Client, head: Head, raw: bytes) -> Forward:
         work = Forward(self._router, head.model, raw)
@@ -55,7 +55,7 @@ class RouterWay:
 
 
 class _Runner(web.AppRunner):
-    """Makes connections of the short way."""
+    """Makes connections with the fast path."""
 
     __slots__ = ("_way",)
 
@@ -77,14 +77,14 @@ class _Runner(web.AppRunner):
 
 
 async def forwarded(request: web.Request) -> web.Response:
-    """A request that is not of the short way, handed on whole."""
+    """Forwards a whole request that cannot take the fast path."""
     router = request.app[ROUTER]
     o = router.options
     try:
         async with asyncio.timeout(o.body_timeout_s):
             body = await request.read()
     except TimeoutError:
-        raise RequestError("the body did not arrive in time", status=408) from None
+        raise RequestError("the body did not arrive within the time limit", status=408) from None
     lines = [f"{request.method} {request.raw_path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOP]
     lines.append(f"Content-Length: {len(body)}")
@@ -135,7 +135,7 @@ async def model_ready(request: web.Request) -> web.Response:
 
 
 async def placed(request: web.Request) -> web.Response:
-    said = "the cluster's plan says which engine has which model: change it with `paellapy cluster`"
+    said = "the cluster's plan decides which engine has which model: change it with `paellapy cluster`"
     raise RequestError(said, status=403)
 
 
@@ -146,7 +146,7 @@ async def status(request: web.Request) -> web.Response:
 
 @web.middleware
 async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Every error as `{"error": "…"}`, as a server has it."""
+    """Answers every error as `{"error": "…"}`, like a server."""
     number = request_id(request.headers.get("X-Request-Id"))
     try:
         response: web.StreamResponse = await handler(request)
@@ -177,7 +177,7 @@ def router_app(router: Router) -> web.Application:
 
 
 class FrontDoor:
-    """A router that listens. `listening`: a socket that does so already, shared with other routers."""
+    """A router that listens. `listening` is a socket that listens already, on a port shared with other routers."""
 
     def __init__(self, router: Router, listening: socket.socket | None = None) -> None:
         self.router, self._listening = router, listening
@@ -201,7 +201,7 @@ class FrontDoor:
         self.url = url_of(self._runner.addresses[0], tls=False)
 
     async def stop(self) -> None:
-        """Nothing new, then what is in flight is finished."""
+        """Stops listening, then finishes the requests in flight."""
         self.router.draining = True
         if self._runner is not None:
             await stop_listening(self._runner)

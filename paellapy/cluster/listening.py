@@ -1,4 +1,4 @@
-"""Listening to an engine's outlook: one connection that stays open, opened again whenever it ends."""
+"""Receives an engine's outlook over a connection that stays open, and is opened again whenever it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paellapy.cluster.view import EngineView
 from paellapy.serving.logs import log
 from paellapy.serving.outlook import Outlook
 
-AGAIN_S = 0.1  # after a stream has ended, or could not be opened
+AGAIN_S = 0.1  # pause after a stream has ended or could not be opened
 CONNECT_S = 2.0
 LONGEST_LINE = 1 << 20
 
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder(Outlook).decode
 
 
 class _Stream(asyncio.Protocol):
-    """Lines as they come; of several that came at once only the last is read."""
+    """Reads lines; of several that arrive at once only the last is used."""
 
     def __init__(self, hear: Callable[[Outlook], None]) -> None:
         self._hear, self._held = hear, b""
@@ -43,12 +43,12 @@ class _Stream(asyncio.Protocol):
             self._begun, self._held = True, self._held[end + 4 :]
         *lines, self._held = self._held.split(b"\n")
         if len(self._held) > LONGEST_LINE:
-            self._end("a line without an end")
+            self._end("it sent a line without an end")
         if lines:
             try:
                 self._hear(_decode(lines[-1]))
             except msgspec.DecodeError as e:
-                self._end(f"it is not an engine of this version: {e}")
+                self._end(f"it is not an engine of this version of paellapy: {e}")
 
     def _end(self, why: str) -> None:
         if not self.ended.done():
@@ -61,7 +61,7 @@ class _Stream(asyncio.Protocol):
 
 
 class Listener:
-    """Hears one engine. `heard` is called with every line, `left` when a stream ends."""
+    """Listens to one engine. `heard` is called with every line, `left` when a stream ends."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Listener:
         self.why = "not reached yet"
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         host, port, tls = self._view.member.address
         loop = asyncio.get_running_loop()
         while True:

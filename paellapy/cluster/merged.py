@@ -1,4 +1,4 @@
-"""One answer for the whole cluster: the index, the statistics and the metrics of all engines together."""
+"""Answers for the whole cluster: the index, the statistics and the metrics of all engines combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paellapy.serving.errors import RefusedError, RequestError
 from paellapy.serving.middleware import json_response
 from paellapy.serving.registry import READY, VERSION
 
-PATIENCE_S = 2.0  # for an engine's part of an answer; without it, the answer has the rest
+PATIENCE_S = 2.0  # for an engine's part; without it, the answer has the rest
 ROUTER = web.AppKey("router", Router)
 
 _PASSED = ("Authorization", "X-API-Key")
@@ -26,7 +26,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)$")
 
 
 async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, bytes]:
-    """The same of every engine that is up, with the client's own key. Those that refuse the key are an error."""
+    """Asks every engine that is up, with the client's own key. If an engine refuses the key, its error is raised."""
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     found: dict[str, bytes] = {}
 
@@ -48,17 +48,19 @@ async def ask_all(router: Router, request: web.Request, path: str) -> dict[str, 
 
 
 async def check_key(request: web.Request) -> None:
-    """RequestError where engines want a key that the client has not. They know the keys; a router has its own only."""
+    """Raises RequestError if engines need a key that the client lacks. Engines know the keys; a router knows only its
+    own.
+    """
     router = request.app[ROUTER]
     own = router.options.key
     if own is None or hmac.compare_digest(request.headers.get("X-API-Key", "").encode(), own.encode()):
         return
     if not await ask_all(router, request, "/v2"):
-        raise RefusedError("no engine answers that could check the key", "engine_away", 2.0)
+        raise RefusedError("no engine answered to check the API key; try again", "engine_away", 2.0)
 
 
 def _add(total: Any, more: Any) -> Any:
-    """Sums of numbers, wherever they are in both."""
+    """Adds numbers wherever they occur in both."""
     if isinstance(total, dict) and isinstance(more, dict):
         return {key: _add(total[key], more[key]) if key in total and key in more else total.get(key, more.get(key))
                 for key in {**total, **more}}  # fmt: skip
@@ -68,7 +70,7 @@ def _add(total: Any, more: Any) -> Any:
 
 
 def add_statistics(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Statistics of models, those of one name added up.
+    """Statistics of models, added up by name.
 
     >>> one = {"name": "m", "last_inference": 3, "inference_count": 2, "batch_stats": []}
     >>> add_statistics([one, {**one, "last_inference": 5}])
@@ -108,18 +110,18 @@ async def merged_index(request: web.Request) -> web.Response:
         raise RequestError(f"the body is not a JSON object: {e}") from None
     ready_only = asked.get("ready", False)
     if not isinstance(ready_only, bool):
-        raise RequestError('"ready" is true or false')
+        raise RequestError('"ready" must be true or false')
     found = []
     for name in sorted(router.models):
         there = [view.name for view in router.views.values() if view.up and name in view.offers()]
-        state, reason = (READY, "on " + ", ".join(there)) if there else ("UNAVAILABLE", "on no engine that answers")
+        state, reason = (READY, "on " + ", ".join(there)) if there else ("UNAVAILABLE", "no engine that answers has it")
         if there or not ready_only:
             found.append({"name": name, "version": VERSION, "state": state, "reason": reason})
     return json_response(found)
 
 
 def labelled(page: str, engine: str, said: set[str]) -> Iterable[str]:
-    """The lines of a metrics page, each sample with its engine's name; what was said of a metric before is left out.
+    """The lines of a metrics page, each sample labelled with its engine; repeated HELP and TYPE lines are left out.
 
     >>> list(labelled('# TYPE a gauge\\na 1\\nb{c="d"} 2', "e0", set()))
     ['# TYPE a gauge', 'a{engine="e0"} 1', 'b{engine="e0",c="d"} 2']
@@ -135,7 +137,7 @@ def labelled(page: str, engine: str, said: set[str]) -> Iterable[str]:
 
 
 def _families(pages: dict[str, str]) -> list[str]:
-    """Samples of one metric have to stand together."""
+    """Groups the lines by metric, as Prometheus requires."""
     blocks: dict[str, list[str]] = {}
     said: set[str] = set()
     for engine, page in pages.items():
@@ -157,19 +159,19 @@ def router_metrics(router: Router) -> list[str]:
     found = []
     for name, text in (
         ("requests", "Requests taken"),
-        ("refused", "Answers 503 and 404 of engines, after which others were asked"),
+        ("refused", "Answers 503 and 404 of engines, after which other engines were asked"),
         ("lost", "Engines that ended, or fell silent, before an answer"),
-        ("again", "Requests sent again after that"),
+        ("again", "Requests sent again after an engine was lost"),
         ("held", "Requests that waited for an engine"),
     ):
         metric = f"paellapy_router_{name}_total"
         found += [f"# HELP {metric} {text}", f"# TYPE {metric} counter", f"{metric} {counts[name]}"]
     found += ["# HELP paellapy_engine_up 1: the engine takes requests", "# TYPE paellapy_engine_up gauge"]
-    # One that was never there, or left in order, is not missed: routers may be told of engines that are yet to come.
+    # An engine that never started, or was drained, is not missing: routers may be told of engines that start later.
     known = [view for view in router.views.values() if view.outlook is not None and not view.outlook.draining]
     found += [f'paellapy_engine_up{{engine="{view.name}"}} {int(view.up)}' for view in known]
     name = "paellapy_predicted_seconds"
-    found += [f"# HELP {name} Predicted time of a request that came now", f"# TYPE {name} gauge"]
+    found += [f"# HELP {name} Predicted time of a request that arrives now", f"# TYPE {name} gauge"]
     for view in router.views.values():
         for model in sorted(view.offers()):
             estimate_ms = view.estimate_ms(model) or 0.0

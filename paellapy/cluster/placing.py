@@ -1,4 +1,4 @@
-"""Models where the plan wants them: loaded over HTTP, and unloaded only once they are there elsewhere."""
+"""Puts models on engines as the plan wants: loads over HTTP, and unloads only once a model is loaded elsewhere."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from paellapy.serving.registry import READY, UNAVAILABLE
 LOAD_S = 600.0
 LOOK_S = 1.0
 MOST_ENGINES = 1024
-FEWEST = 100  # requests between two plans: fewer say nothing of the load
+FEWEST = 100  # requests between two plans; fewer do not show the load
 
-Placed = Mapping[str, tuple[str, ...]]  # models by engine
+Placed = Mapping[str, tuple[str, ...]]  # models of each engine
 
 _decode = msgspec.json.Decoder(Outlook).decode
 
 
 class Placer:
-    """One change at a time on every engine; all engines at once."""
+    """Makes one change at a time on each engine, on all engines in parallel."""
 
     def __init__(self, file: ClusterFile, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._clock = file, clock
-        self._pool = ThreadPoolExecutor(MOST_ENGINES)  # threads are made when they are needed
-        self._lookers = ThreadPoolExecutor(16)  # of their own: a look never waits for a load
+        self._pool = ThreadPoolExecutor(MOST_ENGINES)  # its threads start on demand
+        self._lookers = ThreadPoolExecutor(16)  # separate, so that a check never waits for a load
         self._busy: dict[str, Future[None]] = {}
         self._planned_at, self._counted = clock(), {}  # type: ignore[var-annotated]
         self._planning: Future[dict[str, tuple[str, ...]] | None] | None = None
-        self.why: dict[str, str] = {}  # what could not be loaded
+        self.why: dict[str, str] = {}  # errors of models that could not be loaded
 
     def place(self, urls: Mapping[str, str], wanted: Placed) -> None:
         states = self._lookers.map(self._states, urls.values())
@@ -56,7 +56,7 @@ class Placer:
             extra = [m for m, state in found.items() if state == READY and m not in wanted.get(name, ())]
             if missing:
                 self._busy[name] = self._pool.submit(self._change, name, urls[name], missing[0], "load")
-            elif extra and everywhere:  # traffic has somewhere to go
+            elif extra and everywhere:  # requests have other engines to go to
                 self._busy[name] = self._pool.submit(self._change, name, urls[name], extra[0], "unload")
 
     def _call(self, url: str, path: str, data: bytes | None = None, within_s: float = LOOK_S) -> bytes:
@@ -67,7 +67,7 @@ class Placer:
             return found
 
     def _states(self, url: str) -> dict[str, str] | None:
-        """Of an engine's models; None: it does not answer."""
+        """States of an engine's models; None: it does not answer."""
         try:
             return {model: each.state for model, each in _decode(self._call(url, "/v2/outlook")).models.items()}
         except (OSError, msgspec.DecodeError):
@@ -86,21 +86,24 @@ class Placer:
             log.error("an engine did not move a model", extra={"fields": {"engine": engine, "why": str(e)}})
 
     def replan(self, routers: Mapping[str, Mapping[str, Any]], wanted: Placed) -> dict[str, tuple[str, ...]] | None:
-        """Another placement, if the load of the last while asks for one. It is planned beside everything else: a call
-        starts that, and a later one has the result.
+        """A new placement, if the recent load calls for one. A call starts planning in the background; a later one
+        returns the result.
         """
         if self._planning is not None:
             if not self._planning.done():
                 return None
             found, self._planning = self._planning.result(), None
-            return found if found is not None and found.keys() == wanted.keys() else None  # scaled meanwhile
+            # Engines were added or removed meanwhile
+            return found if found is not None and found.keys() == wanted.keys() else None
         rates = self._rates(routers)
         if rates is not None:
             self._planning = self._pool.submit(self._plan, rates, dict(wanted))
         return None
 
     def _rates(self, routers: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
-        """Requests a second of each model since the last plan; None: it is too early, or nobody asks."""
+        """Requests per second of each model since the last plan; None: it is too early, or there are too few
+        requests.
+        """
         s, now = self._file.settings, self._clock()
         if not s.replan_s or now - self._planned_at < s.replan_s:
             return None
@@ -122,7 +125,7 @@ class Placer:
             current = tuple(tuple(sorted(wanted[name])) for name in names)
             found = plan(fleet, current, sure=math.inf)
         except PaellaError as e:
-            log.error("no plan", extra={"fields": {"why": str(e)}})
+            log.error("planning failed", extra={"fields": {"why": str(e)}})
             return None
         if found.placement == current:
             return None

@@ -1,7 +1,7 @@
-"""`plan`: which models go on which GPUs, how many replicas each has, and how many requests will be in time.
+"""`plan`: chooses models for each GPU and the number of replicas, and predicts the share of requests in time.
 
-Candidates are packed by load and memory; the simulator, with its interference, batching and routing, says which is best
-and what attainment to expect. `moves` leads from one placement to another, new replicas first.
+Candidate placements are packed by load and memory. The simulator, which models interference, batching and routing,
+tells which is best and which attainment to expect. `moves` leads from one placement to another, new replicas first.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from paellapy.scheduler.sim.workload import Lognormal
 Placement = tuple[tuple[str, ...], ...]
 
 ENOUGH = 0.01  # a placement that is better by less is not worth a move
-REQUESTS = 20_000  # of the first run
-MOST_REQUESTS = 640_000  # of the last
-# Standard error of the expected attainment at which no longer run is made. Short runs underestimate it: their parts are
-# shorter than the queues that a burst leaves.
+REQUESTS = 20_000  # in the first simulation
+MOST_REQUESTS = 640_000  # in the last simulation
+# Standard error of the expected attainment at which no longer simulation is made. Short ones underestimate it: their
+# parts are shorter than the queues that a burst leaves.
 SURE = 0.002
 MOST_GPUS = 4096
 
 
 class PlanError(PaellaError):
-    """There is no plan; the message says what is missing."""
+    """No plan is possible; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What there is, and what is asked of it. Rates are requests a second; memory is what a model's weights take."""
+    """The GPUs and the load on them. Rates are in requests per second; memory is that of a model's weights."""
 
     profiles: Sequence[ModelProfile]
     rates: Mapping[str, float]
@@ -45,29 +45,30 @@ class Fleet:
     memory_gb: Mapping[str, float] = field(default_factory=dict)
     gpu_gb: float = math.inf
     speeds: Sequence[float] = (1.0,)
-    sigma: float = 1.5  # of the arrivals' gaps
+    sigma: float = 1.5  # spread of the gaps between arrivals
 
     def __post_init__(self) -> None:
         names = {each.name for each in self.profiles}
         for what in (self.rates, self.memory_gb):
             if unknown := sorted(set(what) - names):
-                raise PlanError(f"there is no profile of {', '.join(unknown)}: the profiles are of {', '.join(names)}")
+                said = f"there is no profile of {', '.join(unknown)}"
+                raise PlanError(f"{said}: add it, or choose models from {', '.join(names)}")
         if self.gpus < 1:
-            raise PlanError(f"{self.gpus} GPUs: give one or more")
+            raise PlanError(f"the fleet has {self.gpus} GPUs: give 1 or more")
         if not any(rate > 0 for rate in self.rates.values()) or any(rate < 0 for rate in self.rates.values()):
-            raise PlanError("give the rate of each model in requests a second, at least one of them above zero")
+            raise PlanError("give each model's rate in requests per second, at least one of them above zero")
         for name in self.rates:
             if self.gb(name) > self.gpu_gb:
                 said = f"model {name!r} takes {self.gb(name):g} GB, and a GPU has {self.gpu_gb:g}"
-                raise PlanError(f"{said}: it fits none")
+                raise PlanError(f"{said}: it fits on no GPU")
         if sum(map(self.gb, self.rates)) > self.gpus * self.gpu_gb:
-            raise PlanError("the models together take more memory than all GPUs have: add GPUs, or leave models out")
+            raise PlanError("the models together need more memory than all GPUs have: add GPUs or remove models")
 
     def gb(self, name: str) -> float:
         return self.memory_gb.get(name, 0.0)
 
     def work(self, name: str) -> float:
-        """GPU time a second that the model asks for, alone and in its largest batches."""
+        """GPU time per second that the model needs, running alone in its largest batches."""
         profile = next(each for each in self.profiles if each.name == name)
         batch = max(profile.batch)
         return self.rates[name] * profile.alone_ns(batch) / batch * 1e-9
@@ -78,7 +79,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`placement[gpu]` are the models there; `attainment` is the part of requests expected within target."""
+    """`placement[gpu]` lists the models there; `attainment` is the expected share of requests within target."""
 
     placement: Placement
     attainment: float
@@ -101,8 +102,9 @@ class Plan:
 
 
 def plan(fleet: Fleet, current: Placement | None = None, seed: int = 0, sure: float = SURE) -> Plan:
-    """The best of several placements in simulated time; with a `current` one, that unless another is clearly better.
-    `sure`: the standard error that the expected attainment may have.
+    """The best of several placements in simulated time; the `current` one is kept unless another is clearly better.
+
+    `sure` is the allowed standard error of the expected attainment.
 
     >>> from paellapy.scheduler.sim.mix import mix_profiles
     >>> two = mix_profiles(names=["resnet18", "resnet50"])
@@ -119,7 +121,7 @@ def plan(fleet: Fleet, current: Placement | None = None, seed: int = 0, sure: fl
 
 
 def _glance(fleet: Fleet, placement: Placement, seed: int, times: int = 1) -> Plan:
-    """Placements see the same requests, so that few of them tell which is better."""
+    """A short simulation. All placements get the same requests, so that few requests tell which is better."""
     return expect(fleet, placement, seed, math.inf, times)
 
 
@@ -136,10 +138,10 @@ def _holds_all(fleet: Fleet, placement: Placement) -> bool:
 
 
 def pack(fleet: Fleet, spread: float) -> Placement:
-    """Every model at least once, then replicas of what is busiest per replica where the load is least.
+    """Places every model once, then adds replicas of the busiest model per replica on the least loaded GPU.
 
-    `spread`: replicas beyond what the load alone asks for; infinite: as many as fit. Heavy models come first: what is
-    left of the memory must hold them.
+    `spread` adds replicas beyond the need of the load; infinite: as many as fit. Heavy models come first, while there
+    is memory for them.
     """
     n, names = fleet.gpus, sorted(fleet.rates, key=lambda name: (-fleet.gb(name), -fleet.work(name), name))
     models: list[list[str]] = [[] for _ in range(n)]
@@ -162,7 +164,7 @@ def pack(fleet: Fleet, spread: float) -> Placement:
 
     for name in names:
         if not place(name):
-            raise PlanError(f"model {name!r} finds no GPU with {fleet.gb(name):g} GB left: add GPUs or memory")
+            raise PlanError(f"no GPU has {fleet.gb(name):g} GB left for model {name!r}: add GPUs or memory")
     left = set(names)
     while left:
         name = max(sorted(left), key=lambda each: fleet.work(each) / count[each])
@@ -172,10 +174,10 @@ def pack(fleet: Fleet, spread: float) -> Placement:
 
 
 def expect(fleet: Fleet, placement: Placement, seed: int = 0, sure: float = SURE, times: int = 1) -> Plan:
-    """What comes of a placement, in simulated time.
+    """The result of a placement, in simulated time.
 
     Near its capacity a fleet is in time for most of one second and for little of the next, and the queues that a burst
-    leaves last long. So longer runs follow, each four times as long, until the parts of one agree on the attainment.
+    leaves last long. So simulations get four times as long, until the parts of one agree on the attainment.
     """
     rate = sum(fleet.rates.values())
     profiles = [each for each in fleet.profiles if each.name in fleet.rates]
@@ -193,37 +195,37 @@ def expect(fleet: Fleet, placement: Placement, seed: int = 0, sure: float = SURE
 
 
 def enough_gpus(fleet: Fleet, goal: float) -> Plan:
-    """The smallest number of GPUs, from those of the fleet on, with which the goal is met."""
+    """The plan with the fewest GPUs that meets the goal, starting from the fleet's number."""
 
     def is_met(gpus: int) -> bool:
         try:
             return _best_at_a_glance(replace(fleet, gpus=gpus)).attainment >= goal
-        except PlanError:  # no room
+        except PlanError:  # not enough memory
             return False
 
     low = high = fleet.gpus
     while not is_met(high):
         low, high = high + 1, high * 2
         if high > MOST_GPUS:
-            raise PlanError(f"{MOST_GPUS} GPUs do not meet {goal:.0%}: a target may be shorter than its model takes")
+            raise PlanError(f"{MOST_GPUS} GPUs do not reach {goal:.0%}: a model may take longer than its target")
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_met(middle) else (middle + 1, high)
-    while (found := plan(replace(fleet, gpus=high))).attainment < goal:  # a glance may flatter
+    while (found := plan(replace(fleet, gpus=high))).attainment < goal:  # a short simulation may be too optimistic
         high += 1
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Replicas to load, then replicas to unload: (GPU, model)."""
+    """Replicas to load, then replicas to unload, as (GPU, model)."""
 
     load: tuple[tuple[int, str], ...]
     unload: tuple[tuple[int, str], ...]
 
 
 def moves(now: Sequence[Sequence[str]], wanted: Placement) -> Moves:
-    """From one placement to another with as few loads as there are: alike GPUs are interchangeable.
+    """The fewest loads that lead from one placement to another; GPUs of a kind are interchangeable.
 
     >>> moves([["a"], ["b"]], (("b",), ("a", "b")))
     Moves(load=((0, 'b'),), unload=())
@@ -240,7 +242,7 @@ def moves(now: Sequence[Sequence[str]], wanted: Placement) -> Moves:
 
 
 def load_fleet(path: Path) -> tuple[Fleet, float | None]:
-    """A fleet from a TOML file, and the goal where it wants GPUs to be counted.
+    """Reads a fleet from a TOML file. Also returns the goal if the file asks for the number of GPUs.
 
     profiles = "profiles.json"   # or "mix"
     gpus = 4                     # or "auto" with goal = 0.99
@@ -257,7 +259,7 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
         raise PlanError(f"{path} cannot be read: {e}") from None
     models = tree.get("models")
     if not isinstance(models, dict) or not models:
-        raise PlanError(f"{path} names no models: write [models.NAME] with a rate for each")
+        raise PlanError(f"{path} names no models: add a table [models.NAME] with a rate for each")
     given = str(tree.get("profiles", "mix"))
     profiles, _ = named_models(given if given == "mix" else str(path.parent / given), None, "virtual:h200")
     try:
@@ -274,4 +276,4 @@ def load_fleet(path: Path) -> tuple[Fleet, float | None]:
         )
         return fleet, float(tree.get("goal", 0.99)) if counted else None
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise PlanError(f"{path}: {type(e).__name__}: {e}; each model has a rate, and numbers are numbers") from None
+        raise PlanError(f"{path}: {type(e).__name__}: {e}; each model needs a rate, given as a number") from None

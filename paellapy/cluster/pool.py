@@ -1,4 +1,6 @@
-"""Kept connections to one engine: each has one request at a time, and its answer is held until all of it is here."""
+"""Persistent connections to one engine: each carries one request at a time, and holds its answer until it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from typing import Protocol
 
 from paellapy.cluster.view import EngineView
 
-IDLE_S = 20.0  # a server closes an idle connection after longer (`keepalive_s`): nothing is sent into that
+IDLE_S = 20.0  # shorter than a server's `keepalive_s`, so that nothing is sent into a closing connection
 CONNECT_S = 2.0
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*\r\n", re.I)
 
 
 class Sent(Protocol):
-    """A request that was given to an engine."""
+    """A request that was sent to an engine."""
 
     def bytes_of(self) -> list[bytes]:
         """Its header and its body."""
@@ -25,7 +27,7 @@ class Sent(Protocol):
     def answered(self, view: EngineView, head: bytes, body: list[bytes]) -> None: ...
 
     def lost(self, view: EngineView, was_sent: bool) -> None:
-        """The engine has not answered, and will not; `was_sent`: it may have run all the same."""
+        """The engine will not answer; `was_sent`: the request may have run nevertheless."""
 
 
 class Link(asyncio.Protocol):
@@ -56,7 +58,7 @@ class Link(asyncio.Protocol):
             self.transport.write(parts[1])
 
     def data_received(self, data: bytes) -> None:
-        if self._work is None:  # an engine says nothing unasked: it is about to close
+        if self._work is None:  # an engine sends nothing unasked, so it is about to close
             self.abort()
             return
         if self._left < 0:
@@ -94,12 +96,12 @@ class Link(asyncio.Protocol):
         self._pool.forget(self)
         work, self._work = self._work, None
         if work is not None:
-            self._pool.view.up = False  # until it is heard of again
+            self._pool.view.up = False  # until it is heard again
             work.lost(self._pool.view, was_sent=True)
 
 
 class Pool:
-    """Connections to one engine, as many as it has requests of this router at a time."""
+    """Connections to one engine, one for each of this router's requests in flight."""
 
     def __init__(self, view: EngineView, context: ssl.SSLContext | None = None) -> None:
         self.view, self._context = view, context
@@ -150,7 +152,7 @@ class Pool:
             self._idle.remove(link)
 
     def cut(self) -> None:
-        """The engine is silent: what was sent there is lost."""
+        """Drops all connections to an engine that has fallen silent; their requests are lost."""
         for link in list(self._links):
             link.abort()
 

@@ -1,4 +1,4 @@
-"""Child processes: started with all they need in their environment, and ended with the process that started them."""
+"""Child processes: started with all their facts in the environment, ended with this process, restarted if needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _die_with_parent() -> None:
-    """In the child, before it runs: it is told to stop when the thread that started it ends."""
+    """Runs in the child before its program: the kernel ends it when the thread that started it ends."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -24,7 +24,7 @@ def _die_with_parent() -> None:
 def start(
     module: str, environment: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """`python -m module` that does not outlive us, in a session of its own: Ctrl-C is for us to pass on."""
+    """Starts `python -m module`. It ends with us, and has its own session, so that Ctrl-C reaches only us."""
     return subprocess.Popen(
         [sys.executable, "-m", module],
         pass_fds=list(pass_fds),
@@ -36,15 +36,16 @@ def start(
 
 
 def be_as_important_as_others() -> None:
-    """Ray's workers run at nice 15 and get little of a busy CPU; engines and routers answer people. Needs privileges:
-    without them Ray itself is to be started with RAY_worker_niceness=0.
+    """Raises the CPU priority to normal: Ray's workers run at nice 15, but engines and routers answer people.
+
+    This needs privileges; without them, start Ray with RAY_worker_niceness=0.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def end(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """Asks it to stop, and kills it if it does not."""
+    """Asks the process to stop, and kills it if it does not."""
     if process.stdin is not None:
         process.stdin.close()
     if process.poll() is None:
@@ -57,7 +58,7 @@ def end(process: subprocess.Popen[bytes], within_s: float) -> None:
 
 
 def ends_within(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
-    """All of them at once."""
+    """Ends all processes at once."""
     for each in processes:
         if each.poll() is None:
             each.terminate()

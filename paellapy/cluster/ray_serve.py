@@ -4,9 +4,9 @@
     handle = serve.run(app)
     outputs = await handle.infer.remote("mlp", {"x": image})
 
-The handle's own router asks nobody: replicas tell Serve when a new request would be done (`record_routing_stats`), and
-the router adds what it has sent since. Serve passes these reports on as seldom as it is told to, once in 0.1 s here;
-the front door of `paellapy cluster` hears them every 5 ms.
+The handle's router sends no queries: replicas report to Serve when a new request would be done
+(`record_routing_stats`), and the router adds the work it has sent since. Serve passes these reports on every 0.1 s
+here; the front door of `paellapy cluster` gets them every 5 ms.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class EngineReplica:
     """One engine with its models, as a Serve replica."""
 
     def __init__(self, models: Source, device: str = "auto", policy: str = "paella") -> None:
-        """`models`: a function that returns a Model or several, or "package.module:function"."""
+        """`models`: a function that returns a Model or several, or its name "package.module:function"."""
         self._engine = Engine(device, policy)
         for model in _made(models):
             self._engine.load(model)
         self._predictor = Predictor(self._engine.state)
 
     async def infer(self, model: str, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """One request; `options` as `Engine.infer` has them."""
+        """Runs one request; `options` are those of `Engine.infer`."""
         return dict(await self._engine.infer(model, inputs, **options))
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Milliseconds that a new request of each model would take, and what it adds to the queue."""
+        """For each model, the milliseconds that a new request would take, and the time it adds to the queue."""
         state, now_ns = self._engine.state, time.monotonic_ns()
         found: dict[str, float] = {}
         for row, loaded in self._engine.loaded_rows().items():
@@ -69,12 +69,12 @@ def _made(source: Source) -> Iterable[Model]:
     made = found() if callable(found) else found
     models = [made] if isinstance(made, Model) else list(made)
     if not models or not all(isinstance(each, Model) for each in models):
-        raise ArgumentError(f"{source} gives no models: name a function that returns a Model, or a list of them")
+        raise ArgumentError(f"{source} returned no models: give a function that returns a Model or a list of them")
     return models
 
 
 class PredictedFinishRouter(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas by when they would finish the request: what they reported last, and what was sent since."""
+    """Ranks replicas by predicted finish: their latest report, plus the work sent since."""
 
     def initialize_state(self, **_: Any) -> None:
         self._sent: dict[Any, tuple[Any, float]] = {}  # by replica: its last report, and the work sent since, ms
@@ -105,7 +105,7 @@ class PredictedFinishRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _model_of(pending_request: PendingRequest | None) -> str:
-    """The first argument of the call, where that is a name."""
+    """The first argument of the call, if it is a name."""
     arguments = () if pending_request is None else pending_request.args
     return arguments[0] if arguments and isinstance(arguments[0], str) else ""
 

@@ -1,4 +1,6 @@
-"""`Router`: sends requests to the engine with the earliest predicted finish, holds those no engine can take."""
+"""`Router`: sends requests to the engine with the earliest predicted finish, and holds requests that no engine can
+take.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,19 @@ from paellapy.serving.outlook import Outlook
 TICK_S = 0.05
 LAST_TIMES = 4
 MOST_WAITING = 8192
-FIRST_S = 3.0  # a router that has not heard all of its engines yet does not know which models there are
+FIRST_S = 3.0  # a new router waits this long for all engines before it treats unknown models as missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """What a router may be told."""
+    """Options of a router."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     every_ms: float = 5.0  # between an engine's lines
-    silent_s: float = 0.6  # without a line: its requests go elsewhere
-    hold_s: float = 20.0  # a request waits so long for an engine that has its model; its own deadline is shorter
-    key: str | None = None  # for engines that want one
+    silent_s: float = 0.6  # without a line, an engine's requests go to others
+    hold_s: float = 20.0  # limit of a request's wait for an engine with its model, unless its deadline is shorter
+    key: str | None = None  # for engines that need one
     client_header: str = CLIENT_HEADER
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float | None = BODY_TIMEOUT_S
@@ -44,8 +46,10 @@ class RouterOptions:
 
 
 class Router:
-    """Engines come and go with `set_members`. `models` are names that are to be served: their requests are held while
-    no engine has them; other names are unknown until an engine has them.
+    """Distributes requests over engines, which `set_members` adds and removes.
+
+    `models` are the names to serve: their requests are held while no engine has them. Other names are unknown until an
+    engine has them.
     """
 
     def __init__(self, options: RouterOptions | None = None, models: Iterable[str] = ()) -> None:
@@ -66,11 +70,11 @@ class Router:
     # -- members
 
     def set_members(self, members: Iterable[Member]) -> None:
-        """From now on these, and no others; who leaves finishes what it has."""
+        """Replaces the list of engines. One that leaves finishes its requests."""
         wanted = {each.name: each for each in members}
         addresses = {each.address for each in wanted.values()}
         if len(addresses) < len(wanted):
-            raise ArgumentError("two engines have one address: name each once")
+            raise ArgumentError("two engines have the same address: list each engine once")
         for name in [name for name, view in self.views.items() if wanted.get(name) != view.member]:
             self._drop(name)
         for name, member in wanted.items():
@@ -110,11 +114,11 @@ class Router:
             self._wake()
 
     def _left(self, view: EngineView) -> None:
-        """Its stream has ended: nothing more goes there. What it has may still be answered."""
+        """The engine's stream has ended: it gets no more requests, but may still answer earlier ones."""
         view.up = False
 
     async def _tick(self) -> None:
-        """Time is counted in ticks: where this process stood still, lines wait in its sockets."""
+        """Ticks are counted instead of time: while this process was suspended, lines have waited in its sockets."""
         most = max(1, round(self.options.silent_s / TICK_S))
         while True:
             await asyncio.sleep(TICK_S)
@@ -124,13 +128,13 @@ class Router:
                 self._wake()
             for view in self.views.values():
                 view.quiet_ticks += 1
-                # The last one that is up gets more time: its requests have nowhere to go.
+                # The last engine that is up gets more time, since its requests have nowhere else to go.
                 is_last = view.up and sum(each.up for each in self.views.values()) == 1
                 if view.quiet_ticks >= most * (LAST_TIMES if is_last else 1) and not view.silent:
                     self._give_up(view)
 
     def _give_up(self, view: EngineView) -> None:
-        """It says nothing: what was sent there goes elsewhere."""
+        """Gives up a silent engine: its requests go to others."""
         if view.outlook is not None and not view.outlook.draining:
             view.silent, view.up = True, False
             log.warning("engine silent", extra={"fields": {"engine": view.name, "requests": view.outstanding}})
@@ -141,16 +145,16 @@ class Router:
 
     @property
     def knows_all(self) -> bool:
-        """Names that it has not heard of are none."""
+        """Whether names it has not heard of are unknown models."""
         heard = bool(self.views) and all(view.outlook is not None for view in self.views.values())
         return heard or self._ticks * TICK_S > FIRST_S
 
     def check_model(self, model: str) -> None:
         if model not in self.models and self.knows_all:
-            raise UnknownModelError(f"no model named {short(model)}; there are {', '.join(sorted(self.models))}")
+            raise UnknownModelError(f"no model is named {short(model)}; there are {', '.join(sorted(self.models))}")
 
     def choose(self, model: str, tried: Iterable[str] = ()) -> EngineView | None:
-        """The engine that is likely to finish first; of equals, whose turn it is."""
+        """The engine likely to finish first; equal ones take turns."""
         best, best_key = None, (float("inf"), 0, 0)
         turn, n = next(self._turn), max(1, len(self.views))
         for k, view in enumerate(self.views.values()):
@@ -162,7 +166,7 @@ class Router:
         return best
 
     def dispatch(self, work: Forward, again: bool = False) -> None:
-        """Sends it, holds it, or refuses it."""
+        """Sends the request, holds it, or refuses it."""
         if not work.seen:
             work.seen = True
             self.counts.requests += 1
@@ -171,26 +175,26 @@ class Router:
             except UnknownModelError as e:
                 work.fail(e)
                 return
-            if work.model in self.models:  # names of clients' invention are not counted one by one
+            if work.model in self.models:  # only known names are counted: clients may invent others
                 self.counts.by_model[work.model] = self.counts.by_model.get(work.model, 0) + 1
         elif (left_s := work.left_s()) is not None:
             if left_s <= 0:
                 work.refuse(RefusedError(f"model {work.model!r}: the deadline has passed", "deadline"))
                 return
             work.shorten()
-        # Who has lost it and is there again comes last: a busy machine may have silenced all engines for a moment.
+        # An engine that lost it and is back comes last: a busy machine may have silenced all engines for a moment.
         view = self.choose(work.model, work.tried) or self.choose(work.model, work.refused_by)
         if view is not None:
             self.counts.again += again
             work.send_to(view)
         elif any(v.up and work.model in v.offers() for v in self.views.values()):
-            work.refuse(RefusedError(f"model {work.model!r}: no engine takes the request now", "overloaded"))
+            work.refuse(RefusedError(f"model {work.model!r}: every engine refuses it now; try again", "overloaded"))
         else:
             self._hold(work)
 
     def _hold(self, work: Forward) -> None:
-        """No engine has its model now."""
-        refusal = RefusedError(f"model {work.model!r} is on no engine that answers now", "engine_away", 2.0)
+        """Holds a request while no engine has its model."""
+        refusal = RefusedError(f"model {work.model!r}: no engine has it now; try again", "engine_away", 2.0)
         left_s = work.left_s()
         if len(self._waiting) >= MOST_WAITING:
             work.refuse(refusal)
@@ -206,7 +210,7 @@ class Router:
         work.refuse(refusal)
 
     def _wake(self) -> None:
-        """An engine offers something new."""
+        """Tries held requests again, since an engine offers something new."""
         waiting, self._waiting = self._waiting, deque()
         for work in waiting:
             if work.over:
@@ -216,14 +220,14 @@ class Router:
                 self._waiting.append(work)
                 continue
             work.wake()
-            work.seen &= known  # to be refused with the names that there are
+            work.seen &= known  # unknown ones are refused with the list of known names
             work.tried.clear()  # every engine may be asked again
             work.refused_by.clear()
             self.dispatch(work, again=work.losses > 0)
 
     @property
     def ready(self) -> bool:
-        """Every model has an engine."""
+        """Whether every model has an engine."""
         offered = frozenset().union(*(view.offers() for view in self.views.values() if view.up))
         return bool(self.models) and self.models <= offered and not self.draining
 
@@ -238,6 +242,6 @@ class Router:
             assert view.pool is not None
             await view.pool.close()
         for work in list(self._waiting):
-            work.refuse(RefusedError("the router is stopping", "closing"))
+            work.refuse(RefusedError("the router is stopping; try again", "closing"))
         for task in list(self._gone):
             task.cancel()

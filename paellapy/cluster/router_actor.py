@@ -1,4 +1,4 @@
-"""What Ray runs for every router: an actor with a loop of its own. A request's bytes never pass through Ray."""
+"""The Ray actor of a router, with an event loop of its own. A request's bytes never pass through Ray."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paellapy.serving.server import keep_memory, loop_factory
 
 
 class RouterActor:
-    """A router in a loop of its own. Routers of one machine share the port: the kernel deals connections out. So one
-    that Ray has started again listens only when it has been told of its engines, and has heard them.
+    """A router in an event loop of its own. Routers of one machine share the port, and the kernel spreads connections
+    over them; so a restarted router listens only once it knows its engines and has heard them.
     """
 
     def __init__(self, name: str, options: dict[str, Any], models: list[str]) -> None:
@@ -38,7 +38,7 @@ class RouterActor:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _open(self) -> str | None:
-        """Why it cannot be done; None: it is."""
+        """Opens the socket. Returns the reason if that fails, else None."""
         o = self._router.options
         while not (self._router.ready or self._router.knows_all):
             await asyncio.sleep(0.01)
@@ -52,7 +52,7 @@ class RouterActor:
         return None
 
     def set_members(self, members: list[tuple[str, str]]) -> dict[str, Any]:
-        """From now on these; what the router has seen so far, and why it does not listen."""
+        """Replaces the list of engines. Returns the router's counters, and why it does not listen, if so."""
 
         async def change() -> dict[str, Any]:
             self._router.set_members(Member(name, url) for name, url in members)
@@ -70,7 +70,7 @@ class RouterActor:
 
 
 class _Shared(Shares):
-    """A place among those that listen on a port already, or the first of them."""
+    """A socket that joins those already listening on a port, or is the first."""
 
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""One router as a process: `python -m paellapy.cluster.router_process`, as `routers.py` starts it."""
+"""One router as a process: `python -m paellapy.cluster.router_process`, started by `routers.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers as processes that share one port, in front of a fixed list of engines. One that ends is started again."""
+"""Router processes that share one port, in front of a fixed list of engines. One that ends is restarted."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MODULE = "paellapy.cluster.router_process"
 
 
 class Routers:
-    """`number` routers on one port; no router knows of the others."""
+    """`number` routers on one port; they do not know of each other."""
 
     def __init__(self, engines: Mapping[str, str], options: RouterOptions, number: int = 1) -> None:
         if not engines:
             raise ArgumentError("a router needs engines: give the address of each, as in http://127.0.0.1:8001")
         if len({Member(name, url).address for name, url in engines.items()}) < len(engines):
-            raise ArgumentError("two engines have one address: name each once")
+            raise ArgumentError("two engines have the same address: list each engine once")
         if number < 1:
-            raise ArgumentError(f"{number} routers: give one or more")
+            raise ArgumentError(f"there cannot be {number} routers: give 1 or more")
         self._engines, self._options = dict(engines), options
         self._shares = Shares(options.host, options.port, number)
         self.url = url_of(self._shares.address, tls=False)
@@ -42,10 +42,10 @@ class Routers:
         return start(MODULE, given(task), [descriptor])
 
     def look(self) -> None:
-        """Starts those again that have ended. Their sockets are kept, and who connects meanwhile waits there."""
+        """Restarts routers that have ended. Their sockets stay open, so that new connections wait there meanwhile."""
         for k, process in enumerate(self.processes):
             if process.poll() is not None:
-                log.error("a router ended and is started again", extra={"fields": {"code": process.returncode}})
+                log.error("a router ended and is being restarted", extra={"fields": {"code": process.returncode}})
                 self.processes[k] = self._start(k)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Routers:
 def run_routers(
     engines: Mapping[str, str], options: RouterOptions, number: int, announce: Callable[[str], None] | None = None
 ) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Runs until SIGTERM or SIGINT."""
     stop = threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stop.set())

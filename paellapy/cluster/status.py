@@ -1,4 +1,4 @@
-"""What a router knows of its cluster, as JSON and as a table."""
+"""A router's view of its cluster, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paellapy.cluster.view import EngineView
 
 
 def cluster_status(router: Router) -> dict[str, Any]:
-    """`GET /v2/cluster`."""
+    """The answer of `GET /v2/cluster`."""
     return {
         "ready": router.ready,
         "models": sorted(router.models),
@@ -44,7 +44,7 @@ def _engine(router: Router, view: EngineView) -> dict[str, Any]:
 
 
 def status_table(status: dict[str, Any], title: str) -> Any:
-    """A rich table: a line for every engine."""
+    """A rich table with a row for every engine."""
     from rich.table import Table
 
     table = Table(title=title)

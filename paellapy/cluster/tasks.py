@@ -1,4 +1,4 @@
-"""What processes of a cluster are told: by their environment, which other users do not see. A task may hold keys."""
+"""Tasks of a cluster's processes, passed in their environment, which other users cannot read. A task may hold keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Task = TypeVar("Task")
 
 
 class EngineTask(msgspec.Struct, kw_only=True):
-    """`loaded`: models to have from the start; the others wait for a plan. `waits`: a standby, which does nothing that
-    others could notice before a line of JSON on its standard input names the models to load.
+    """`loaded`: models to load at the start; the others wait for a plan. `waits`: a standby, which does nothing visible
+    to others until a line of JSON on its standard input names the models to load.
     """
 
     config: dict[str, Any]
@@ -29,14 +29,14 @@ class RouterTask(msgspec.Struct, kw_only=True):
     engines: dict[str, str]
     options: dict[str, Any]
     models: list[str] = []
-    descriptor: int | None = None  # of the socket that it listens on
+    descriptor: int | None = None  # of the socket to listen on
 
 
 def given(task: EngineTask | RouterTask) -> dict[str, str]:
-    """The environment that a process with this task is started with."""
+    """The environment for a process with this task."""
     return {VARIABLE: msgspec.json.encode(task).decode()}
 
 
 def taken(kind: type[Task]) -> Task:
-    """This process's own; processes that it starts do not see it."""
+    """This process's task; processes that it starts do not see it."""
     return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind)

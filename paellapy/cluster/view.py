@@ -1,4 +1,4 @@
-"""An engine as a router sees it: what it last published, corrected by what the router has sent and heard since."""
+"""An engine as a router sees it: its latest outlook, corrected by the requests sent and answers received since."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from paellapy.instrument.errors import ArgumentError
 from paellapy.serving.outlook import Outlook
 from paellapy.serving.registry import READY
 
-LEARN = 0.05  # weight of the newest answer in what is learned of an engine
-FORGET = 0.005  # of that, lost with every line while the router has nothing there: who is avoided is tried again
-LEAST_MS = 1e-3  # predictions are of GPU time; beside a shorter one only the host's time would count
+LEARN = 0.05  # weight of the newest answer in an engine's learned speed
+FORGET = 0.005  # part forgotten with every line while no request is there, so that an avoided engine is tried again
+LEAST_MS = 1e-3  # predictions are GPU time; with shorter ones only the host's time would count
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where an engine is."""
+    """Name and address of an engine."""
 
     name: str
     url: str
 
     @property
     def address(self) -> tuple[str, int, bool]:
-        """Host, port, and whether it speaks TLS."""
+        """Host, port, and whether it uses TLS."""
         try:
             parts = urlsplit(self.url)
             tls = parts.scheme == "https"
@@ -32,11 +32,11 @@ class Member:
                 raise ValueError
             return parts.hostname, parts.port or (443 if tls else 80), tls
         except ValueError:
-            raise ArgumentError(f"engine {self.name!r} is at {self.url!r}: give http://HOST:PORT") from None
+            raise ArgumentError(f"engine {self.name!r} has the address {self.url!r}: give http://HOST:PORT") from None
 
 
 class Learned:
-    """How long answers of one model take at one engine, against what was predicted."""
+    """How long one engine's answers for one model take, relative to its predictions."""
 
     __slots__ = ("actual_ms", "predicted_ms")
 
@@ -45,7 +45,7 @@ class Learned:
 
     @property
     def factor(self) -> float:
-        """Long answers count more than short ones, whose time is the host's."""
+        """Actual time / predicted time. Long answers weigh more than short ones, which are mostly the host's time."""
         return self.actual_ms / self.predicted_ms
 
     def note(self, predicted_ms: float, actual_ms: float) -> None:
@@ -57,18 +57,18 @@ class Learned:
 
 
 class Connections(Protocol):
-    """Those of a router to an engine."""
+    """A router's connections to an engine."""
 
     def send(self, work: Any) -> None: ...
 
     def cut(self) -> None:
-        """The engine is silent: what was sent there is lost."""
+        """Drops the connections to an engine that has fallen silent; their requests are lost."""
 
     async def close(self) -> None: ...
 
 
 class EngineView:
-    """`up`: it is heard of, takes requests, and its last connection did not break."""
+    """One engine. `up`: it is heard, takes requests, and its last connection did not break."""
 
     def __init__(self, member: Member) -> None:
         self.member, self.name = member, member.name
@@ -76,14 +76,14 @@ class EngineView:
         self.up = False
         self.quiet_ticks = 0
         self.silent = False  # given up, until it is heard again
-        self.added_ms = 0.0  # work sent since its last line
-        self.outstanding = 0  # requests of this router there
+        self.added_ms = 0.0  # work sent since its latest line
+        self.outstanding = 0  # this router's requests in flight there
         self.sent = 0
         self.learned: dict[str, Learned] = {}
         self.pool: Connections | None = None
 
     def hear(self, outlook: Outlook) -> bool:
-        """A line has come; True: what it offers has changed."""
+        """Takes a new line; returns whether the models it offers have changed."""
         before = self.offers() if self.up else None
         if self.outlook is None or self.outlook.since != outlook.since:
             self.learned.clear()
@@ -100,14 +100,14 @@ class EngineView:
         return frozenset(name for name, each in models.items() if each.state == READY)
 
     def predicted_ms(self, model: str) -> float | None:
-        """When a request sent now would be done, by what it published; None: it has not got the model."""
+        """Time that a request sent now would take, by the engine's outlook; None: it does not have the model."""
         if not self.up or self.outlook is None:
             return None
         found = self.outlook.models.get(model)
         return None if found is None or found.state != READY else found.predicted_ms + self.added_ms
 
     def estimate_ms(self, model: str) -> float | None:
-        """The same, with what its answers have taught."""
+        """The same, corrected by the times of its answers."""
         predicted_ms = self.predicted_ms(model)
         if predicted_ms is None:
             return None

@@ -88,8 +88,8 @@ def test_more_load_takes_more_gpus(short_runs):
     [
         ({"rates": {"x": 1}}, "no profile of x"),
         ({"rates": {"a": 0}}, "above zero"),
-        ({"gpus": 0}, "one or more"),
-        ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "fits none"),
+        ({"gpus": 0}, "0 GPUs"),
+        ({"memory_gb": {"a": 20}, "gpu_gb": 10}, "20 GB"),
         ({"memory_gb": {"a": 8, "b": 8}, "gpu_gb": 10, "gpus": 1}, "more memory than all GPUs"),
     ],
 )

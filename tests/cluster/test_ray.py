@@ -177,17 +177,17 @@ def test_a_cluster_survives_what_is_killed_and_follows_its_scale(nodes, tmp_path
         assert lifecycle.scale(1) == ["engine-1"]
         until(lambda: {name for _, name in answers[-10:]} == {"engine-1"})
         for wrong, said in (
-            (lambda: lifecycle.drain("engine-7"), "there is no engine"),
+            (lambda: lifecycle.drain("engine-7"), "'engine-7'"),
             (lambda: lifecycle.drain("engine-1"), "the only engine"),
             (lambda: lifecycle.scale(50), "50 engines need one each"),
-            (lambda: lifecycle.scale(0), "one or more"),
+            (lambda: lifecycle.scale(0), "0 engines"),
         ):
             with pytest.raises(lifecycle.ClusterError, match=said):
                 wrong()
         assert lifecycle.is_up()
-        with pytest.raises(lifecycle.ClusterError, match="runs on this Ray already"):
+        with pytest.raises(lifecycle.ClusterError, match="cluster down"):
             lifecycle.bring_up(tmp_path / "cluster.toml")
-    with pytest.raises(lifecycle.ClusterError, match="no cluster runs"):
+    with pytest.raises(lifecycle.ClusterError, match="no cluster"):
         lifecycle.status()
     assert not lifecycle.is_up()
     until(lambda: not any(servers(tmp_path)))
@@ -204,20 +204,20 @@ def servers(folder):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('resource = "virtual_gpu"', 'resource = "GPU"', "Ray has 0 of GPU"),
+        ('resource = "virtual_gpu"', 'resource = "GPU"', "Ray has 0 GPU"),
         ("engines = 1", "engines = 50", "50 engines need one each"),
     ],
 )
 def test_a_cluster_without_gpus_is_refused(nodes, tmp_path, old, new, said):
     with pytest.raises(lifecycle.ClusterError, match=said), served(tmp_path, CONFIG.replace(old, new)):
         pass
-    with pytest.raises(lifecycle.ClusterError, match="no cluster runs"):
+    with pytest.raises(lifecycle.ClusterError, match="no cluster"):
         lifecycle.status()
 
 
 def test_an_engine_that_never_gets_ready_leaves_nothing_behind(nodes, tmp_path):
     text = CONFIG.replace("plain", "endless").replace("engines = 1", "engines = 1\nready_s = 4")
-    with pytest.raises(lifecycle.ClusterError, match="did not get ready within 4 s"), served(tmp_path, text):
+    with pytest.raises(lifecycle.ClusterError, match="within 4 s"), served(tmp_path, text):
         pass
     until(lambda: not any(servers(tmp_path)))
 
@@ -225,7 +225,7 @@ def test_an_engine_that_never_gets_ready_leaves_nothing_behind(nodes, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("[server]", "[cluster.replicas]\nother = 1\n[server]", "names other: the models are scale"),
+        ("[server]", "[cluster.replicas]\nother = 1\n[server]", "other.* scale"),
         ("served_models:plain", "served_models:nothing", "cannot be imported"),
         ("engines = 1", "engines = 0", "under .cluster."),
         ("engines = 1", "replan_s = 5.0", "needs cluster.profiles"),
@@ -233,7 +233,7 @@ def test_an_engine_that_never_gets_ready_leaves_nothing_behind(nodes, tmp_path):
         ("drain_s = 2.0", "drain = 2.0", "drain: "),
         ("env:PAELLAPY_TEST_KEY", "env:PAELLAPY_NO_KEY", "PAELLAPY_NO_KEY"),
         ("tests = ", "paellapy-cluster = ", "the cluster's own key"),
-        ("[server]", '[tls]\ncertificate = "a"\nkey = "b"\n[server]', "routers do not speak TLS"),
+        ("[server]", '[tls]\ncertificate = "a"\nkey = "b"\n[server]', "TLS"),
     ],
 )
 def test_files_without_sense_are_refused(tmp_path, old, new, said):
@@ -254,5 +254,5 @@ def test_models_are_dealt_out(tmp_path):
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.9.3", "3.0.0"])
 def test_a_ray_that_does_not_fit_is_refused(version):
-    with pytest.raises(lifecycle.ClusterError, match="does not fit"):
+    with pytest.raises(lifecycle.ClusterError, match=version):
         lifecycle.check_version(version)

@@ -284,13 +284,15 @@ def test_requests_wait_for_an_engine_and_for_their_deadline(engines):
 def test_a_router_that_has_not_heard_its_engines_yet_calls_no_model_unknown(engines):
     with routing({"b": engines["b"].url}) as router:  # and is asked at once
         status, _, said = ask(router, "POST", "/v2/models/none/infer", body())
-        assert (status, said["error"]) == (404, "no model named 'none'; there are scale")
+        assert status == 404
+        assert "'none'" in said["error"]
+        assert "scale" in said["error"]
     with routing({"b": engines["b"].url}) as router:
         check(ask(router, "POST", INFER, body()))
 
 
 def test_two_engines_at_one_address_are_refused(engines):
-    with routing({}) as router, pytest.raises(ArgumentError, match="one address"):
+    with routing({}) as router, pytest.raises(ArgumentError, match="same address"):
         router.set_engines({"a": engines["a"].url, "b": engines["a"].url})
     with pytest.raises(ArgumentError, match="http://HOST:PORT"):
         _ = Member("a", "nowhere").address

@@ -55,8 +55,8 @@ def test_an_actors_router_listens_when_it_knows_its_engines_and_says_why_it_cann
     ("engines", "number", "said"),
     [
         ({}, 1, "needs engines"),
-        ({"a": "http://x:1", "b": "http://x:1"}, 1, "one address"),
-        ({"a": "http://x:1"}, 0, "one or more"),
+        ({"a": "http://x:1", "b": "http://x:1"}, 1, "same address"),
+        ({"a": "http://x:1"}, 0, "0 routers"),
     ],
 )
 def test_routers_without_sense_are_refused(engines, number, said):
