@@ -1,4 +1,4 @@
-"""`t.to_chrome(path)`: the JSON of chrome://tracing, which many tools read."""
+"""`t.to_chrome(path)`: the JSON format of chrome://tracing, which many tools read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import numpy as np
 from paellapy.instrument.traces.trace import Trace
 from paellapy.viz import timeline
 
-_SMS, _STREAMS, _REQUESTS = 0, 1, 2  # "processes"; their "threads" are lanes
+_SMS, _STREAMS, _REQUESTS = 0, 1, 2  # "processes" of the format; lanes are their "threads"
 _LANES_PER_SM = timeline.LANES_PER_SM
-_WARPS = 1 << 26  # from here on lanes of single warps
+_WARPS = 1 << 26  # thread numbers from here on are lanes of single warps
 
 
 def to_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Writes the trace as Chrome's JSON: SMs and streams as processes, lanes as threads, counters beside them.
+    """Writes the trace as Chrome's JSON: SMs and streams as processes, lanes as threads, and counters.
 
-    The format's times are µs in a float: they count from `origin_ns`, in the file's `otherData`, and stay exact.
+    The format's times are µs as floats. They count from `origin_ns`, stored in the file's `otherData`, so they stay
+    exact.
     """
     path = Path(path)
     spans = timeline.request_spans(trace)
@@ -63,7 +64,7 @@ def _blocks(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
 
 
 def _ranges(trace: Trace, origin: int) -> Iterator[dict[str, Any]]:
-    """Inside their blocks; those of single warps in lanes of their own."""
+    """Ranges inside their blocks; ranges of single warps in lanes of their own."""
     warps = timeline.range_warps(trace)
     for track in warps:
         name = f"SM {track.sm}, lane {track.lane}, warp {track.warp}"

@@ -1,4 +1,4 @@
-"""What the pictures show, as arrays: both drawing libraries, and the tests, read these and nothing else."""
+"""The data of the pictures as arrays; both drawing libraries and the tests read only these."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from paellapy.scheduler.engine.trace import EngineTrace
 from paellapy.viz.palette import OKABE_ITO
 
 By = Literal["kernel", "launch", "stream", "model"] | Mapping[str, str]
-Moment = int | Sequence[int | None] | None  # on the clock of all traces, or of each
+Moment = int | Sequence[int | None] | None  # a time on the clock of all traces, or one for each
 
 BINS = 600  # about one for every two pixels of a screen
-EXACT_BLOCKS = 5000  # up to here every block is drawn: more rectangles make a browser slow
+EXACT_BLOCKS = 5000  # up to this number every block is drawn; more rectangles make a browser slow
 OF_BLOCKS, OF_SHARES = "SM, one lane per block", "SM, stronger colour: more blocks"  # a Gantt chart's two axis titles
-ROWS = 264  # lanes of a binned Gantt chart: two for each SM of an H200. More than there are pixels would be a moiré
+# Lanes of a binned Gantt chart: two for each SM of an H200; more lanes than pixels would give a moiré pattern
+ROWS = 264
 CELLS = 1_200_000  # of all groups of a binned Gantt chart: 5 MB in a page
 
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Times as they are read: from the first start on, in the unit that suits the length."""
+    """Times for the reader: counted from the first start, in the unit that suits the length."""
 
     origin_ns: int
     length_ns: int
@@ -55,33 +56,35 @@ def time_axis(origin_ns: int, length_ns: int) -> TimeAxis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """What gets a colour of its own: kernels, models in the trace of an engine, or what was asked for."""
+    """The groups with a colour of their own: kernels, models in the trace of an engine, or groups that the caller
+    chose.
+    """
 
     names: tuple[str, ...]
     of_block: NDArray[np.int64]
-    theoretical: tuple[float | None, ...]  # occupancy that the resources of one block allow, the best of its launches
+    theoretical: tuple[float | None, ...]  # occupancy that one block's resources allow; the best of its launches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """A trace, the window of it that is drawn, and the colours' meaning."""
+    """A trace, the part of it that is drawn, and the meaning of the colours."""
 
     trace: Trace  # the part that is drawn
     whole: Trace
     axis: TimeAxis
-    window: tuple[int, int]  # ns
+    window: tuple[int, int]  # first and last ns drawn
     groups: Groups
     bins: int
     by: By
 
     @property
     def by_model(self) -> bool:
-        """The groups are models: requests have the same colours."""
+        """Whether the groups are models, so that requests have the same colours."""
         return self.by == "model"
 
     @property
     def names(self) -> list[str]:
-        """What gets a colour, in a fixed order: a model's does not depend on who was launched first."""
+        """Names with a colour, in a fixed order: a model's colour does not depend on the order of launches."""
         models = list(self.whole.models) if self.by_model and isinstance(self.whole, EngineTrace) else []
         shown = self.groups.names
         return [*(m for m in models if m in shown), *(g for g in shown if g not in models),
@@ -91,10 +94,10 @@ class Picture:
     def title(self) -> str:
         t = self.trace
         times, distinct = times_launched(t.blocks), len(np.unique(t.blocks["launch"]))
-        # Replays of a launch have one id, and so one colour.
+        # Replays of a launch share its id, and so its colour.
         whose = "its" if distinct == 1 else "their"
         replayed = f" ({distinct:,} and {whose} replays)" if self.by == "launch" and times > distinct else ""
-        first, last = np.clip(t.span_ns, *self.window).tolist()  # blocks may stick out of a window
+        first, last = np.clip(t.span_ns, *self.window).tolist()  # blocks may extend beyond the part drawn
         return (
             f"{t.device.name}{self._how}: {_plural(len(t.blocks), 'block')} of {_plural(times, 'launch')}{replayed} "
             f"in {readable_time(last - first)}"
@@ -102,7 +105,7 @@ class Picture:
 
     @property
     def _how(self) -> str:
-        """Under which policy; and that no clock was read, where none was."""
+        """The policy, and whether the time is simulated."""
         if not isinstance(self.whole, EngineTrace):
             return ""
         how = [self.whole.policy] * bool(self.whole.policy) + ["simulated time"] * self.whole.simulated
@@ -110,13 +113,13 @@ class Picture:
 
     @property
     def warning(self) -> str:
-        """What the picture cannot show; empty when it shows everything."""
+        """What is missing from the picture; empty when nothing is."""
         lost = [(self.trace.dropped, "dropped: the rings were full"), (self.trace.unfinished, "without an end")]
         return "; ".join(f"{_plural(n, 'block record')} {why}" for n, why in lost if n)
 
 
 class Part(TypedDict, total=False):
-    """What a picture shows: see `plot_heatmap`."""
+    """Options that choose what a picture shows: see `plot_heatmap`."""
 
     by: By | None
     kernel: str | int | None
@@ -126,7 +129,7 @@ class Part(TypedDict, total=False):
 
 
 class Parts(TypedDict, total=False):
-    """The same of several traces, whose clocks differ: times may be given for each."""
+    """The same for several traces, whose clocks differ: times may be given for each trace."""
 
     by: By | None
     kernel: str | int | None
@@ -144,27 +147,27 @@ def prepare(
     bins: int = BINS,
     axis: TimeAxis | None = None,
 ) -> Picture:
-    """The part of a trace that was asked for. `start_ns` and `end_ns` are times on the trace's own clock.
+    """The chosen part of a trace. `start_ns` and `end_ns` are times on the trace's own clock.
 
-    The time axis begins where the part does, unless another `axis` is given. Colours stand for models in the trace of
-    an engine and for kernels in others, unless `by` says otherwise.
+    The time axis begins with the part, unless another `axis` is given. Colours stand for models in the trace of an
+    engine and for kernels in others, unless `by` says otherwise.
     """
     by = by or ("model" if isinstance(trace, EngineTrace) and trace.models else "kernel")
     if bins < 1:
-        raise TraceError(f"a picture needs at least one bin, not {bins}")
+        raise TraceError(f"bins is {bins}: give 1 or more")
     whole = trace
     if kernel is not None or start_ns is not None or end_ns is not None:
         trace = trace.select(kernel, start_ns=start_ns, end_ns=end_ns)
     first, last = trace.span_ns
     if isinstance(whole, EngineTrace) and len(whole.jobs):
-        # Requests arrive before their first block starts, and end after their last.
+        # Requests arrive before their first block starts, and end after their last block.
         came, went = int(whole.jobs["arrival_ns"].min()), int(whole.jobs["end_ns"].max())
         first, last = (min(first, came), max(last, went)) if len(trace.blocks) else (came, went)
     first = first if start_ns is None else start_ns
     last = max(first, last) if end_ns is None else end_ns
     if last < first:
-        raise TraceError(f"a picture from {first} to {last} ns: end_ns must not be before start_ns")
-    # More bins than nanoseconds would have no width.
+        raise TraceError(f"start_ns is {first} and end_ns is {last}: end_ns must not be before start_ns")
+    # A bin is at least one nanosecond wide.
     bins = max(1, min(bins, last - first))
     axis = axis or time_axis(first, last - first)
     return Picture(trace, whole, axis, (first, last), group(trace, by), bins, by)
@@ -179,7 +182,7 @@ def prepare_all(
     bins: int = BINS,
     axis: TimeAxis | None = None,
 ) -> list[Picture]:
-    """The same part of each trace, on one scale. Clocks differ: times may be given for each trace."""
+    """The same part of each trace, on one scale. Clocks differ, so times may be given for each trace."""
     starts, ends = (_for_each(ns, len(traces)) for ns in (start_ns, end_ns))
     parts = zip(traces, starts, ends, strict=True)
     pictures = [prepare(t, by, kernel, start, end, bins, axis) for t, start, end in parts]
@@ -190,18 +193,18 @@ def _for_each(ns: Moment, n: int) -> Sequence[int | None]:
     if not isinstance(ns, Sequence):
         return [ns] * n
     if len(ns) != n:
-        raise TraceError(f"start_ns and end_ns are one time, or one for each of {_plural(n, 'trace')}, not {len(ns)}")
+        raise TraceError(f"give start_ns and end_ns as one time, or one per trace: {len(ns)} for {_plural(n, 'trace')}")
     return ns
 
 
 def check_labels(labels: object) -> None:
-    """Of two traces: before anything is drawn."""
+    """Checks the labels of two traces before anything is drawn."""
     if isinstance(labels, str) or not isinstance(labels, Sequence) or len(labels) != 2:
-        raise TraceError(f'two traces have two labels, as in labels=("before", "after"), not {labels!r}')
+        raise TraceError(f'labels is {labels!r}: give two texts, as in labels=("before", "after")')
 
 
 def group(trace: Trace, by: By = "kernel") -> Groups:
-    """Names for the launches of a trace, in the order they were launched; the smallest of many share one."""
+    """Names for the launches of a trace, in order of launch; the smallest of many groups share one name."""
     labels = _labels(trace, by)
     names = list(dict.fromkeys(labels))
     number = {name: i for i, name in enumerate(names)}
@@ -220,7 +223,7 @@ def group(trace: Trace, by: By = "kernel") -> Groups:
     best: list[float | None] = [None] * len(shown)
     for launch, g in zip(trace.launches, of_launch, strict=True):
         if by == "model":
-            break  # its kernels differ: no one occupancy is the model's
+            break  # its kernels differ, so the model has no single occupancy
         at = int(place[g])
         if at < len(kept) and (allowed := allowed_by(trace, launch)) is not None:
             best[at] = max(allowed.fraction, best[at] or 0.0)
@@ -238,12 +241,12 @@ def _labels(trace: Trace, by: By) -> list[str]:
         return [f"{name} #{launch}" for name, launch in zip(kernels, launches["launch"], strict=True)]
     if by == "model":
         if not isinstance(trace, EngineTrace) or not trace.models:
-            raise TraceError("by='model': only the trace of an engine knows models; with engine.trace() as t: …")
+            raise TraceError("by='model' needs the trace of an engine, recorded by `with engine.trace() as t:`")
         return [trace.models[m] if m >= 0 else "no model's" for m in trace.model_of_launch()]
     if by == "stream":
         _, number = np.unique(launches["stream"], return_inverse=True)
         return [f"stream {n}" for n in number]
-    raise TraceError(f"by={by!r}: colours stand for kernel, launch, stream or model, or what a mapping of kernels says")
+    raise TraceError(f"by is {by!r}: give 'kernel', 'launch', 'stream', 'model' or a mapping of kernel names")
 
 
 # -- the views
@@ -269,13 +272,13 @@ def residency_title(picture: Picture, new_line: str) -> str:
 
 
 def ran(picture: Picture, g: int) -> NDArray[np.float64]:
-    """From when to when a group had blocks, on the axis."""
+    """The time spans in which a group had blocks, on the axis."""
     mine = picture.trace.blocks[picture.groups.of_block == g]
     return picture.axis.of(np.clip([mine["start_ns"].min(), mine["end_ns"].max()], *picture.window))
 
 
 def lanes(rows: Sequence[int] | NDArray[Any], start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> NDArray[Any]:
-    """The lowest lane of its row that is free, for each interval in order of start: no two in a lane overlap.
+    """For each interval, in order of start, the lowest free lane of its row, so that no two in a lane overlap.
 
     >>> lanes([0, 0, 1, 0], np.array([0, 5, 5, 10]), np.array([10, 20, 9, 15]))
     array([0, 1, 0, 0])
@@ -283,7 +286,7 @@ def lanes(rows: Sequence[int] | NDArray[Any], start_ns: NDArray[np.int64], end_n
     busy: dict[int, list[tuple[int, int]]] = {}
     free: dict[int, list[int]] = {}
     lane = []
-    # What begins and ends at one tick of the clock was there at that tick, so its lane is free only after it.
+    # An interval that starts and ends at one clock tick occupies that tick, so its lane is free only after it.
     until = np.where(end_ns > start_ns, end_ns, end_ns + 1)
     for row, start, end in zip(np.asarray(rows).tolist(), start_ns.tolist(), until.tolist(), strict=True):
         taken, open_ = busy.setdefault(row, []), free.setdefault(row, [])
@@ -296,22 +299,24 @@ def lanes(rows: Sequence[int] | NDArray[Any], start_ns: NDArray[np.int64], end_n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gantt:
-    """Every block in the lane it takes on its SM; `depth` lanes are the most any SM needs."""
+    """Each block in its lane on its SM; `depth` is the largest number of lanes of any SM."""
 
     blocks: Records
     lane: NDArray[np.int64]
     depth: int
 
     def height(self) -> float:
-        """Of a lane: an SM is 1 high."""
+        """Height of a lane, where an SM is 1 high."""
         return 1 / self.depth
 
     def middle(self) -> NDArray[np.float64]:
-        """Where each block's lane is: SM s reaches from s - 0.5 to s + 0.5."""
+        """Vertical centre of each block's lane: SM s reaches from s - 0.5 to s + 0.5."""
         return self.blocks["sm"] - 0.5 + (self.lane + 0.5) / self.depth
 
     def second(self) -> NDArray[np.bool_]:
-        """Every second block of a lane: drawn paler, neighbours stay apart where an outline would be all there is."""
+        """Every second block of a lane. It is drawn paler, so that neighbours stay distinct where outlines would cover
+        them.
+        """
         place = self.blocks["sm"].astype(np.int64) * self.depth + self.lane
         order = np.argsort(place, kind="stable")  # blocks are in order of start
         _, first, count = np.unique(place[order], return_index=True, return_counts=True)
@@ -328,9 +333,9 @@ def gantt(picture: Picture) -> Gantt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """A Gantt chart of too many blocks: for each row and time, which group was there most and for what share of it."""
+    """A Gantt chart of too many blocks: for each row and bin, the group present longest and its share of the bin."""
 
-    group: NDArray[np.int64]  # rows x bins; -1: nothing was there
+    group: NDArray[np.int64]  # rows x bins; -1: none
     share: NDArray[np.float64]
     edges_ns: NDArray[np.int64]
     rows_per_sm: int
@@ -350,12 +355,12 @@ def cells(picture: Picture, chart: Gantt, most_rows: int | None = None) -> Cells
     shares = means.reshape(n, rows, bins) / np.tile(width, n_sm)[:, None]
     most = shares.argmax(axis=0)
     share = np.take_along_axis(shares, most[None], axis=0)[0]
-    # Differences of large sums leave dust where nothing was.
+    # Differences of large sums leave rounding errors where nothing ran.
     return Cells(np.where(share > 1e-9, most, -1), share, edges, depth)
 
 
 def on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
-    """Each from its own start on, all as long as the longest."""
+    """Each picture from its own start on, all as long as the longest."""
     longest = max(pictures, key=lambda p: p.axis.length_ns)
     length, bins = longest.axis.length_ns, longest.bins
     return [
@@ -365,7 +370,7 @@ def on_one_scale(pictures: Sequence[Picture]) -> list[Picture]:
 
 
 def short(name: str, most: int = 34) -> str:
-    """Names of templates grow without end.
+    """Shortens a name: template names can be very long.
 
     >>> short("gemm")
     'gemm'

@@ -1,4 +1,4 @@
-"""`t.explain().plot()`: a bar for every claim about a kernel, as long as the share of time it is about."""
+"""`t.explain().plot()`: a bar for every claim about a kernel, as long as the share of time that it concerns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paellapy.viz.palette import colours
 
 
 def plot_explanation(found: Explanation) -> Any:
-    """Bars by kernel (plotly): what costs time, and how near the kernel is to its roof. The words are in the hover."""
+    """Bars by kernel (plotly): the costs in time, and how near the kernel is to its roof. Hovering shows the words."""
     go = need("plotly.graph_objects", "explain().plot()")
     abouts = list(dict.fromkeys(c.about for k in found.kernels for c in k.claims))
     colour = colours(abouts)

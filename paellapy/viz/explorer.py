@@ -1,4 +1,4 @@
-"""`t.explore()`: the figure of `t.plot()` in Jupyter, binned anew for every stretch of time that one zooms into."""
+"""`t.explore()`: the figure of `t.plot()` in Jupyter, binned again for every part that is zoomed into."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paellapy.viz.palette import OTHERS, Theme, colours
 
 
 def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Theme = "light") -> Any:
-    """A live figure for Jupyter: zoomed in far enough, bins become blocks with their own numbers.
+    """A live figure for Jupyter. Zoomed in far enough, it shows single blocks with their numbers instead of bins.
 
     with pp.trace() as t: ...
     t.explore()
@@ -25,7 +25,7 @@ def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Them
     go = need("plotly.graph_objects", "explore()")
     whole = data.prepare(trace, by, bins=bins)
     axis = whole.axis
-    # A kernel keeps its colour in windows where others do not run.
+    # A kernel keeps its colour in parts where others do not run.
     colour: dict[str, str] = defaultdict(lambda: OTHERS, colours(whole.names))
     options: dict[str, Any] = {"by": by, "bins": bins, "theme": theme, "axis": axis, "colour": colour}
     figure = go.FigureWidget(_without_nan(build([trace], all_views(trace), **options)))
@@ -42,7 +42,7 @@ def explore(trace: Trace, *, by: By | None = None, bins: int = BINS, theme: Them
 
 
 def _without_nan(figure: Any) -> Any:
-    """Gaps as None: a widget's heat maps travel as JSON, which has no NaN. Pages hold them as bytes, which is less."""
+    """Replaces NaN by None: a widget sends heat maps as JSON, which has no NaN. Pages store them as bytes."""
     for trace in figure.data:
         if trace.type == "heatmap" and np.isnan(trace.z).any():
             trace.z = np.where(np.isnan(trace.z), None, trace.z)

@@ -18,9 +18,9 @@ _FEW_SMS = 40
 
 
 def plot(trace: Trace, **options: Any) -> Any:
-    """Heat map, Gantt chart and residency on one time axis: a plotly figure. Options as in `plot_heatmap`.
+    """Heat map, Gantt chart and residency on one time axis, as a plotly figure. Options as in `plot_heatmap`.
 
-    The trace of an engine shows its requests too.
+    The trace of an engine also shows its requests.
 
         with pp.trace() as t: ...
         t.plot(theme="dark")
@@ -31,27 +31,29 @@ def plot(trace: Trace, **options: Any) -> Any:
 def plot_heatmap(trace: Trace, **options: Any) -> Any:
     """SM x time: resident warps / maximum.
 
-    Options of every plot: `by` = "kernel", "launch", "stream", "model" or a mapping of kernel names says what gets a
-    colour: models in the trace of an engine, else kernels;
-    `kernel`, `start_ns`, `end_ns` choose a part of the trace; `bins` on the time axis; `theme` = "light" or "dark".
+    Options of every plot: `by` = "kernel", "launch", "stream", "model" or a mapping of kernel names chooses the
+    coloured groups, by default models in the trace of an engine, else kernels; `kernel`, `start_ns`, `end_ns` choose a
+    part of the trace; `bins` is the number of bins on the time axis; `theme` = "light" or "dark".
     """
     return build([trace], (heatmap_view,), **options)
 
 
 def plot_gantt(trace: Trace, **options: Any) -> Any:
-    """Per SM, one lane for each block that is resident at a time. Options as in `plot_heatmap`."""
+    """Per SM, one lane for each block resident at a time. Options as in `plot_heatmap`."""
     return build([trace], (gantt_view,), **options)
 
 
 def plot_residency(trace: Trace, **options: Any) -> Any:
-    """Each kernel's share of the GPU's warps over time, against its theoretical occupancy. Options as above."""
+    """Each kernel's share of the GPU's warps over time, with its theoretical occupancy. Options as in
+    `plot_heatmap`.
+    """
     return build([trace], (residency_view,), **options)
 
 
 def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options: Any) -> Any:
     """Two traces side by side, on axes of one scale: two policies, or virtual against real.
 
-    Options as in `plot_heatmap`; clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
+    Options as in `plot_heatmap`. Clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
     """
     labels = ("a", "b") if labels is None else labels
     data.check_labels(labels)
@@ -59,12 +61,12 @@ def compare(a: Trace, b: Trace, labels: tuple[str, str] | None = None, **options
 
 
 def plot_requests(trace: Trace, **options: Any) -> Any:
-    """Requests of an engine's trace: queued (pale), launched, their segments (full), deadlines and lateness.
+    """Requests of an engine's trace: queued (pale), launched (medium), their segments (full), deadlines and lateness.
 
     Options as in `plot_heatmap`.
     """
     if not has_requests(trace):
-        raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
+        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
     return build([trace], (requests_view,), **options)
 
 
@@ -73,7 +75,7 @@ def all_views(*traces: Trace) -> tuple[View, ...]:
     return (*views, requests_view) if any(map(has_requests, traces)) else views
 
 
-# -- the figure around them
+# -- the figure around the views
 
 
 def build(
@@ -125,7 +127,7 @@ def build(
 
 
 def _share(view: View, tall: bool) -> int:
-    """Of the figure's height: lanes of many SMs need more of it."""
+    """A view's share of the figure's height: lanes of many SMs need more."""
     if view in (residency_view, requests_view):
         return 1 if view is residency_view else 2
     return 4 if tall and view is gantt_view else 2
@@ -137,7 +139,7 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
     below = figure.get_subplot(2, 1).yaxis.domain[1] if heat and len(views) > 1 else 1
     figure.update_layout(
         template=style.plotly,
-        # In two lines: in one it would be cut on a phone.
+        # In two lines, since a phone would cut a single one.
         title={"text": _two_lines(pictures[0]) if len(pictures) == 1 else None, "x": 0.01, "font": {"size": 15}},
         barmode="overlay",
         height=height,
@@ -147,7 +149,7 @@ def _frame(figure: Any, pictures: Sequence[Picture], views: Sequence[View], styl
         hovermode="closest",
         hoverlabel={"align": "left"},
     )
-    if requests_view in views:  # models' colours, beside the requests
+    if requests_view in views:  # with the models' colours, beside the requests
         beside = figure.get_subplot(len(views), 1).yaxis.domain[1]
         figure.update_layout(legend2={"x": 1.02, "y": beside, "xanchor": "left", "yanchor": "top", "title": "requests"})
     if warning:

@@ -1,4 +1,4 @@
-"""Text of a matplotlib figure that has to fit: measured, broken into lines, shortened."""
+"""Fits text into a matplotlib figure: measures it, breaks it into lines, shortens it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from paellapy.viz.data import short
 from paellapy.viz.needs import need
 
-POINTS = 72  # to an inch
-SMALLEST = 6.0  # points: what journals ask for at least
+POINTS = 72  # per inch
+SMALLEST = 6.0  # points: the smallest size that journals accept
 
 
 def font_size(size_inches: tuple[float, float], views: int) -> float:
-    """10 points where there is room for them, less in a paper's column."""
+    """10 points if there is room, less in a paper's column."""
     width, height = size_inches
     return max(SMALLEST, min(10.0, 10 * width / 6, 10 * height / (1.9 * views)))
 
 
 def width_of(text: str, size: float, weight: str = "normal") -> float:
-    """Points, of the longest line."""
+    """Width in points of the longest line."""
     fonts, paths = need("matplotlib.font_manager", "a picture"), need("matplotlib.textpath", "a picture")
     font = fonts.FontProperties(size=size, weight=weight)
     measure = paths.text_to_path.get_text_width_height_descent
@@ -28,7 +28,7 @@ def width_of(text: str, size: float, weight: str = "normal") -> float:
 
 
 def wrapped(text: str, size: float, most: float) -> str:
-    """The text in lines of at most so many points, broken between words."""
+    """The text in lines of at most `most` points, broken between words."""
     lines: list[str] = []
     for line in text.split("\n"):
         lines.append("")
@@ -41,12 +41,12 @@ def wrapped(text: str, size: float, most: float) -> str:
     return "\n".join(lines)
 
 
-# Of a legend, in its font's size: matplotlib's own, with a narrower handle.
+# Lengths in a legend as multiples of its font size: matplotlib's own, with a narrower handle.
 HANDLE, AFTER_HANDLE, BETWEEN, LINE = 1.6, 0.6, 1.6, 1.5
 
 
 def legend_columns(names: Sequence[str], size: float, most: float) -> int:
-    """The most columns, filled one after the other, that are no wider than so many points; 1 even if that is not."""
+    """The largest number of columns, filled one after another, that fit into `most` points; at least 1."""
     widths = [width_of(name, size) + (HANDLE + AFTER_HANDLE) * size for name in names]
     for n in range(len(names), 1, -1):
         rows, longer = divmod(len(names), n)
@@ -58,8 +58,9 @@ def legend_columns(names: Sequence[str], size: float, most: float) -> int:
 
 
 def legend_names(names: Sequence[str], size: float, most: float, high: float) -> tuple[list[str], int]:
-    """The names, as short as it takes to be no wider and no higher than so many points, as long as they stay
-    different; and in how many columns."""
+    """The names, shortened until they fit into `most` points of width and `high` points of height but stay distinct;
+    and the number of columns.
+    """
     shown = [short(name) for name in names]
     columns = legend_columns(shown, size, most)
     for letters in (24, 16, 12):
@@ -73,8 +74,8 @@ def legend_names(names: Sequence[str], size: float, most: float, high: float) ->
 
 
 def fit_labels(figure: Any) -> None:
-    """Names of vertical axes that are longer than their axis are broken, or cut to what comes first."""
-    figure.draw_without_rendering()  # lays it out
+    """Breaks or cuts labels of vertical axes that are longer than their axis."""
+    figure.draw_without_rendering()  # computes the layout
     for ax in figure.axes:
         label = ax.yaxis.label
         text, size = label.get_text(), label.get_size()

@@ -14,7 +14,7 @@ function render({ model, el: root }) {
   let asked = 0;
   let silence = 0;
 
-  // The kernel answers between two cells: while one runs, it says nothing.
+  // The kernel answers between two cells; while a cell runs, it sends nothing.
   function switchPolicy(name) {
     asked += 1;
     const number = asked;
@@ -85,7 +85,7 @@ function render({ model, el: root }) {
   };
 }
 
-// JupyterLab, VS Code and Colab each say in their own way whether they are dark; none goes by the system's setting.
+// JupyterLab, VS Code and Colab each show in their own way that they are dark; none follows the system setting.
 function followTheme(root) {
   const { body, documentElement: html } = document;
   const dark = body.dataset.jpThemeLight === "false" || body.classList.contains("vscode-dark")

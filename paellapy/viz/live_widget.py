@@ -1,4 +1,4 @@
-"""`pp.live(engine)`: the dashboard of an engine in Jupyter, while it runs."""
+"""`pp.live(engine)`: the dashboard of a running engine in Jupyter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paellapy.scheduler.engine.engine import Engine
 from paellapy.scheduler.engine.monitor import Monitor
 from paellapy.viz.needs import need
 
-# Each after those it imports.
+# Each module comes after those it imports.
 _MODULES = (
     "format.js", "colours.js", "tiles.js", "sm_grid.js", "models.js", "tenants.js", "slow.js", "jobs.js", "view.js"
 )  # fmt: skip
@@ -23,20 +23,20 @@ _FRAME = ".pp-widget { background: light-dark(#f4f6f8, #0e1116); padding: 0 14px
 
 
 def live(engine: Engine, *, hz: float = 6.0) -> Any:
-    """A widget that shows the engine's SMs, queue and latencies, `hz` times a second, with a switch of its policy.
+    """A widget that shows the engine's SMs, queue and latencies `hz` times per second, and can switch its policy.
 
         view = pp.live(engine)
         view            # at the end of a cell
-        view.close()    # or with the engine
+        view.close()    # closing the engine does it too
 
-    `view.paused = True` holds the picture and costs nothing; the engine runs on.
+    `view.paused = True` freezes the picture and costs nothing; the engine continues.
     """
     if not isinstance(engine, Engine):
-        raise ArgumentError(f"live() takes an Engine, not a {type(engine).__name__}: pp.live(pp.Engine(…))")
+        raise ArgumentError(f"live() takes an Engine, not a {type(engine).__name__}: write pp.live(pp.Engine(…))")
     if not 0.1 <= hz <= 30:
-        raise ArgumentError(f"hz={hz}: between 0.1 and 30 pictures a second")
+        raise ArgumentError(f"hz is {hz}: give from 0.1 to 30 updates per second")
     if engine.closed:
-        raise EngineClosedError("the engine is closed: there is nothing to look at")
+        raise EngineClosedError("the engine is closed: call live() with an open engine")
     return _widget_class()(engine, 1.0 / hz)
 
 
@@ -54,12 +54,12 @@ def css() -> str:
 
 @functools.cache
 def _widget_class() -> Any:
-    """Made when the first one is wanted: its base class comes with the extra `viz`."""
+    """The widget's class, made on first use: its base class comes with the extra `viz`."""
     anywidget = need("anywidget", "live()")
     traitlets = need("traitlets", "live()")
 
     class LiveWidget(anywidget.AnyWidget):  # type: ignore[misc, name-defined]
-        """`snapshot` is what `paellapy.scheduler.engine.monitor` says of the engine; `paused` holds it."""
+        """`snapshot` is the data of `paellapy.scheduler.engine.monitor`; `paused` freezes it."""
 
         _esm = javascript()
         _css = css()
@@ -80,7 +80,7 @@ def _widget_class() -> Any:
             engine = self._monitor.engine
             while not self._over and not engine.closed:
                 if self.paused:
-                    self._wake.wait(0.5)  # the engine may close meanwhile
+                    self._wake.wait(0.5)  # the engine may close in the meantime
                 else:
                     self.snapshot = self._monitor.snapshot()
                     self._wake.wait(self._tick_s)
@@ -90,7 +90,7 @@ def _widget_class() -> Any:
                 self.snapshot = self._monitor.snapshot()  # says that the engine is closed
 
         def _paused(self, change: Any) -> None:
-            # Completions are not even looked at while the picture stands still.
+            # While the picture is frozen, completions are not read at all.
             (self._monitor.stop if change["new"] else self._monitor.start)()
             self._wake.set()
 
@@ -105,13 +105,13 @@ def _widget_class() -> Any:
             self.send({"kind": "policy", "number": message.get("number"), "error": error})
 
         def close(self) -> None:
-            """Ends the thread that looks; the engine runs on."""
+            """Ends the monitoring thread; the engine continues."""
             self._over = True
             self._wake.set()
             if threading.current_thread() is not self._thread:
                 self._thread.join()
             self._monitor.stop()
-            with contextlib.suppress(RuntimeError):  # the kernel is gone already
+            with contextlib.suppress(RuntimeError):  # the kernel has already ended
                 super().close()
 
     return LiveWidget

@@ -1,4 +1,4 @@
-"""The libraries of the extra `viz`, imported when a picture is drawn and not before."""
+"""Imports the libraries of the extra `viz` when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MissingExtraError(PaellaError, ImportError):
 
 
 def need(module: str, what: str) -> Any:
-    """The module, or an error that says how to get it."""
+    """The module, or an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

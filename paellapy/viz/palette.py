@@ -1,4 +1,4 @@
-"""Colours that stay apart for colour-blind readers, on light and on dark ground."""
+"""Colours that colour-blind readers can tell apart, on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Theme = Literal["light", "dark"]
 
 # Okabe and Ito's palette without its black, the strongest contrasts first.
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-# For what else has a colour in a picture that may have used up those: of Paul Tol's muted ones.
+# Further colours, for a picture that has used up the first ones: from Paul Tol's muted palette.
 MORE = ("#999933", "#882255", "#AA4499", "#332288", "#117733")
 OTHERS = "#999999"
 WARNING = "#D55E00"
-SCALE = "cividis"  # lightness grows evenly, so that it also reads in grey
+SCALE = "cividis"  # its lightness grows evenly, so that it also reads in grey
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a theme means to plotly and to matplotlib."""
+    """A theme's values for plotly and for matplotlib."""
 
     plotly: str
     matplotlib: str
@@ -37,12 +37,12 @@ LOOKS: dict[str, Look] = {
 
 def look(theme: str) -> Look:
     if theme not in LOOKS:
-        raise TraceError(f"there is no theme {theme!r}, only {', '.join(LOOKS)}")
+        raise TraceError(f"there is no theme {theme!r}: choose one of {', '.join(LOOKS)}")
     return LOOKS[theme]
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """One colour per name, in order; those beyond the palette are grey.
+    """One colour per name, in order; names beyond the palette are grey.
 
     >>> colours(["gemm", "add"])
     {'gemm': '#0072B2', 'add': '#E69F00'}
@@ -51,19 +51,19 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def further_colours(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
-    """The same for a second kind of names: none of the colours that are taken.
+    """Colours for a second kind of names, without the colours already taken.
 
     >>> further_colours(["bert"], taken=["#0072B2", "#CC79A7"])
     {'bert': '#56B4E9'}
     """
     used = set(taken)
-    # From the middle of the palette on: its first colours are the first kind's in every picture.
+    # From the middle of the palette on: the first kind of names takes its first colours in every picture.
     free = [each for each in (*OKABE_ITO[3:], *OKABE_ITO[:3], *MORE) if each not in used]
     return {name: free[i] if i < len(free) else OTHERS for i, name in enumerate(dict.fromkeys(names))}
 
 
 def rgba(colour: str, alpha: float) -> str:
-    """The colour as CSS writes it with an opacity.
+    """The colour in CSS notation, with an opacity.
 
     >>> rgba("#0072B2", 0.5)
     'rgba(0, 114, 178, 0.5)'
@@ -73,7 +73,7 @@ def rgba(colour: str, alpha: float) -> str:
 
 
 def paler(colour: str, ground: str, share: float = 0.7) -> str:
-    """A colour mixed with the ground it lies on; opaque, since browsers leave gaps between see-through bars.
+    """A colour mixed with its background; it is opaque, since browsers leave gaps between transparent bars.
 
     >>> paler("#0072B2", "#ffffff")
     '#4c9cc9'

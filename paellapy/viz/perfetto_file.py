@@ -15,17 +15,17 @@ from paellapy.viz.needs import need
 from paellapy.viz.requests import has_requests
 
 _SEQUENCE = 1
-_GPU, _STREAMS, _COUNTERS = 1, 2, 16  # tracks; SMs and lanes follow from _SM_TRACKS on
+_GPU, _STREAMS, _COUNTERS = 1, 2, 16  # numbers of tracks; SMs and lanes follow from _SM_TRACKS on
 _SM_TRACKS = 1 << 20
 _LANES_PER_SM = timeline.LANES_PER_SM
 _STREAM_TRACKS, _REQUESTS, _WARP_TRACKS = 1 << 40, 1 << 41, 1 << 42
 
 
 def to_perfetto(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Writes the trace for ui.perfetto.dev: GPU, SMs, one track for each block that is resident at a time.
+    """Writes the trace for ui.perfetto.dev: the GPU, its SMs, and one track for each block resident at a time.
 
     Kernels are categories; launches are slices of their streams; occupancy and resident blocks are counters. An
-    engine's trace has its requests too, with their segments inside, their deadlines, and the queue's depth. Times are
+    engine's trace also has its requests, with their segments inside, their deadlines, and the queue's depth. Times are
     the trace's.
     """
     need("perfetto", "to_perfetto()")
@@ -65,7 +65,7 @@ def _counters(file: _Writer, trace: Trace) -> None:
 
 
 def _tracks(trace: Trace) -> Iterator[tuple[int, int, str, int]]:
-    """Track, its parent, name, and place among its siblings."""
+    """Each track with its parent, name, and position among its siblings."""
     yield _GPU, 0, trace.device.name, 0
     slices = timeline.launch_slices(trace)
     yield _STREAMS, _GPU, "streams", 1
@@ -103,7 +103,7 @@ def _blocks(file: _Writer, trace: Trace) -> None:
 
 
 def _ranges(file: _Writer, trace: Trace) -> None:
-    """Inside their blocks; those of single warps on tracks of their own below."""
+    """Ranges inside their blocks; ranges of single warps on tracks of their own below."""
     for t in timeline.range_warps(trace):
         file.track(_warp_track(t.place, t.warp), _lane_track(t.sm, t.lane), f"warp {t.warp}", t.warp)
     for r in timeline.range_slices(trace):
@@ -131,10 +131,10 @@ def _launches(file: _Writer, trace: Trace) -> None:
 
 def _requests(file: _Writer, spans: Sequence[timeline.Span]) -> None:
     category = file.number["request"]
-    open_: list[tuple[int, int]] = []  # track and end of those around the next one
+    open_: list[tuple[int, int]] = []  # track and end of each slice around the next one
     for span in spans:
         track = _REQUESTS + 1 + span.lane
-        # Of a request, what is not inside the last slice comes after it.
+        # A slice of a request that is not inside the last one comes after it.
         while open_ and (open_[-1][0] != track or open_[-1][1] <= span.start_ns):
             file.end(*open_.pop())
         file.begin(track, span.start_ns, file.number[span.name], category, **span.numbers)
@@ -144,7 +144,9 @@ def _requests(file: _Writer, spans: Sequence[timeline.Span]) -> None:
 
 
 class _Writer:
-    """Packets of one sequence. Names are sent once and referred to by number: a trace has few names and many blocks."""
+    """Packets of one sequence. Names are sent once and then referred to by number: a trace has few names and many
+    blocks.
+    """
 
     ARGUMENTS = ("block", "launch", "blocks", "warps", "registers", "shared_bytes", "request", "batch", "priority",
                  "client", "status", "late_ns")  # fmt: skip

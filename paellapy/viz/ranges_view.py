@@ -1,4 +1,4 @@
-"""`t.plot_ranges()`: the ranges of kernels, a lane for each block that is resident at a time, or for each warp."""
+"""`t.plot_ranges()`: the ranges of kernels, with a lane for each block resident at a time, or for each warp."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _FEW_SMS, _FIGURE_LANES = 2, 40
 
 
 def plot_ranges(trace: Trace, sms: Sequence[int] | None = None) -> Any:
-    """Ranges over time (plotly). `sms`: which SMs to show; else the first two that have ranges.
+    """Ranges over time (plotly). `sms` are the SMs to show, by default the first two that have ranges.
 
     Ranges inside others are drawn thinner. Times count from the first range shown.
     """
     go = need("plotly.graph_objects", "plot_ranges()")
     slices = timeline.range_slices(trace)
     if not slices:
-        raise TraceError("this trace has no ranges: mark some in the kernel, as in `with pp.range(\"load\"):`")
+        raise TraceError("this trace has no ranges: mark some in the kernel with `with pp.range(\"load\"):`")
     if sms is None:
         sms = sorted({s.place // timeline.LANES_PER_SM for s in slices})[:_FEW_SMS]
     shown = [s for s in slices if s.place // timeline.LANES_PER_SM in sms]
     if not shown:
-        raise TraceError(f"there are no ranges on SMs {list(sms)} in this trace")
+        raise TraceError(f"this trace has no ranges on SMs {list(sms)}: choose others, or leave out sms")
     lanes = {lane: i for i, lane in enumerate(sorted({(s.place, -1 if s.warp is None else s.warp) for s in shown}))}
     origin = min(s.start_ns for s in shown)
     figure = go.Figure()

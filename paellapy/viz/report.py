@@ -1,4 +1,4 @@
-"""One HTML page that shows a trace anywhere, offline: numbers, pictures, and plotly itself inside."""
+"""One HTML page that shows a trace offline: it contains the numbers, the pictures, and plotly itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def to_html(
     bins: int = BINS,
     theme: Theme = "light",
 ) -> Path:
-    """Writes a page with the trace's summary and its linked views; it loads nothing from anywhere."""
+    """Writes a page with the trace's summary and its linked views; it loads nothing from the network."""
     path = Path(path)
     figure = plot(trace, by=by, bins=bins, theme=theme)
     figure.update_layout(title=None)

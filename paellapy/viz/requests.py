@@ -1,6 +1,6 @@
-"""Requests of an engine's trace: queued, each segment that ran, done, deadlines and who missed them.
+"""Requests of an engine's trace: their wait, their segments, their end, deadlines and missed deadlines.
 
-One lane for each request that is in flight at a time.
+Each request in flight at a time has a lane of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from paellapy.viz.needs import need
 from paellapy.viz.palette import OTHERS, WARNING, further_colours, rgba
 from paellapy.viz.views import Place
 
-MOST = 1500  # requests drawn: each is a bar for its wait, one for its run, and one for each segment
-APART_NS = 100_000  # that the host's clock, which jobs have, and the GPU's, which segments have, may be apart
+MOST = 1500  # most requests drawn: each has a bar for its wait, one for its run, and one for each segment
+APART_NS = 100_000  # largest difference between the host's clock (jobs) and the GPU's (segments)
 _FAR = 1 << 62
-ROOM = 24  # lanes are kept free up to the deadlines where that takes no more of them than this
+ROOM = 24  # lanes are reserved up to the deadlines unless that takes more lanes than this
 
 QUEUED, LAUNCHED, SEGMENTS, LATE = "queued", "launched", "segments", "late"
-STRENGTH = {QUEUED: 0.25, LAUNCHED: 0.55, SEGMENTS: 1.0}  # of a model's colour
-HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.4}  # of a lane; lateness is along its lower edge
+STRENGTH = {QUEUED: 0.25, LAUNCHED: 0.55, SEGMENTS: 1.0}  # opacity of a model's colour
+# Parts of a lane; lateness is drawn along its lower edge
+HEIGHT = {QUEUED: 0.8, LAUNCHED: 0.8, SEGMENTS: 0.8, LATE: 0.4}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +42,14 @@ class Requests:
     lane: NDArray[np.int64]  # of each job
     job_of: NDArray[np.int64]  # pairs: this job …
     segment_of: NDArray[np.int64]  # … ran in this segment, with the others of its batch
-    due: NDArray[np.int64]  # jobs whose deadline has a mark: nobody else is in their lane by then
-    left_out: int  # the quickest, where there are too many
+    due: NDArray[np.int64]  # jobs whose deadline is marked: no other job is in their lane by then
+    left_out: int  # number of the quickest requests, omitted if there are too many
 
     @property
     def launch_ns(self) -> NDArray[np.int64]:
-        """When each stopped waiting. The core stamps a launch with the time its step began, and a request may have
-        arrived since; one that was never launched waited to its end."""
+        """When each request stopped waiting. A launch has the time at which the core's step began, so a request may
+        have arrived after it; a request that was never launched waited to its end.
+        """
         ran = self.jobs["start_ns"] >= 0
         until = np.where(ran, self.jobs["start_ns"], self.jobs["end_ns"])
         launched: NDArray[np.int64] = np.maximum(until, self.jobs["arrival_ns"])
@@ -55,7 +57,7 @@ class Requests:
 
     @property
     def asked(self) -> set[str]:
-        """Models that requests were for."""
+        """Models of the requests."""
         return {self.models[m] for m in np.unique(self.jobs["model"])}
 
     @property
@@ -65,7 +67,7 @@ class Requests:
 
     @property
     def unanswered(self) -> NDArray[np.bool_]:
-        """Expired, cancelled, refused, …"""
+        """Requests that expired, were cancelled, refused, …"""
         found: NDArray[np.bool_] = self.jobs["status"] != OK
         return found
 
@@ -84,7 +86,7 @@ def has_requests(trace: Trace) -> bool:
 
 
 def requests(trace: Trace, most: int | None = None) -> Requests | None:
-    """What an `EngineTrace` knows about requests, the slowest `most` of them; None of other traces."""
+    """The requests of an `EngineTrace`, at most the slowest `most`; None for other traces."""
     if not isinstance(trace, EngineTrace) or not len(trace.jobs):
         return None
     jobs, segments = trace.jobs, trace.segments
@@ -97,7 +99,7 @@ def requests(trace: Trace, most: int | None = None) -> Requests | None:
 
 
 def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of a job and a segment of its lane that started while it ran, as far as two clocks can tell."""
+    """Pairs of a job and a segment of its lane that started while it ran, within the error of the two clocks."""
     of_lane = {int(lane): np.flatnonzero(segments["lane"] == lane) for lane in np.unique(segments["lane"])}
     first_ns, last_ns = _windows(jobs)
     found: list[tuple[int, int]] = []
@@ -111,8 +113,9 @@ def _segments_of(jobs: Records, segments: Records) -> tuple[NDArray[np.int64], N
 
 
 def _windows(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """From when to before when a segment that starts in a job's lane is the job's: `APART_NS` more than it ran, or
-    half of the way to the lane's next one."""
+    """The period in which a segment that starts in a job's lane belongs to the job: `APART_NS` longer than its run on
+    both sides, but at most half of the way to the lane's next job.
+    """
     first, last = jobs["start_ns"] - APART_NS, jobs["end_ns"] + 1 + APART_NS
     for lane in np.unique(jobs["lane"]):
         mine = np.flatnonzero((jobs["lane"] == lane) & (jobs["start_ns"] >= 0))
@@ -127,7 +130,7 @@ def _windows(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _lanes(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each job's lane, and the jobs whose deadline can be marked there without lying in another's bar."""
+    """Each job's lane, and the jobs whose deadline can be marked there without covering another job's bar."""
     everybody = np.zeros(len(jobs), np.int64)
     with_deadline = jobs["deadline_ns"] >= 0
     until = np.where(with_deadline, np.maximum(jobs["end_ns"], jobs["deadline_ns"]), jobs["end_ns"])
@@ -143,7 +146,7 @@ def _lanes(jobs: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def bars(seen: Requests) -> Iterator[Bars]:
-    """What is drawn of requests, each over the ones before it."""
+    """The bars of requests; later ones are drawn over earlier ones."""
     jobs, launch = seen.jobs, seen.launch_ns
     everybody = np.arange(len(jobs))
     yield Bars(QUEUED, everybody, jobs["arrival_ns"], launch)
@@ -157,13 +160,13 @@ def bars(seen: Requests) -> Iterator[Bars]:
 
 
 def spare(seen: Requests) -> NDArray[np.int64]:
-    """Jobs that end before a deadline with a mark: a line joins the two."""
+    """Jobs that end before their marked deadline: a line connects the two."""
     found: NDArray[np.int64] = seen.due[seen.jobs["deadline_ns"][seen.due] > seen.jobs["end_ns"][seen.due]]
     return found
 
 
 def colour_of_models(seen: Requests, colour: Mapping[str, str], by_model: bool) -> dict[str, str]:
-    """As the blocks', where those stand for models; else colours that no block has."""
+    """The blocks' colours if these stand for models; else colours that no block has."""
     if by_model:
         return {name: colour.get(name, OTHERS) for name in seen.models}
     return further_colours(seen.models, colour.values())
@@ -179,7 +182,7 @@ def axis_title(seen: Requests, new_line: str) -> str:
 
 
 def requests_view(picture: Picture, place: Place) -> None:
-    """Pale: queued. Medium: launched. Full: its segments. Colours stand for models; a stripe below: late."""
+    """Pale: queued; medium: launched; full: segments. Colours stand for models; a stripe at the bottom means late."""
     seen = requests(picture.whole, MOST)
     if seen is None:
         return
@@ -187,7 +190,7 @@ def requests_view(picture: Picture, place: Place) -> None:
     shown: list[Bars] = list(bars(seen))
     for m, name in enumerate(seen.models):
         if (seen.jobs["model"] == m).any():
-            # Plotly leaves what has no data out of the legend: a model that never ran is there by its queue.
+            # Plotly omits entries without data from the legend, so a model that never ran is listed by its queue.
             known_by = SEGMENTS if (seen.jobs["model"][seen.job_of] == m).any() else QUEUED
             for each in shown[:-1]:
                 _bars(picture, place, seen, each, m, colour[name], each.what == known_by)
@@ -262,7 +265,7 @@ def _marks(picture: Picture, place: Place, seen: Requests) -> None:
 
 
 def _legend(picture: Picture, place: Place, name: str, wanted: bool) -> dict[str, Any]:
-    """Beside the requests, unless the blocks above have the same names and colours."""
+    """Legend beside the requests, unless the blocks above have the same names and colours."""
     group = name if picture.by_model else f"model {name}"
     shown = wanted and group not in place.legend
     if shown:
@@ -271,7 +274,7 @@ def _legend(picture: Picture, place: Place, name: str, wanted: bool) -> dict[str
     return {"name": data.short(name).replace("<", "&lt;"), "legendgroup": group, "showlegend": shown, "legend": legend}
 
 
-# -- words
+# -- texts
 
 
 def job_facts(seen: Requests, j: int) -> str:

@@ -1,4 +1,4 @@
-"""`r.plot()`: latencies of each model of a run, and what of the GPU was in use over time (matplotlib)."""
+"""`r.plot()`: latencies of each model of a run, and the use of the GPU over time (matplotlib)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paellapy.scheduler.sim.results import Results
 from paellapy.viz.needs import need
 from paellapy.viz.palette import OKABE_ITO
 
-_DASHES = ("-", "--", ":", "-.")  # beyond the palette a colour comes again with the next of these
+_DASHES = ("-", "--", ":", "-.")  # beyond the palette, colours repeat with the next line style
 
 
 def plot_run(results: Results, axes: Any = None) -> Any:
@@ -32,14 +32,14 @@ def plot_run(results: Results, axes: Any = None) -> Any:
     time_ms = (np.arange(len(results.occupancy)) + 0.5) * results.bin_ms
     for column, label in enumerate(("block slots", "memory bandwidth", "kernel issue")):
         right.plot(time_ms, results.occupancy[:, column], label=label, linewidth=1, **_style(column))
-    # Shares reach to 1: the legend is above them.
+    # Shares reach 1, so the legend is above them.
     right.set(xlabel="time, ms", ylabel="share in use", ylim=(0, 1.18), yticks=np.linspace(0, 1, 6), title="occupancy")
     right.legend(fontsize="small", loc="upper center", ncols=3, frameon=False)
     return left.figure
 
 
 def plot_runs(runs: Sequence[Results]) -> Any:
-    """Several runs, one under the other: latencies share their axis, so that policies can be compared."""
+    """Several runs, one below the other; latencies share an axis, so that policies can be compared."""
     if len(runs) == 1:
         return plot_run(runs[0])
     pyplot = need("matplotlib.pyplot", "plot()")

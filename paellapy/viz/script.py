@@ -1,4 +1,4 @@
-"""`paellapy trace script.py`: a script run as Python would run it, with every kernel it launches recorded."""
+"""`paellapy trace script.py`: runs a script as Python would, and records every instrumented kernel it launches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from paellapy.instrument.errors import TraceError
 from paellapy.instrument.traces.trace import Trace
 from paellapy.instrument.traces.tracing import trace
 
-_INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
+_INTERRUPTED = 130  # exit code that shells expect after Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     trace: Trace
-    exit_code: int  # what `python script.py` would have ended with
+    exit_code: int  # of `python script.py`
 
 
 def run_script(
     script: Path, arguments: Sequence[str] = (), device: str | None = None, records_per_sm: int = 1 << 14
 ) -> Ran:
-    """Runs a script as `__main__` inside `trace()`; what it raises is printed as Python prints it."""
+    """Runs a script as `__main__` inside `trace()`; an exception of the script is printed as Python prints it."""
     if not script.is_file():
-        raise TraceError(f"there is no script {script}")
+        raise TraceError(f"there is no script {script}: check its path")
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
@@ -56,7 +56,7 @@ def _run(script: Path) -> int:
 
 
 def _from_script(frames: TracebackType | None, script: Path) -> TracebackType | None:
-    """Without the frames that led into the script; none are left of a script that does not compile."""
+    """The traceback without the frames that led into the script; empty for a script that does not compile."""
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
     return frames

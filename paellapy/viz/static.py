@@ -1,4 +1,4 @@
-"""The same pictures as PNG, SVG or PDF, for papers (matplotlib): no browser, no display."""
+"""The same pictures as PNG, SVG or PDF, for papers (matplotlib); no browser or display is needed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def save_figure(
     dpi: int = DPI,
     **part: Unpack[Part],
 ) -> Path:
-    """Draws the trace into a file; its ending (.png, .svg, .pdf) says in which format. `sms` = (first, last) looks
-    closer at some of them.
+    """Draws the trace into a file; its extension (.png, .svg, .pdf) chooses the format. `sms` = (first, last) shows
+    only these SMs.
 
     >>> from paellapy import recordings
     >>> save_figure(recordings.load(recordings.names()[0]), "/dev/null.txt")
     Traceback (most recent call last):
-    paellapy.instrument.errors.TraceError: /dev/null.txt: a figure is saved as .png, .svg or .pdf
+    paellapy.instrument.errors.TraceError: /dev/null.txt: give a file name that ends in .png, .svg or .pdf
     """
     path = checked(path)
     picture = data.prepare(trace, **part)
@@ -61,7 +61,7 @@ def save_comparison(
 ) -> Path:
     """Draws two traces side by side, on axes of one scale: two policies, or virtual against real.
 
-    Clocks differ, so `start_ns` and `end_ns` may be pairs: one time for each trace.
+    Clocks differ, so `start_ns` and `end_ns` may be pairs, one time for each trace.
     """
     path = checked(path)
     data.check_labels(labels)
@@ -70,15 +70,15 @@ def save_comparison(
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """A path whose ending is one of ours."""
+    """The path, if its extension is supported."""
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise TraceError(f"{path}: a figure is saved as .png, .svg or .pdf")
+        raise TraceError(f"{path}: give a file name that ends in .png, .svg or .pdf")
     return path
 
 
 def write(figure: Any, path: Path, dpi: int) -> Path:
-    # Text stays text, to be edited; and the same trace gives the same bytes.
+    # Text stays editable, and the same trace gives the same bytes.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "paellapy"}
     with need("matplotlib", "save_figure()").rc_context(settings):
         figure.savefig(path, dpi=dpi, metadata=None if path.suffix == ".png" else {_DATE[path.suffix]: None})
@@ -96,7 +96,7 @@ def draw(
     labels: Sequence[str] = (),
     sms: tuple[int, int] | None = None,
 ) -> Any:
-    """The matplotlib figure: a column for each picture, a row for each view."""
+    """The matplotlib figure, with a column for each picture and a row for each view."""
     style = need("matplotlib.style", "save_figure()")
     figures = need("matplotlib.figure", "save_figure()")
     chosen = _chosen(pictures, view)
@@ -132,10 +132,10 @@ def draw(
 def _chosen(pictures: Sequence[Picture], view: ViewName | Sequence[ViewName]) -> list[str]:
     wanted: list[str] = [view] if isinstance(view, str) else list(view)
     if unknown := [name for name in wanted if name != "all" and name not in _VIEWS]:
-        raise TraceError(f"there is no view {unknown[0]!r}, only all, {', '.join(_VIEWS)}")
+        raise TraceError(f"there is no view {unknown[0]!r}: choose from all, {', '.join(_VIEWS)}")
     there = [rq.has_requests(p.whole) for p in pictures]
     if "requests" in wanted and not all(there):
-        raise TraceError("this trace has no requests: with engine.trace() as t: … records them")
+        raise TraceError("this trace has no requests: record them with `with engine.trace() as t:`")
     if "all" in wanted:
         return [name for name in _VIEWS if name != "requests" or any(there)]
     return wanted
@@ -171,17 +171,17 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
     chart = data.gantt(picture)
     names = picture.groups.names
     pixels = _height(ax)
-    bottom, top = ax.get_ylim()  # SMs that are shown
+    bottom, top = ax.get_ylim()  # the SMs shown
     if len(chart.blocks) <= data.EXACT_BLOCKS and chart.depth * (bottom - top) <= pixels / 2:
         _bars(picture, ax, colour, chart, style.ground)
         ax.set_ylabel(data.OF_BLOCKS)
-    else:  # blocks are thinner than pixels: drawn one by one they would be a moiré
+    else:  # blocks thinner than pixels, drawn one by one, would give a moiré pattern
         cells = data.cells(picture, chart, min(data.ROWS, int(pixels / 2)))
         paint = np.zeros((*cells.group.shape, 4))
         for g, name in enumerate(names):
             paint[cells.group == g] = need("matplotlib.colors", "a Gantt chart").to_rgba(colour[name])
         paint[..., 3] *= 0.25 + 0.75 * np.clip(cells.share, 0, 1)
-        # Where lanes are narrower than pixels they blend, instead of some of them vanishing.
+        # Lanes narrower than pixels blend, instead of some of them vanishing.
         ax.imshow(paint, aspect="auto", interpolation="antialiased", extent=_extent(picture))
         ax.set_ylabel(data.OF_SHARES)
     _sm_ticks(ax)
@@ -189,7 +189,7 @@ def gantt_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look) -
 
 
 def _height(ax: Any) -> float:
-    """Pixels from top to bottom, about: the layout is not made yet."""
+    """Approximate height in pixels, before the layout is computed."""
     height: float = ax.get_position().height * ax.figure.get_size_inches()[1] * DPI
     return height
 
@@ -215,7 +215,7 @@ def _boxes(
     low, high = middle - height / 2, middle + height / 2
     corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
     shapes = collections.PolyCollection(corners, facecolors=paint, linewidths=0)
-    shapes.set_snap(False)  # lanes thinner than a pixel become paler instead of a whole pixel or none
+    shapes.set_snap(False)  # lanes thinner than a pixel become paler, instead of a whole pixel or none
     ax.add_collection(shapes)
 
 
@@ -243,7 +243,7 @@ def requests_view(picture: Picture, ax: Any, colour: dict[str, str], style: Look
                color=style.ink, linewidths=1.2, zorder=3)  # fmt: skip
     ax.scatter(picture.axis.of(seen.jobs["end_ns"][lost]), seen.lane[lost], s=size, marker="x", color=WARNING, zorder=3)
     ax.set(ylabel=rq.axis_title(seen, "\n"), yticks=[])
-    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # two columns have one scale
+    below = max([seen.lane.max() + 0.5, *ax.get_ylim()])  # columns share one scale
     ax.set_ylim(below, -0.5)
 
 
@@ -256,7 +256,7 @@ def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Loo
         allowed = picture.groups.theoretical[g]
         if allowed is not None:
             ax.plot(data.ran(picture, g), [allowed, allowed], "--", color=colour[name], linewidth=1.2)
-    # Without limits to show, the scale reaches a little further than what was there; columns have one scale.
+    # Without theoretical limits, the scale ends a little above the data; columns share one scale.
     needed = 1.05 if any(each is not None for each in picture.groups.theoretical) else 1.2 * _most(seen.resident)
     before = ax.get_ylim()[1] if not ax.get_subplotspec().is_first_col() else 0.0
     ax.set(ylabel=data.residency_title(picture, "\n"), ylim=(0, min(1.05, max(needed, before))))
@@ -264,7 +264,7 @@ def residency_view(picture: Picture, ax: Any, colour: dict[str, str], style: Loo
 
 
 def _legend(figure: Any, pictures: Sequence[Picture], handles: Sequence[Any], font: float) -> None:
-    """One for the figure, below it; above its entries what was lost, in lines of its own."""
+    """One legend below the figure, preceded by lines that say which records were lost."""
     warning = "; ".join(p.warning for p in pictures if p.warning)
     if not handles and not warning:
         return
@@ -278,11 +278,11 @@ def _legend(figure: Any, pictures: Sequence[Picture], handles: Sequence[Any], fo
     )  # fmt: skip
     legend.get_title().set_color(WARNING)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a kernel may have dollars in its name
+        text.set_parse_math(False)  # a kernel's name may contain dollar signs
 
 
 def _handles(pictures: Sequence[Picture], chosen: Sequence[str], colour: dict[str, str], style: Look) -> list[Any]:
-    """What has a colour, and the signs in request lanes."""
+    """The entries for colours and for the marks in request lanes."""
     patches, lines = need("matplotlib.patches", "a legend"), need("matplotlib.lines", "a legend")
     shown: dict[str, str] = {}
     if set(chosen) - {"heatmap", "requests"}:

@@ -1,6 +1,6 @@
-"""`t.picture()`: a picture that stays in a notebook's file, and shows where notebooks are only read.
+"""`t.picture()`: a picture that is stored in a notebook's file, so that it also shows where no scripts run.
 
-Plotly's figures need their script to show; GitHub, and mail, run none.
+Plotly's figures need a script to show; GitHub and mail programs run none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DPI = 90
 
 
 class Still:
-    """What Jupyter shows as a PNG; `save` writes PNG, SVG or PDF. `figure` is matplotlib's."""
+    """A picture that Jupyter shows as PNG; `save` writes PNG, SVG or PDF. `figure` is matplotlib's."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure

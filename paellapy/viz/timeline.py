@@ -1,4 +1,4 @@
-"""A trace as tracks, slices and counters: what Perfetto's and Chrome's formats are written from."""
+"""A trace as tracks, slices and counters, from which Perfetto's and Chrome's files are written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paellapy.instrument.traces.trace import Trace
 from paellapy.viz.data import lanes
 from paellapy.viz.requests import requests
 
-LANES_PER_SM = 1 << 8  # more than any SM holds blocks
+LANES_PER_SM = 1 << 8  # more than the blocks that any SM holds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchSlices:
-    """One row for each time a launch ran, from its first start to its last end."""
+    """One row for each run of a launch, from its first start to its last end."""
 
     launch: NDArray[np.int64]
     start_ns: NDArray[np.int64]
@@ -39,7 +39,7 @@ class Counter:
 
 
 def block_lanes(trace: Trace) -> NDArray[np.int64]:
-    """The lane on its SM of each of `trace.blocks`."""
+    """For each of `trace.blocks`, its lane on its SM."""
     return lanes(trace.blocks["sm"], trace.blocks["start_ns"], trace.blocks["end_ns"])
 
 
@@ -60,12 +60,12 @@ def launch_slices(trace: Trace) -> LaunchSlices:
 
 
 def resident_blocks(trace: Trace) -> Counter:
-    """Blocks on the GPU, at every time that changes it."""
+    """Number of blocks on the GPU, at every time it changes."""
     return _counter(trace, np.ones(len(trace.blocks), np.int64))
 
 
 def occupancy(trace: Trace) -> Counter:
-    """Warps on the GPU / the most it can hold, at every time that changes it."""
+    """Warps on the GPU / the most it can hold, at every time it changes."""
     warps = _counter(trace, trace.warps)
     return Counter(warps.time_ns, warps.value / (trace.device.n_sm * trace.device.max_warps_per_sm))
 
@@ -82,7 +82,7 @@ def _present(start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], weight: NDA
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A slice of a request's lane. Slices of a lane that overlap are inside one another."""
+    """A slice of a request's lane. Overlapping slices of a lane are nested."""
 
     lane: int
     name: str
@@ -92,7 +92,7 @@ class Span:
 
 
 def request_spans(trace: Trace) -> list[Span]:
-    """Every request of an engine's trace, and inside it its wait and its segments, outer ones first."""
+    """Every request of an engine's trace, and inside it its wait and its segments, outer slices first."""
     seen = requests(trace)
     if seen is None:
         return []
@@ -112,7 +112,7 @@ def request_spans(trace: Trace) -> list[Span]:
         for s in sorted(segments_of.get(i, []), key=lambda s: int(seen.segments["start_ns"][s])):
             each = seen.segments[s]
             name = "whole program" if each["segment"] < 0 else f"segment {each['segment']}"
-            # The engine's clock and the GPU's agree to within a step: what sticks out would break the nesting.
+            # The engine's clock and the GPU's agree to within a step; a slice that sticks out would break the nesting.
             begin, stop = (min(max(int(each[t]), at), end) for t in ("start_ns", "end_ns"))
             spans.append(Span(lane, name, begin, stop, {"blocks": int(each["blocks"])}))
             at = stop
@@ -127,7 +127,7 @@ class Mark:
 
 
 def deadline_marks(trace: Trace) -> list[Mark]:
-    """Deadlines of requests, as far as nobody else is in their lane by then; missed ones are called so."""
+    """Deadlines of requests, as far as no other request is in their lane by then; missed ones are named so."""
     seen = requests(trace)
     if seen is None:
         return []
@@ -137,7 +137,7 @@ def deadline_marks(trace: Trace) -> list[Mark]:
 
 
 def queue_depth(trace: Trace) -> Counter | None:
-    """Requests that have arrived and are not launched yet."""
+    """Requests that have arrived and are not yet launched."""
     seen = requests(trace)
     return None if seen is None else _present(seen.jobs["arrival_ns"], seen.launch_ns, _each(seen.jobs))
 
@@ -156,10 +156,10 @@ def _each(rows: Records) -> NDArray[np.int64]:
 
 
 class RangeSlice(NamedTuple):
-    """A range on the time line: in its block's lane, or, of a single warp, below it."""
+    """A range on the time line: in its block's lane or, for a single warp, below it."""
 
     name: str
-    place: int  # SM and lane in one number, as the files of other tools number them
+    place: int  # SM and lane in one number, as the other tools' files need it
     warp: int | None
     block: int
     launch: int
@@ -175,7 +175,7 @@ class WarpTrack(NamedTuple):
 
 
 def range_slices(trace: Trace) -> list[RangeSlice]:
-    """Outer ranges before those inside them."""
+    """Ranges, outer ones before those inside them."""
     records = trace.ranges.records
     records = records[np.lexsort((records["depth"], records["start_ns"]))]
     if not len(records):
@@ -190,6 +190,6 @@ def range_slices(trace: Trace) -> list[RangeSlice]:
 
 
 def range_warps(trace: Trace) -> list[WarpTrack]:
-    """The warps that note ranges of their own, wherever they run."""
+    """The warps that record ranges of their own, wherever they run."""
     found = {(r.place, r.warp) for r in range_slices(trace) if r.warp is not None}
     return [WarpTrack(place, *divmod(place, LANES_PER_SM), warp) for place, warp in sorted(found)]

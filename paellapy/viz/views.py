@@ -1,4 +1,4 @@
-"""The views of an interactive figure (plotly), each drawn into one place of it."""
+"""The views of an interactive figure (plotly), each drawn into its place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TALL_PIXELS = 600  # height of a Gantt chart of many SMs
 
 
 class Place:
-    """Where a view goes, and what it shares with the others of its figure."""
+    """The place of a view, and the state it shares with the other views of its figure."""
 
     def __init__(self, figure: Any, row: int, column: int, colour: Mapping[str, str], style: Look, first: bool) -> None:
         self.figure, self.row, self.column = figure, row, column
         self.colour, self.look = colour, style
-        self.first = first  # of the columns: it names the axes, and has the colour bar
+        self.first = first  # the first column names the axes and has the colour bar
         self.legend: set[str] = set()
 
     def add(self, trace: Any) -> None:
@@ -70,7 +70,7 @@ def heatmap_view(picture: Picture, place: Place) -> None:
 
 def gantt_view(picture: Picture, place: Place) -> None:
     chart = data.gantt(picture)
-    # Bars of less than half a pixel would hide each other at random: a full GPU is drawn as shares of its lanes.
+    # Bars of less than half a pixel would hide each other at random, so a full GPU is drawn as shares of its lanes.
     thin = picture.trace.device.n_sm * chart.depth > 2 * TALL_PIXELS
     if len(chart.blocks) <= data.EXACT_BLOCKS and not thin:
         title = data.OF_BLOCKS
@@ -85,7 +85,7 @@ def _bars(picture: Picture, place: Place, chart: data.Gantt) -> None:
     go = need("plotly.graph_objects", "a Gantt chart")
     b, middle = chart.blocks, chart.middle()
     second = chart.second()
-    # A gap between lanes where there is room for it; where lanes are a pixel or two, browsers would leave one anyway.
+    # A gap between lanes if there is room; where lanes are a pixel or two high, browsers leave one anyway.
     height = chart.height() * (0.9 if picture.trace.device.n_sm * chart.depth <= 80 else 1.3)
     for g, name in enumerate(picture.groups.names):
         mine = picture.groups.of_block == g
@@ -118,7 +118,7 @@ def _binned_gantt(picture: Picture, place: Place, cells: data.Cells) -> None:
         columns = np.flatnonzero(mine.any(axis=0))
         if not len(columns):
             continue
-        # Only the time in which the group ran: a page holds all groups' cells.
+        # Only the time in which the group ran, since a page holds the cells of all groups.
         part = slice(int(columns[0]), int(columns[-1]) + 1)
         share = np.where(mine, cells.share, np.nan)[:, part].astype(np.float32)
         colour = place.colour[name]
@@ -139,7 +139,7 @@ def _binned_gantt(picture: Picture, place: Place, cells: data.Cells) -> None:
                 legendgroup=name,
             )
         )
-        # Heat maps have no entry of their own colour in a legend: an empty line does it.
+        # Heat maps have no legend entry in their own colour, so an empty line provides it.
         mark = {"color": colour, "size": 12, "symbol": "square"}
         place.add(go.Scatter(x=[None], y=[None], mode="markers", marker=mark, **_legend(place, name)))
 
@@ -197,7 +197,7 @@ def say_empty(place: Place) -> None:
 
 
 def _legend(place: Place, name: str) -> dict[str, Any]:
-    """One entry for all that has this colour; a click on it hides all of it."""
+    """One entry for everything of this colour; a click on it hides all of it."""
     shown = name not in place.legend
     place.legend.add(name)
     return {"name": _short(name), "legendgroup": name, "showlegend": shown}

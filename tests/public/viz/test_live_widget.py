@@ -120,7 +120,7 @@ def test_a_message_from_the_browser_switches_the_policy(engine, view):
 def test_bad_input_is_named(engine):
     with pytest.raises(pp.ArgumentError, match="takes an Engine, not a str"):
         pp.live("engine")
-    with pytest.raises(pp.ArgumentError, match="hz=0"):
+    with pytest.raises(pp.ArgumentError, match="hz is 0"):
         pp.live(engine, hz=0)
     engine.close()
     with pytest.raises(pp.PaellaError, match="closed"):

@@ -87,7 +87,7 @@ def test_colours_may_stand_for_launches_streams_or_models() -> None:
     assert data.prepare(trace, by="stream").groups.names == ("stream 0", "stream 1")
     picture = data.prepare(trace, by={"gemm": "bert", "add<int>": "bert"})
     assert picture.groups.names == ("bert", "softmax")
-    with pytest.raises(TraceError, match="by='sm'"):
+    with pytest.raises(TraceError, match="'sm'"):
         data.prepare(trace, by="sm")  # type: ignore[arg-type]
 
 
@@ -192,7 +192,7 @@ def test_a_window_is_binned_anew() -> None:
     assert (heat.x[0], heat.x[-1]) == (0, 2)
     with pytest.raises(TraceError, match="end_ns must not be before"):
         trace.plot(start_ns=EPOCH + 9, end_ns=EPOCH)
-    with pytest.raises(TraceError, match="at least one bin"):
+    with pytest.raises(TraceError, match="bins is 0"):
         trace.plot(bins=0)
 
 
@@ -215,7 +215,7 @@ def test_two_traces_have_two_labels(labels: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save = partial(pp.viz.save_comparison, path=tmp_path / "both.png")
     for draw in (pp.compare, pp.viz.compare_picture, save):
-        with pytest.raises(TraceError, match=r'^two traces have two labels, as in labels=\("before", "after"\), not '):
+        with pytest.raises(TraceError, match="two texts"):
             draw(make(MIX), make(MIX[:3]), labels=labels)
 
 
@@ -233,7 +233,7 @@ def test_parts_of_two_traces_may_be_compared_in_pictures_and_files(tmp_path: Pat
     assert pp.viz.save_comparison(first, first, tmp_path / "x.png", "gantt", kernel="gemm", **one_clock).exists()
     for heat in of_type(pp.compare(first, later, kernel="gemm", bins=10, **window), "heatmap"):
         np.testing.assert_array_equal(heat.z, expected.astype(np.float32))
-    with pytest.raises(TraceError, match="one for each of 2 traces, not 3"):
+    with pytest.raises(TraceError, match="3 for 2 traces"):
         pp.compare(first, later, start_ns=(1, 2, 3))
 
 
@@ -410,7 +410,7 @@ def test_blocks_of_no_model_are_called_so() -> None:
     trace = engine_trace()
     trace.know(trace.jobs, trace.segments, trace.owners[1:], trace.models, "fifo", False)
     assert data.prepare(trace).groups.names == ("no model's", "bert")
-    with pytest.raises(TraceError, match="only the trace of an engine knows models"):
+    with pytest.raises(TraceError, match="by='model'"):
         data.prepare(make(MIX), by="model")
 
 
