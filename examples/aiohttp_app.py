@@ -1,4 +1,4 @@
-"""Models inside an aiohttp application of one's own, under the prefix /inference."""
+"""Serve models inside your own aiohttp application, under the prefix /inference."""
 
 from aiohttp import web
 
@@ -26,5 +26,5 @@ def make_app() -> web.Application:
 
 
 if __name__ == "__main__":
-    # handler_cancellation: the work of a client that leaves is given up
+    # handler_cancellation cancels the work of a client that disconnects.
     web.run_app(make_app(), host="127.0.0.1", port=8080, handler_cancellation=True)

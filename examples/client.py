@@ -1,4 +1,4 @@
-"""Ask a server (`paellapy serve`) which digit an image shows; the standard library is enough."""
+"""Ask a server (`paellapy serve`) which digit an image shows; only the standard library is needed."""
 
 import json
 import sys

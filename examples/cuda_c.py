@@ -18,5 +18,5 @@ try:
         saxpy[n // 256, 256](n, 2.0, x, y)
     print(t.summary())
     assert (y.numpy() == 3).all()
-except pp.LaunchError as error:  # there is no GPU: the virtual one runs Triton kernels only
+except pp.LaunchError as error:  # without a GPU: the virtual GPU runs only Triton kernels
     print(error)

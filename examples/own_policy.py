@@ -1,4 +1,4 @@
-"""A policy of one's own, compared with CUDA streams on the same simulated requests. No GPU is used.
+"""Write a policy and compare it with CUDA streams on the same simulated requests. No GPU is used.
 
 From a shell: paellapy simulate mix -p streams -p own_policy:shortest_first
 """

@@ -1,4 +1,4 @@
-"""A PyTorch training loop in the GPU time that requests leave. Requests go first."""
+"""Run a PyTorch training loop in the GPU time that requests leave free. Requests go first."""
 
 import numpy as np
 import torch

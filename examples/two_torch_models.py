@@ -31,9 +31,9 @@ async def ask(engine: pp.Engine) -> None:
 
 
 if __name__ == "__main__":
-    with pp.Engine(policy="slack") as engine:  # on the GPU if there is one, else on the virtual one
+    with pp.Engine(policy="slack") as engine:  # on the GPU if there is one, else on the virtual GPU
         for model in (small(), large()):
             engine.load(model)
         with engine.trace() as t:
             asyncio.run(ask(engine))
-    print(t)  # t.plot() shows who waited for whom
+    print(t)  # t.plot() shows which request waited for which
