@@ -1,14 +1,14 @@
-"""Training beside serving: resnet50 at 250 requests a second, and training jobs beside it, in one run.
+"""Training beside serving: resnet50 at 250 requests per second and training jobs beside it, in one run.
 
     python benchmarks/background.py                 on a GPU
     python benchmarks/background.py --device virtual:h200 --small     to try it
 
-For each job: the plain loop's speed, the job's alone, and both under each way to share the GPU. Every seed has its own
-arrivals, which a compiled client sends whether or not others are answered. Results are written after every point;
-points that are there already are not measured again.
+For each job it measures the plain loop's speed, the job alone, and both under each way of sharing the GPU. Every seed
+has its own arrivals, which a compiled client sends whether or not earlier requests are answered. Results are written
+after every point; stored points are not measured again.
 
-The losses of 200 steps are compared with the plain loop's, and those of the plain loop with its own when it is run a
-second time: PyTorch's algorithms that add in any order are off in all of them (`deterministic`).
+The losses of 200 steps are compared with the plain loop's, and the plain loop's with those of a second run of it.
+PyTorch's algorithms that add in arbitrary order are off in all of them (`deterministic`).
 """
 
 from __future__ import annotations
@@ -283,14 +283,14 @@ def deterministic() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="nets of a few weights, to try the script")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each point and seed")
+    parser.add_argument("--small", action="store_true", help="tiny networks, to try the script")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds of each point and seed")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--loss-seeds", type=int, default=5)
     parser.add_argument("--jobs", default="resnet18,transformer")
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--quanta", default="100,50", help="lengths of a job's segments in µs")
-    parser.add_argument("--no-equals", dest="equals", action="store_false", help="no job of the same priority")
+    parser.add_argument("--quanta", default="100,50", help="lengths of a job's segments, µs")
+    parser.add_argument("--no-equals", dest="equals", action="store_false", help="skip the job of equal priority")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     parser.add_argument("--name", default="background")
     return parser.parse_args()

@@ -1,12 +1,12 @@
-"""What best effort on some of the SMs costs a model of high priority, and what it wins: without the engine.
+"""Cost and gain of best effort on some of the SMs, beside a model of high priority: without the engine.
 
     python benchmarks/best_effort_sms.py [--seconds 1.5] [--out DIR]
 
-resnet50 at batch 1 is asked for 250 times a second (Poisson), beside batches that follow each other without pause, cut
-into segments. While the first is active the segments of the second stand still (the gate), or go to a green context
-of some SMs: its kernel nodes are given that context. Those of one job, or (two jobs) of a second one, so that the
-first can take the whole GPU back without waiting for a segment that has few SMs. High priority has all SMs, or (apart)
-those the other leaves it, so that no SM serves both. CUDA only.
+resnet50 at batch 1 gets 250 requests per second (Poisson), beside batches that follow each other without pause, cut
+into segments. While resnet50 is active, the segments of the second model wait at the gate, or run in a green context of
+some SMs, to which their kernel nodes are assigned. These are segments of the same job or (two jobs) of a second job, so
+that the first can take the whole GPU back without waiting for a segment that has few SMs. High priority has all SMs or
+(apart) the SMs outside the green context, so that no SM serves both. CUDA only.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def measure(device: CudaDevice, beside: Kind, batch: int, seconds: float) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds of each run")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("green contexts are CUDA's")

@@ -1,9 +1,9 @@
-"""Models that are bound by one thing: by the tensor units, by the memory's bandwidth, or by places on the SMs.
+"""Models bound by one resource: the tensor units, the memory's bandwidth, or places on the SMs.
 
-* `memory_bound`: multiples of a vector that no cache holds, by a kernel of ours that runs on SMs set up for much shared
-  memory, as the next one does: an SM that is set up otherwise runs one of the two at a time;
-* `compute_bound`: products of matrices that stay on the SM, by a kernel of ours; its one block on each SM leaves half
-  of the places to others;
+* `memory_bound`: multiples of a vector that no cache holds. Its kernel, one of ours, runs on SMs configured for much
+  shared memory, as the next one does: an SM with another configuration runs only one of the two at a time;
+* `compute_bound`: products of matrices that stay on the SM, by a kernel of ours. Its one block on each SM leaves half
+  of the places free;
 * `full_bound`: products by cuBLAS, whose blocks take all registers of an SM on Hopper.
 """
 

@@ -1,11 +1,11 @@
-"""A headless Chromium, driven over its own protocol: pages, pictures, and whether all their labels can be read.
+"""A headless Chromium, driven by its own protocol: opens pages, takes pictures, checks that all labels are readable.
 
     async with Browser() as browser:
         page = await browser.page(1366, 768, dark=True)
         await page.goto(url)
         await page.screenshot("page.png")
 
-Debian's package `chromium` is enough; nothing else is installed.
+Debian's package `chromium` is enough; nothing else needs to be installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How well the virtual GPU predicts the real one, and the profile that makes it do so.
+"""Measures how well the virtual GPU predicts the real one, and fits the profile it predicts with.
 
-Two steps each, because the first needs the GPU and the second only its measurements:
+Each task has two steps, because the first needs the GPU and the second only its measurements:
 
     python benchmarks/calibrate.py record              # on the GPU: times the corpus, writes calibration_PART.json
     python benchmarks/calibrate.py fit                 # anywhere: fits the timing profile, reports the error
@@ -8,10 +8,11 @@ Two steps each, because the first needs the GPU and the second only its measurem
     python benchmarks/calibrate.py record --fresh 1    # on the GPU: other sizes and other inputs
     python benchmarks/calibrate.py check --fresh 1     # anywhere: the error of the profile as it is, nothing fitted
 
-`record` traces every corpus kernel at several sizes and pairs of large kernels on two streams. `fit` runs the same
-launches on the virtual twin, fits the waits and a factor per kernel at the smallest size, and reports errors twice:
-with the factors at the larger sizes, and without a kernel's factor by waits fitted without it. The timing's other
-constants were set by hand on these same launches, so neither error is held out (docs/virtual-gpu.md); `check` is.
+`record` traces every corpus kernel at several sizes, and pairs of large kernels on two streams. `fit` runs the same
+launches on the virtual twin and fits the waits and, at the smallest size, a factor per kernel. It reports two errors:
+with the factors at the larger sizes, and without a kernel's factor, by waits fitted without that kernel. The timing's
+other constants were set by hand on these same launches, so neither error is held out (docs/virtual-gpu.md); the error
+of `check` is.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("record", "fit", "check"))
     parser.add_argument("--part", default="h200")
-    parser.add_argument("--fresh", type=int, default=0, metavar="SEED", help="other sizes, inputs from this seed")
+    parser.add_argument("--fresh", type=int, default=0, metavar="SEED", help="other sizes, and inputs from this seed")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON files (default: results/)")
     options = parser.parse_args()
     if options.step == "check" and not options.fresh:

@@ -1,4 +1,4 @@
-"""Fits the virtual GPU's timing profile to measurements of the real part, and says how well it then predicts."""
+"""Fits the virtual GPU's timing profile to measurements of the real part, and reports how well it then predicts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Three Ray nodes, clients that check every answer, and everything killed in turn: who notices, and for how long.
+"""Kills every part of a three-node Ray cluster in turn, while clients check every answer: the effect, and for how long.
 
     python benchmarks/cluster_kills.py
 
-Clients ask for two models all the time; some of them mark their requests X-At-Most-Once. Of every event: wrong answers,
-errors, the longest time in which nobody got an answer, the slowest request, the slowest of those that began a second
-after the event or later, and the seconds until every engine has its models again. The same times before the event say
-how busy the machine itself is. Written after every event.
+Clients ask for two models all the time; some mark their requests X-At-Most-Once. For every event it reports wrong
+answers, errors, the longest time without any answer, the slowest request, the slowest request that began at least a
+second after the event, and the seconds until every engine has its models again. The same times before the event show
+how busy the machine is. Results are written after every event.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def events(ray: Ray) -> Iterator[tuple[str, Callable[[], object], Callable[[], b
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", default="cluster_kills", help="name of the results")
+    parser.add_argument("--save", default="cluster_kills", help="name of the result file")
     given = parser.parse_args()
     results: dict[str, Any] = {}
     with (

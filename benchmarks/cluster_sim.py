@@ -1,9 +1,9 @@
-"""Routers compared on simulated clusters of unequal GPUs, and what simulating a thousand GPUs costs.
+"""Routers compared on simulated clusters of unequal GPUs, and the cost of simulating a thousand GPUs.
 
     python benchmarks/cluster_sim.py [--gpus 8 64 1000] [--routings predicted …] [--plot docs/cluster_sim.png]
 
-Paella's mix, lognormal arrivals, reports 2 ms old. The load is relative to what one GPU answers when asked for more
-than it can do, measured in the same run. Results are written after every run, beside those of the same load before.
+The workload is Paella's mix with lognormal arrivals; reports are 2 ms old. The load is relative to the throughput of
+one saturated GPU, measured in the same run. Results are written after every run, and other stored loads are kept.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def plot(sizes: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 1000], help="none: plot what is stored")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 1000], help="no number: only plot")
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--routers", type=int, default=1)

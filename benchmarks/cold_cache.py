@@ -2,9 +2,9 @@
 
     python benchmarks/cold_cache.py [--runs 25] [--out DIR]
 
-Each CNN of figure 11 as a graph, launched again and again, and launched after as much other memory was read as fills
-the cache several times over; and after the other seven ran, as in a mix of them. How far apart kernels begin is kept
-with it (benchmarks/kernel_gaps.py), before and after: where that differs, so does more than the cache. CUDA only.
+Each CNN of figure 11 is launched as a graph: repeatedly; after reading enough other memory to fill the cache several
+times; and after the other seven models ran, as in a mix of them. The gap between kernel starts
+(benchmarks/kernel_gaps.py) is stored from before and after: if it differs, more than the cache has changed. CUDA only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How long the first use takes on a machine without caches, this tree against another checkout, in one run.
+"""Time of the first use on a machine without caches, for this tree and another checkout, in one run.
 
     git worktree add ../before COMMIT
     python benchmarks/cold_start.py --base ../before
     python benchmarks/cold_start.py --tasks serve     # seconds from `paellapy serve` to its first answer
 
-Every task runs in a process of its own with empty caches (Numba's, Triton's, paellapy's), then once more with the
-caches that the first run has filled. CPU-seconds of the process and its children count: on a machine that others use,
-the time on the clock says little. The trees take turns, so that a slow moment hits both. Results are saved one by one.
+Every task runs in its own process with empty caches (Numba's, Triton's, paellapy's), then once more with the caches
+that the first run has filled. It counts CPU-seconds of the process and its children, since wall-clock time means little
+on a shared machine. The trees take turns, so that a slow moment affects both. Results are saved one by one.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def commit_of(tree: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="another checkout to compare with")
-    parser.add_argument("--tasks", default="", help="only those with this text in their name")
+    parser.add_argument("--tasks", default="", help="run only tasks whose name contains this text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
     arguments = parser.parse_args()

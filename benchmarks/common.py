@@ -1,4 +1,4 @@
-"""What every benchmark shares: where results go and what is noted with them."""
+"""Helpers of all benchmarks: the place of results, and the facts stored with them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""What a decision of the dispatcher core costs, and how fast segments are simulated. One CPU core, no GPU.
+"""The cost of a decision of the dispatcher core, and the speed of simulating segments. One CPU core, no GPU.
 
     python benchmarks/core_speed.py
     git worktree add ../before COMMIT && python benchmarks/core_speed.py --base ../before
 
-A decision is one launch and all that belongs to it: a segment's completion is seen and accounted for, ranks are made
-fresh, and the next segment is chosen among all that wait, and launched. Every fourth ends a request, which is answered
-and followed by a new submission; that is in the figure too. Every request has a deadline that the core watches.
+A decision is one launch with everything that belongs to it: a segment's completion is seen and accounted for, ranks are
+computed again, and the next segment is chosen among all that wait, and launched. Every fourth decision ends a request,
+which is answered and followed by a new submission; the figure includes that. Every request has a deadline that the core
+watches.
 
-Shared machines slow down for seconds at a time. So a loop of plain arithmetic runs before and after each round;
-a round counts if the loop took at most 15 % longer than it ever did here, and is repeated if not.
+Shared machines slow down for seconds at a time. So a loop of plain arithmetic runs before and after each round; a round
+counts if the loop took at most 15 % longer than its fastest run here, and is repeated otherwise.
 
-With `--base`, another checkout's script runs before and after this one's; ratios are to the mean of its two medians.
+With `--base`, the other checkout's script runs before and after this one's; ratios are to the mean of its two medians.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ python benchmarks/dashboard_shot.py shot PNG [--url URL | --device cuda] [--dark
 python benchmarks/dashboard_shot.py record JSON [--url URL | --device cuda] [--seconds 20]     (no browser needed)
 python benchmarks/dashboard_shot.py draw JSON PNG [--dark] [--size 1366x900] [--first N]       (no GPU needed)
 
-Without --url a server is started on a free port, with clients that keep it busy: --clients in each of --processes, who
-rest --rest-ms on average. It has the demo models, which leave a GPU nearly empty, or, with --models rivals, `short` and
-`long`, whose layers have up to two blocks for every SM. A recording is what the server sent: the page that draws it
-later is the server's own, and cannot tell the difference.
+Without --url it starts a server on a free port and clients that keep it busy: --clients in each of --processes, with
+pauses of --rest-ms on average. The server has the demo models, which leave a GPU nearly empty, or, with --models
+rivals, `short` and `long`, whose layers have up to two blocks for every SM. A recording holds the data that the server
+sent, so the server's own page can draw it later.
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ def main() -> None:
             command.add_argument("picture", type=Path)
             command.add_argument("--dark", action="store_true")
             command.add_argument("--size", type=size, default=(1366, 900))
-            command.add_argument("--scale", type=float, default=1.0, help="pixels per pixel of the page")
+            command.add_argument("--scale", type=float, default=1.0, help="device pixels per CSS pixel")
         if function is draw:
-            command.add_argument("--first", type=int, help="snapshots of the recording; default: all")
+            command.add_argument("--first", type=int, help="number of snapshots to draw (default: all)")
         if function is not draw:
-            command.add_argument("--url", help="of a running server; its load is not ours")
+            command.add_argument("--url", help="URL of a running server that has its own load")
             command.add_argument("--clients", type=int, default=10)
             command.add_argument("--models", choices=list(ASKED), default="demo")
             command.add_argument("--rest-ms", type=float, default=25.0)
@@ -221,7 +221,7 @@ def main() -> None:
             command.add_argument("--seed", type=int, default=0)
         if function is record:
             command.add_argument("--seconds", type=float, default=MEANWHILE_S)
-            command.add_argument("--key", help="of a server that wants one")
+            command.add_argument("--key", help="API key, if the server needs one")
     options = parser.parse_args()
     asyncio.run(options.function(options))
 

@@ -2,12 +2,12 @@
 
     python benchmarks/engine_h200.py [--device cuda|virtual:h200] [--quick] [--seeds 3] [--out DIR]
 
-Four models of Triton kernels, about 0.3, 0.6, 1.2 and 3 ms long alone (as torchvision's CNNs are at batch 1), asked for
-in inverse proportion to their length, with lognormal gaps (σ = 1.5, as Paella's clients have them). `streams` is whole
-graphs on a stream for every job with CUDA's own 8 hardware queues; `streams, 32 queues` the same with as many as there
-are. CUDA reads the number when a process first uses the GPU, so `streams` runs in a process of its own.
-Every output is compared with that of the same function run without the engine. On a virtual GPU the host computes the
-data, so the times say nothing there: it shows that the benchmark runs.
+The four models consist of Triton kernels and take about 0.3, 0.6, 1.2 and 3 ms alone (like torchvision's CNNs at batch
+1). They are requested in inverse proportion to their length, with lognormal gaps (σ = 1.5, as in Paella). `streams`
+launches whole graphs on a stream for every job with CUDA's default of 8 hardware queues; `streams, 32 queues` uses the
+maximum. CUDA reads the number when a process first uses the GPU, so `streams` runs in its own process. Every output is
+compared with that of the same function run without the engine. On a virtual GPU the host computes the data, so the
+times mean nothing there; it only shows that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -391,9 +391,9 @@ def show(found: dict[str, Any], title: str, took_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="two small models and few requests")
+    parser.add_argument("--quick", action="store_true", help="use two small models and few requests")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--active", type=int, help="batches of all models that share the GPU; default: by demand")
+    parser.add_argument("--active", type=int, help="batches of all models that share the GPU (default: by demand)")
     parser.add_argument("--streams", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lanes", type=int, default=16, help="batches of one model that may be in flight")
     parser.add_argument("--out", type=Path, default=None)

@@ -1,7 +1,7 @@
 """A load generator that is never the bottleneck: a compiled front end that posts requests and reads completions.
 
-It takes the place of the engine's own front end while it runs, so nobody else may use the engine meanwhile; or that of
-another one (`front=1`), of an engine with several (`Limits(fronts=2)`).
+While it runs it replaces the engine's own front end, so nobody else may use the engine; with `front=1` it replaces the
+second front end of an engine that has several (`Limits(fronts=2)`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/first_launch.py [--every 3] [--seconds 100]
 
-Each side runs in a process of its own. The virtual GPU begins with empty caches on disk (Triton's and ours), so its
-first launch compiles; the interpreter (TRITON_INTERPRET=1) compiles nothing. The first launches of all are of a kernel
-that is not counted, so that neither side's imports are. Results go to benchmarks/results/first_launch.json.
+Each side runs in its own process. The virtual GPU begins with empty caches on disk (Triton's and ours), so its first
+launch compiles; the interpreter (TRITON_INTERPRET=1) compiles nothing. Each side first launches a kernel that is not
+counted, so that imports are not measured. Results go to benchmarks/results/first_launch.json.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def side(name: str, every: int, seconds: float) -> dict[str, list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="every nth kernel of the corpus")
-    parser.add_argument("--seconds", type=float, default=300, help="for each side, about")
+    parser.add_argument("--seconds", type=float, default=300, help="approximate seconds for each side")
     parser.add_argument("--side", choices=("virtual", "interpreter"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()

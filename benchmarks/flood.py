@@ -1,8 +1,8 @@
-"""A short CNN beside a flood of long ones, simulated from the profiles that the H200 gave: what each limit makes of it.
+"""A short CNN beside a flood of long ones, simulated from profiles measured on the H200: the effect of each limit.
 
     python benchmarks/flood.py [--out DIR]
 
-squeezenet1_1 is asked for 500 times a second, at random; 64 clients ask for densenet121 without pause, through 32
+squeezenet1_1 gets 500 requests per second at random times; 64 clients ask for densenet121 without pause, through 32
 lanes.
 """
 

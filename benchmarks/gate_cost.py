@@ -1,8 +1,8 @@
-"""What an open gate adds to a launch: calls of a function of the C library, straight and through the gate.
+"""The time that an open gate adds to a launch: calls of a C library function, directly and through the gate.
 
     python benchmarks/gate_cost.py
 
-It needs no GPU: the gate does not care whose function it stands before.
+It needs no GPU, since the gate works with any function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU's clock, power and temperature, as its driver says: beside a figure, to see whether it was itself."""
+"""The GPU's clock, power and temperature as reported by its driver, stored beside figures to spot unusual states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How fast the GPU is by its own measure: what its SMs' clocks really do, copies, a product, gaps between kernels.
+"""Quick measurements of the GPU itself: real SM clocks, copies, a matrix product, gaps between kernels.
 
-Beside a figure, to see whether the GPU was itself. Everything is launched on the default stream, as by whoever computes
-expected outputs: single kernels on a second stream would make what is measured slower (benchmarks/kernel_gaps.py).
+They are stored beside figures, to spot unusual states of the GPU. Everything is launched on the default stream, which
+the computation of expected outputs also uses: single kernels on a second stream would slow down the measurements
+(benchmarks/kernel_gaps.py).
 """
 
 from __future__ import annotations

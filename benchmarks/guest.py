@@ -1,10 +1,10 @@
-"""An unmodified training script in another process beside an engine that serves: free, and under `paellapy run`.
+"""An unmodified training script in another process, beside a serving engine: free, and under `paellapy run`.
 
     python benchmarks/guest.py                 on a GPU, in an environment with MPS under MPS
     python benchmarks/guest.py --device virtual:h200 --small      to try it
 
-resnet50 is asked for 250 times a second by Poisson arrivals; the script trains resnet18, eagerly and as one CUDA graph
-per step. Ratios are of one run.
+resnet50 gets 250 requests per second by Poisson arrivals; the script trains resnet18, eagerly and as one CUDA graph per
+step. Ratios are of one run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--scripts", default=";".join(name for name, *_ in SCRIPTS), help="which of them, by ;")
+    parser.add_argument("--scripts", default=";".join(name for name, *_ in SCRIPTS), help="scripts, separated by ;")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     parser.add_argument("--name", default="guest")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""A training loop as anybody writes one, for benchmarks/guest.py: it says on stdout how many steps it has made.
+"""An ordinary training loop, for benchmarks/guest.py: it prints the number of steps it has made.
 
     python benchmarks/guest_training.py [resnet18 | small] [captured]
 
-`captured`: its step is one CUDA graph, as PyTorch's documentation shows it.
+`captured` makes each step one CUDA graph, as in PyTorch's documentation.
 """
 
 import sys

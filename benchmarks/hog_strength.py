@@ -1,10 +1,10 @@
-"""How segments fare beside the two hogs that tell what a segment takes of the GPU (`cuda_hogs.py`).
+"""How segments fare beside the two hogs that measure a segment's use of the GPU (`cuda_hogs.py`).
 
     python benchmarks/hog_strength.py [--out DIR]
 
-Models that are bound by the tensor units (a kernel of ours, and cuBLAS's, which leaves no place on its SMs) and by
-bandwidth. For each segment: how many times as long it takes beside the hog of tensor units, what pace it leaves that
-hog, and the parts that follow. The first model's part is also known from its arithmetic. CUDA only, 20 seconds.
+The models are bound by the tensor units (a kernel of ours, and cuBLAS's, which fills its SMs) and by bandwidth. For
+each segment it reports its slowdown beside the tensor-unit hog, the pace left to that hog, and the resulting parts of
+the GPU. The first model's part is also known from its arithmetic. CUDA only, 20 seconds.
 """
 
 from __future__ import annotations

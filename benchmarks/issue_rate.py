@@ -1,9 +1,9 @@
-"""How many kernels a second a GPU issues, and how near real models come to that.
+"""How many kernels per second a GPU issues, and how near real models come to that.
 
     python benchmarks/issue_rate.py [--seconds 0.3] [--out DIR]
 
-Graphs of chained kernels that do next to nothing, one block each, as many chains at once as there are streams: what
-comes out is the rate at which the GPU can start kernels, whatever they do. Beside it the kernels of the mix of eight
+Graphs of chained kernels that do almost nothing, one block each, run with as many chains at once as there are streams.
+This gives the rate at which the GPU can start kernels of any kind. It is compared with the kernels of the mix of eight
 CNNs at saturation, from the profiles and throughputs that `paper.py` stored. CUDA only.
 """
 
@@ -75,7 +75,7 @@ def of_the_mix(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each run")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of each run")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("the rate is a GPU's")

@@ -1,9 +1,9 @@
-"""How long after one another the kernels of a graph begin, and what a process does that makes it longer.
+"""The time between starts of a graph's consecutive kernels, and the actions of a process that make it longer.
 
     python benchmarks/kernel_gaps.py [--out DIR]
 
-A graph of chained kernels that do next to nothing is timed before and after something else was launched, uploaded or
-copied and has ended; every case has a process of its own. The last one is a resnet34 that PyTorch captured. CUDA only.
+A graph of chained kernels that do almost nothing is timed before and after other work was launched, uploaded or copied
+and has ended; every case runs in its own process. The last case is a resnet34 that PyTorch captured. CUDA only.
 """
 
 from __future__ import annotations

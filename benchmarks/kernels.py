@@ -1,4 +1,4 @@
-"""The kernels benchmarks time, at the sizes they are quoted with."""
+"""The kernels that benchmarks time, at the sizes given in the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one launch costs the host: `pp.kernel` against Triton's own launcher, with torch tensors, in one run.
+"""The host's cost of one launch: `pp.kernel` against Triton's own launcher, with torch tensors, in one run.
 
     python benchmarks/launch_overhead.py [--out DIR]
 """

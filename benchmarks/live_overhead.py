@@ -1,8 +1,8 @@
-"""What looking costs: an engine's throughput with and without `pp.live`, in turns, and the time of the looking itself.
+"""The cost of monitoring: an engine's throughput with and without `pp.live`, in turns, and the monitor's own CPU time.
 
-Every round measures without, with, and without again: the ratio of the two without is what the machine's noise does.
-Where that is more than the difference, `thread_cpu_share` and `note_cpu_share` say what looking takes: CPU time of the
-thread that looks, and of seeing every completion, as shares of one core.
+Every round measures without, with, and without again; the ratio of the two runs without shows the machine's noise. If
+the noise exceeds the difference, use `thread_cpu_share` and `note_cpu_share`: the CPU time of the monitoring thread and
+of reading every completion, as shares of one core.
 
 python benchmarks/live_overhead.py [--device cuda] [--seconds 1] [--rounds 30] writes results/live_overhead*.json.
 """
@@ -101,7 +101,7 @@ def _timed(function: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="virtual:h200")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of every measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of every measurement")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=RESULTS)

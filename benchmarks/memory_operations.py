@@ -1,11 +1,11 @@
-"""Models that come and go at random for a long time: right answers, and as many bytes held in the end as before.
+"""Models that come and go at random for a long time: answers must be right, and no memory may leak.
 
     python benchmarks/memory_operations.py                                      # 1,000 operations on a GPU
     python benchmarks/memory_operations.py --device virtual:h200 --operations 10000
 
-Ten models of Triton kernels in a budget for three. An operation is a request, an eviction, a prefetch, or a model that
-is unloaded and loaded again, of the same or of another size; requests of two more clients arrive all the time. Every
-answer is compared with NumPy's. In the end everything is unloaded: what is still held leaked.
+Ten models of Triton kernels run in a budget for three. An operation is a request, an eviction, a prefetch, or unloading
+a model and loading it again, in the same or another size; two more clients send requests all the time. Every answer is
+compared with NumPy's. At the end everything is unloaded; memory that is still held has leaked.
 """
 
 from __future__ import annotations

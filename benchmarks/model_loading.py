@@ -1,14 +1,14 @@
-"""Where the time of loading models goes, phase by phase, this tree against another checkout, in one run.
+"""The time of loading models, phase by phase, for this tree and another checkout, in one run.
 
     git worktree add ../before COMMIT
     python benchmarks/model_loading.py --base ../before
     python benchmarks/model_loading.py --device cuda --base ../before --models mlp,resnet18,vit_b_16
 
-Every tree loads the models in a process of its own: first with empty caches (Triton's and paellapy's), then with those
-that the first run has filled. The core is compiled before, and one small model has been loaded and asked: what remains
-is the models' own. The phases are those of the engine's backend, timed from outside, so that both trees are measured
-alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are of the thread that loads. What has
-been measured is saved after every process.
+Each tree loads the models in its own process: first with empty caches (Triton's and paellapy's), then with the caches
+that the first run has filled. Before that, the core is compiled, and one small model is loaded and asked, so that only
+the models' own time remains. The phases are those of the engine's backend, timed from outside, so that both trees are
+measured alike; "rest" is the loader, the memory plan and the core's tables. CPU-seconds are those of the loading
+thread. Results are saved after every process.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="another checkout to compare with")
     parser.add_argument("--device", default="virtual:h200")
-    parser.add_argument("--models", help="demo models, 'torch cnn', or torchvision's on a GPU; by commas")
+    parser.add_argument("--models", help="demo models, 'torch cnn', or torchvision's on a GPU, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", type=Path, help="folder for the result (default: benchmarks/results)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -1,18 +1,18 @@
-"""More models than memory: Zipf-distributed requests to models of which a tenth fit, against what people do now.
+"""More models than memory: Zipf-distributed requests to models of which a tenth fit, compared with common practice.
 
     python benchmarks/more_models.py                     # on a GPU: 40 of torchvision's models with random weights
     python benchmarks/more_models.py --device virtual:h200 --models 6 --seconds 3      # to try it
 
-Parts, each stored as soon as it is done; a part that is there is not measured again without --again:
+Each part is stored as soon as it is done; stored parts are measured again only with --again:
 
 * link: the bandwidth of copies from pinned memory in this run;
-* engine, load: every model loaded;
-* cold: one request at a time to models that were evicted before: latency ÷ max(copy at the link's bandwidth, run);
-* default, lru: Zipf arrivals, with victims by the default and by least recent use: hit rates, latencies. Here as in all
+* engine, load: every model is loaded;
+* cold: one request at a time to evicted models: latency ÷ max(copy at the link's bandwidth, run);
+* default, lru: Zipf arrivals, with victims chosen by the default and by least recent use: hit rates, latencies. In all
   parts every output is compared with PyTorch's;
-* beside: p99 of models that stay, asked by a compiled client, with cold models coming and going beside them, ÷ the
-  same without;
-* to_cuda: `module.to("cuda")` for every cold request, the weights of as many models kept by least recent use;
+* beside: p99 of models that stay resident, asked by a compiled client, while cold models come and go, ÷ the same
+  without cold models;
+* to_cuda: `module.to("cuda")` for every cold request, keeping the weights of as many models by least recent use;
 * processes: a process for each of some models, started before; a cold request moves its model to the GPU.
 """
 
@@ -340,11 +340,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", type=int, default=40)
-    parser.add_argument("--share", type=float, default=0.1, help="of all weights that fit")
-    parser.add_argument("--rate", type=float, default=RATE, help="requests a second")
+    parser.add_argument("--share", type=float, default=0.1, help="part of all weights that fits")
+    parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--cold", type=int, default=12, help="models whose cold requests are timed one by one")
-    parser.add_argument("--half", action="store_true", help="weights of 16 bits")
+    parser.add_argument("--cold", type=int, default=12, help="models whose cold requests are timed singly")
+    parser.add_argument("--half", action="store_true", help="use 16-bit weights")
     parser.add_argument("--parts", default="link,engine,to_cuda,processes")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--again", action="store_true")

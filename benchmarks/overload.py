@@ -1,11 +1,11 @@
-"""A server at three times what it can do: what becomes of the requests it accepts, of the others, and of itself.
+"""A server at three times its capacity: the fate of accepted requests, of refused ones, and of the server.
 
     python benchmarks/overload.py [--seconds 60] [--factor 3] [--clients 1] [--set server.workers=2] [--out DIR]
 
-`paellapy serve` in a process of its own, a demo model on the virtual GPU; what it can do is measured first,
-closed-loop. Then requests come open-loop (Poisson), from processes of their own, whether or not they are answered.
-Latencies count from when a request was to be sent. On a machine with few cores the clients and the CPU that computes
-for the virtual GPU share them: the virtual GPU is then slower than it would be alone, in both parts of the run.
+`paellapy serve` runs in its own process with a demo model on the virtual GPU; its capacity is measured first,
+closed-loop. Then requests come open-loop (Poisson), from separate processes, whether or not earlier ones are answered.
+Latencies count from the intended time of sending. On a machine with few cores, the clients and the CPU that computes
+for the virtual GPU share them, so the virtual GPU is slower than it would be alone, in both parts of the run.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--model", default="transformer")
     parser.add_argument("--target-ms", type=float, default=250.0)
-    parser.add_argument("--set", action="append", default=[], help="a setting of the server")
+    parser.add_argument("--set", action="append", default=[], help="override a setting of the server")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file and the picture")
     arguments = parser.parse_args()
     found = measure(arguments)

@@ -3,10 +3,10 @@
     python benchmarks/paper.py run [--only fig11,light] [--seeds 0-4] [--seconds 1] [--budget 300] [--out DIR]
     python benchmarks/paper.py report [--out DIR]        # plots, and docs/results.md
 
-Points that are in DIR/paper.json already are not run again, each is kept as soon as it is measured (with the commit),
-and `--budget` stops after so many seconds: so it can run in pieces. The same arrivals go to every system; every output
-is compared with that of the module in eager mode.
-`--tiny` takes models a CPU can compute: with `--device virtual:h200` it shows that everything runs.
+Points stored in DIR/paper.json are not run again; each point is stored, with the commit, as soon as it is measured; and
+`--budget` stops after that many seconds. So the benchmark can run in pieces. All systems get the same arrivals, and
+every output is compared with that of the module in eager mode. `--tiny` uses models that a CPU can compute: with
+`--device virtual:h200` it shows that everything runs.
 """
 
 from __future__ import annotations
@@ -400,14 +400,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("run", "report"))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help=f"of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--only", default="", help=f"experiments to run, of {', '.join(EXPERIMENTS)}")
     parser.add_argument("--seeds", type=seeds, default=range(5), help=SEEDS_HELP)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of offered load per point")
-    parser.add_argument("--budget", type=float, default=3600.0, help="stop after so many seconds")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of offered load per point")
+    parser.add_argument("--budget", type=float, default=3600.0, help="stop after this many seconds")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--sigma", default="1.5,2.0", help="of fig11's gaps")
-    parser.add_argument("--rates", default="", help="of fig11, not all of them but these")
-    parser.add_argument("--systems", help=f"of fig11 and saturation, with ; between them: {'; '.join(SYSTEMS)}")
+    parser.add_argument("--sigma", default="1.5,2.0", help="spread of fig11's lognormal gaps")
+    parser.add_argument("--rates", default="", help="run only these rates of fig11")
+    parser.add_argument("--systems", help=f"systems of fig11 and saturation, separated by ;: {'; '.join(SYSTEMS)}")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--queues", type=int, default=0, help=argparse.SUPPRESS)  # of this process: it was told so
     args = parser.parse_args()

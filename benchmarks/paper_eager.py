@@ -1,10 +1,11 @@
-"""What most people run: PyTorch's modules called as they are, by threads with a stream each.
+"""The usual way to run models: PyTorch's modules called directly, by threads with a stream each.
 
     python benchmarks/paper_eager.py [--rates 50,100,200] [--threads 1,8] [--seeds 0-1] [--out DIR]
 
-Figure 11's requests in one queue; a thread takes the next, copies its input to the GPU, calls the module, and waits for
-the output. No graphs and no batches. Points are added to paper.json beside the other systems'. Run paper.py before, on
-the same machine: slowdowns are by its times alone. `--device cpu --tiny` shows that it runs, without a GPU.
+Figure 11's requests wait in one queue; a thread takes the next, copies its input to the GPU, calls the module, and
+waits for the output. There are no graphs and no batches. Points are added to paper.json beside the other systems'. Run
+paper.py first, on the same machine: slowdowns are relative to its times alone. `--device cpu --tiny` shows that it
+runs, without a GPU.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _wait_for(count: int, done: Done) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="or cpu, with --tiny")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
     parser.add_argument("--rates", default="50,100,200")
     parser.add_argument("--threads", default="1,8")
     parser.add_argument("--seeds", type=seeds, default=range(2), help=SEEDS_HELP)

@@ -1,4 +1,4 @@
-"""The models the papers measure with: torchvision's CNNs and a BERT-sized encoder, random weights, fp16."""
+"""The models of the papers' experiments: torchvision's CNNs and a BERT-sized encoder, with random fp16 weights."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The papers' other way to share a GPU: a process per model under NVIDIA MPS, with or without a limit on its SMs.
+"""Another way to share a GPU: a process per model under NVIDIA MPS, with or without a limit on its SMs.
 
     python benchmarks/paper_mps.py [--rates 2000,4000] [--percent 100,25] [--seeds 0-1] [--out DIR]
 
-Figure 11's requests, split by model; every process runs whole graphs, a stream each. The MPS daemon is started for the
-run, in a folder of its own, and stopped afterwards. Points are added to paper.json beside the other systems'.
-Run paper.py before, on the same machine: times alone are its own, since here models are measured while others load.
-`--device virtual:h200 --tiny` shows that it runs; every process then has a GPU of its own.
+Figure 11's requests are split by model; every process runs whole graphs, one stream each. The MPS daemon is started for
+the run, in its own folder, and stopped afterwards. Points are added to paper.json beside the other systems'. Run
+paper.py first, on the same machine: times alone are taken from it, since here models are measured while others load.
+`--device virtual:h200 --tiny` shows that it runs; every process then has its own virtual GPU.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rates", default="2000,3000,4000,5000")
-    parser.add_argument("--percent", default="100,25", help="of the SMs that one process may use")
+    parser.add_argument("--percent", default="100,25", help="percent of the SMs that one process may use")
     parser.add_argument("--queues", type=int, default=4, help="hardware queues of each process")
-    parser.add_argument("--cpus", type=int, default=4, help="that one process may use")
+    parser.add_argument("--cpus", type=int, default=4, help="CPUs that one process may use")
     parser.add_argument("--seeds", type=seeds, default=range(2), help=SEEDS_HELP)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tiny", action="store_true")

@@ -1,4 +1,4 @@
-"""The picture of docs/results.md: one small panel for each system, streams grey in all of them."""
+"""The picture of docs/results.md: one small panel for each system, with streams in grey in all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Systems and runs of the papers' experiments: engines with models loaded, offered loads, what came of them."""
+"""Systems and runs of the papers' experiments: engines with loaded models, offered loads, and their results."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The sweep of `paper.py` on the virtual twin: the same requests, and the profiles recorded on the GPU.
+"""The sweep of `paper.py` on the virtual twin: the same requests, with the profiles recorded on the GPU.
 
     python benchmarks/paper_twin.py [--out DIR]
 
 Reads paper.json and paper_profiles_*.json, simulates every point of figure 11, and reports how far p50, p99 and
-throughput are from what was measured; below 90 % of saturation, and beyond. Then the loads beyond saturation with
-admission: how many are let in, and how many of those are in time.
+throughput are from the measured ones, below 90 % of saturation and above. Then it simulates the loads above saturation
+with admission, and reports how many requests are admitted and how many of these are in time.
 """
 
 from __future__ import annotations

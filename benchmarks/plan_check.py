@@ -1,9 +1,9 @@
-"""What `paellapy plan` expects against what a longer simulation of other requests gives, on ten random fleets.
+"""The expectation of `paellapy plan` against a longer simulation of other requests, on ten random fleets.
 
     python benchmarks/plan_check.py [--fleets 10] [--requests 400000] [--processes 10]
 
-Near its capacity a fleet's attainment goes up and down with every burst. So the simulation it is compared with has to
-be long: its standard error, from parts of it, is stored as well.
+Near its capacity a fleet's attainment varies with every burst. So the simulation to compare with must be long; its
+standard error, from parts of it, is stored as well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fleets", type=int, default=10)
     parser.add_argument("--requests", type=int, default=400_000)
-    parser.add_argument("--processes", type=int, default=1, help="fleets that are checked at once")
+    parser.add_argument("--processes", type=int, default=1, help="fleets checked in parallel")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""How long the pictures of 100,000 blocks on 132 SMs take to build, how large they are, and how long a browser draws.
+"""Time to build the pictures of 100,000 blocks on 132 SMs, their size, and the time a browser takes to draw them.
 
 python benchmarks/plot_speed.py [--blocks 100000] [--out DIR]
 """

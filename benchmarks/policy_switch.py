@@ -1,4 +1,4 @@
-"""How long a policy takes to change while a virtual engine is busy, and how long requests take meanwhile.
+"""How long a policy switch takes while a virtual engine is busy, and how long requests take meanwhile.
 
     python benchmarks/policy_switch.py [--seconds 0.5]
 """
@@ -65,7 +65,7 @@ def measure(seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="between two switches")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds between two switches")
     found = measure(parser.parse_args().seconds)
     for name, value in found.items():
         print(name, value)

@@ -1,8 +1,8 @@
-"""How long a GPU takes to be free of a kernel that is preempted, and what it takes to resume it.
+"""How long a GPU takes to become free of a preempted kernel, and how long resuming it takes.
 
-Blocks of a known length fill the GPU several times over. From `preempt()` on the host polls until the launch is over:
-that is the flag's way to the GPU, the rest of the blocks that run, and the others' leaving. `resume` is the time of the
-call. Every block is checked to have run once.
+Blocks of a known length fill the GPU several times over. From `preempt()` on, the host polls until the launch is over:
+the time covers the flag's way to the GPU, the rest of the running blocks, and the exit of the others. `resume` is the
+time of the call. Every block is checked to have run once.
 
     python benchmarks/preempt_latency.py [--out DIR] [--rounds 50]
 """

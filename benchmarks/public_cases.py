@@ -1,7 +1,7 @@
-"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch: what public_kernels.py runs.
+"""Operators of liger-kernel and flash-linear-attention, each with a reference in PyTorch, for public_kernels.py.
 
-Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), references are
-written with PyTorch's own functions. Sizes are small: a reference walks through time step by step.
+Nothing of these packages is copied: operators are imported from the installed packages (extra `public`), and references
+are written with PyTorch's own functions. Sizes are small, since a reference computes time step by time step.
 """
 
 from __future__ import annotations

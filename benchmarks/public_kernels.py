@@ -1,12 +1,12 @@
-"""Public Triton kernels, unmodified, from installed packages: are they right on the virtual GPU, through every pass?
+"""Public Triton kernels, unmodified, from installed packages: are they correct on the virtual GPU, with every pass?
 
     pip install paellapy[public]
     python benchmarks/public_kernels.py                  # on the virtual GPU: against PyTorch, and all passes assembled
     python benchmarks/public_kernels.py --gpu            # on a GPU: the same bits with and without reporting
     python benchmarks/public_kernels.py --only liger.rope,fla.chunk_gla
 
-An operator and its gradients are computed by the package's own code; `kernel[grid](…)` of its kernels is made to go
-through `pp.kernel`. Tuners take their first configuration. Results go to benchmarks/results/public_kernels[_gpu].json.
+The package's own code computes an operator and its gradients; launches `kernel[grid](…)` of its kernels are redirected
+through `pp.kernel`. Tuners use their first configuration. Results go to benchmarks/results/public_kernels[_gpu].json.
 """
 
 from __future__ import annotations
@@ -227,10 +227,10 @@ def _compared(found: list[Any], plain: list[list[Any]], t: Any) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--only", default="", help="names, or parts of names, with commas between them")
-    parser.add_argument("--no-passes", action="store_true", help="do not assemble the variants, which takes longest")
-    parser.add_argument("--resume", action="store_true", help="keep what the stored result has, run the rest")
-    parser.add_argument("--out", type=Path, default=None, help=f"folder of the result, else {RESULTS}")
+    parser.add_argument("--only", default="", help="names, or parts of names, separated by commas")
+    parser.add_argument("--no-passes", action="store_true", help="skip assembling the variants, the longest part")
+    parser.add_argument("--resume", action="store_true", help="keep stored results and run the rest")
+    parser.add_argument("--out", type=Path, default=None, help=f"folder for the result (default: {RESULTS})")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     parts = [p for p in given.only.split(",") if p]

@@ -1,9 +1,9 @@
-"""What in-kernel ranges cost: a GEMM and attention with eight ranges, against the same kernels without.
+"""The cost of in-kernel ranges: a GEMM and attention with eight ranges, against the same kernels without.
 
     python benchmarks/range_cost.py          # on a GPU; on the virtual one only to see that it runs
 
-Each kernel runs plain, traced without ranges, and traced with eight of them, in turns. Times are of whole batches of
-launches, between two events. That ranges cost nothing outside a trace needs no timing: the machine code is compared.
+Each kernel runs plain, traced without ranges, and traced with eight ranges, in turns. Times are of whole batches of
+launches, between two events. Outside a trace ranges cost nothing, which needs no timing: the machine code is compared.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _code(compiled: Any, fn: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="sizes for the virtual GPU")
+    parser.add_argument("--small", action="store_true", help="use sizes for the virtual GPU")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     device = pp.Device.current()

@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--only", choices=EXAMPLES, action="append", help="may be repeated")
+    parser.add_argument("--only", choices=EXAMPLES, action="append", help="may be repeated (default: all)")
     given = parser.parse_args()
     device = pp.Device.open(given.device)
     given.out.mkdir(parents=True, exist_ok=True)

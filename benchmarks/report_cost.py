@@ -1,9 +1,9 @@
-"""What reporting costs on a GPU: time of an instrumented kernel ÷ time of the plain one, in one run.
+"""The cost of reporting on a GPU: time of an instrumented kernel ÷ time of the plain one, in one run.
 
 Each variant is captured into a CUDA graph of many launches; replays of all variants take turns, so that clock changes
-hit all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter" is
-the alternative: all blocks of the GPU on one counter, as Paella counts them. "one flag" is the alternative to
-"preempt": all blocks read one copy of the flag.
+affect all of them alike. The ratio is of medians; the spread is the middle half of the per-round ratios. "one counter"
+is an alternative: all blocks of the GPU share one counter, as in Paella. "one flag" is an alternative to "preempt": all
+blocks read one copy of the flag.
 
     python benchmarks/report_cost.py [--out DIR] [--rounds 40] [--flags]
 """
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--records", type=int, default=1 << 14, help="records per SM of the trace's rings")
-    parser.add_argument("--flags", action="store_true", help="only what a flag costs; kept as preempt_cost.json")
+    parser.add_argument("--flags", action="store_true", help="only the cost of a flag; stored as preempt_cost.json")
     options = parser.parse_args()
     variants = FLAGS if options.flags else VARIANTS
     device = pp.Device("cuda")

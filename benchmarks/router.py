@@ -2,9 +2,9 @@
 
     python benchmarks/router.py [--requests 200000] [--seconds 5]
 
-The server is one process with a small model on the virtual GPU. Rounds alternate between both, so that whatever else
-the machine does meets both alike; the medians are compared. Throughput is per second of the measured process's own CPU
-time: on a machine with few cores, clients and server would take it from each other.
+The server is one process with a small model on the virtual GPU. Rounds alternate between both, so that other load of
+the machine affects both alike; the medians are compared. Throughput is per second of the measured process's own CPU
+time, since on a machine with few cores the clients would take time from the server.
 """
 
 from __future__ import annotations

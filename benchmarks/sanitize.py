@@ -1,10 +1,10 @@
-"""The corpus under NVIDIA's compute-sanitizer: does a pass bring in what the plain kernel does not have?
+"""The corpus under NVIDIA's compute-sanitizer: does a pass add errors that the plain kernel does not have?
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck] [--seconds 30] [--budget 240]
 
-For each tool, the kernels of tests/corpus run plain and with every pass, each variant in a process of its own under the
-tool, several at a time. Each variant runs once without a tool before, so that everything is compiled. Findings are
-counted per variant; results go to benchmarks/results/sanitize.json, after each. Nothing starts after the budget.
+For each tool, the kernels of tests/corpus run plain and with every pass, each variant in its own process under the
+tool, several at a time. Each variant first runs once without a tool, so that everything is compiled. Findings are
+counted per variant; results go to benchmarks/results/sanitize.json after each. Nothing starts after the budget.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--variant", help="run the corpus in this variant, here and now")
-    parser.add_argument("--seconds", type=float, default=30, help="for each tool and variant, about")
-    parser.add_argument("--parallel", type=int, default=8, help="processes at a time")
-    parser.add_argument("--budget", type=float, default=240, help="seconds in all, about")
+    parser.add_argument("--variant", help="run the corpus in this variant, in this process")
+    parser.add_argument("--seconds", type=float, default=30, help="approximate seconds for each tool and variant")
+    parser.add_argument("--parallel", type=int, default=8, help="number of parallel processes")
+    parser.add_argument("--budget", type=float, default=240, help="approximate seconds in all")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.variant:

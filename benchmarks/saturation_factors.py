@@ -1,15 +1,15 @@
-"""What an engine's throughput at saturation depends on: pieces, jobs at once, order, hardware queues.
+"""The factors of an engine's throughput at saturation: pieces, jobs at once, order, hardware queues.
 
     python benchmarks/saturation_factors.py [--device cuda] [--quick] [--seeds 2] [--out DIR]
 
 The models and requests of `engine_h200.py`, as many as the engine takes, in every combination of
 - pieces: whole graphs, or segments of 50 to 400 µs;
 - jobs that share the GPU: 8 to 64;
-- order: first come, or shortest remaining time;
-- hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): 8, CUDA's default, or 32. Read when a process first uses the GPU, so
-  each value runs in a process of its own.
+- order: first come first served, or shortest remaining time;
+- hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): 8, CUDA's default, or 32. CUDA reads the number when a process first
+  uses the GPU, so each value runs in its own process;
 - segments a job has on the GPU: one, two (the second waits behind the first), or four.
-Throughput is given relative to whole graphs, all at once, with CUDA's 8 queues; the p99 slowdown is at 80 % of that.
+Throughput is relative to whole graphs, all at once, with CUDA's 8 queues; the p99 slowdown is at 80 % of that.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The same trivial model behind LitServe, behind a bare aiohttp handler (the floor) and behind our server, in one run.
+"""The same trivial model behind LitServe, a bare aiohttp handler (the floor) and our server, in one run.
 
     python benchmarks/serving_compare.py [--seconds 3] [--rounds 5] [--workers 0 1 2] [--venv DIR] [--out DIR]
 
-One client for all of them, closed-loop, 1 and 32 connections; all servers are up all the time and take turns, so that
-what else the machine does falls on all alike; medians over the rounds. LitServe is installed into an environment of its
-own (a temporary folder, or `--venv`, kept). It takes no binary bodies: small tensors come to it as JSON, as they also
-do to the others in one of the cases, and large ones as base64 in JSON.
+One closed-loop client with 1 and 32 connections asks all of them. All servers run all the time and take turns, so that
+other load of the machine affects all alike; figures are medians over the rounds. LitServe is installed into its own
+environment (a temporary folder, or `--venv`, which is kept). It takes no binary bodies: it gets small tensors as JSON,
+as the others do in one of the cases, and large ones as base64 in JSON.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="0: HTTP and engine in one process")
-    parser.add_argument("--venv", type=Path, default=None, help="where LitServe is, or is to be installed")
+    parser.add_argument("--venv", type=Path, default=None, help="environment where LitServe is or will be installed")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve is not None:

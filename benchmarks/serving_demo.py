@@ -1,11 +1,11 @@
-"""The demo models served end to end: HTTP against the engine's own latency, and requests a second by HTTP workers.
+"""The demo models served end to end: HTTP against the engine's own latency, and requests per second by HTTP workers.
 
     python benchmarks/serving_demo.py [--device auto] [--servers one,1,2,4,8] [--seconds 2] [--clients 4] [--out DIR]
 
-First an engine is asked without HTTP, by one client of each model and by many of all; then each server in turn, `one`
-being all in one process and 1, 2, … HTTP workers before an engine of its own process. Latencies are those of one client
-who waits; requests a second those of many clients in processes of their own. Targets are wide enough that nothing is
-refused: a refusal is no answer.
+First an engine is asked without HTTP, by one client of each model and by many clients of all; then each server in turn:
+`one` has all in one process, and 1, 2, … are HTTP workers in front of an engine process. Latencies are those of one
+waiting client; requests per second those of many clients in separate processes. Targets are wide enough that nothing is
+refused, since a refusal is no answer.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--servers", default="one,1,2,4,8", help="one, and numbers of workers")
+    parser.add_argument("--servers", default="one,1,2,4,8", help="servers to test: one, and numbers of workers")
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--clients", type=int, default=4, help="client processes of the many")
+    parser.add_argument("--clients", type=int, default=4, help="number of client processes for throughput")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")
     arguments = parser.parse_args()
     if arguments.serve:

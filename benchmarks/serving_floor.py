@@ -1,14 +1,14 @@
-"""Requests a second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
+"""Requests per second and latency of the server, beside a bare aiohttp handler that decodes and echoes, in one run.
 
     python benchmarks/serving_floor.py [--seconds 2] [--rounds 5] [--servers floor,one,1,2] [--out DIR]
 
-The handler is the floor that aiohttp sets: uvloop, msgspec, no routing to speak of, no engine. `one` is the server in
-one process; 1, 2, … are HTTP workers before an engine of its own process. All run a model of one kernel on the virtual
-GPU, and so also pay for the CPU that computes the kernel.
+The handler is the floor that aiohttp sets: uvloop, msgspec, almost no routing, no engine. `one` is the server in one
+process; 1, 2, … are HTTP workers in front of an engine process. All run a model of one kernel on the virtual GPU, and
+so also pay for the CPU time that computes the kernel.
 
-All servers are up all the time and are asked in turn, and each round compares with its own floor: what else the machine
-does falls on all of them. Figures are medians over the rounds. Where processes are more than cores, requests a second
-say how much CPU each way takes in all, the client's too; `cpu_us` has that process by process.
+All servers run all the time and are asked in turn, and each round compares with its own floor, so that other load of
+the machine affects all of them. Figures are medians over the rounds. With more processes than cores, requests per
+second show the total CPU time of each way, the client's included; `cpu_us` has it process by process.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--servers", default="floor,one,1,2", help="floor, one, and numbers of workers")
+    parser.add_argument("--servers", default="floor,one,1,2", help="servers: floor, one, and numbers of workers")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file (default: results/)")

@@ -1,4 +1,4 @@
-"""The kernel of serving_floor.py: in a file of its own, since Triton reads the source of the module it is in."""
+"""The kernel of serving_floor.py. It has its own file, since Triton reads the source of its module."""
 
 from __future__ import annotations
 

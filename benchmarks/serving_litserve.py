@@ -1,8 +1,8 @@
-"""LitServe with the model of serving_compare.py: gives back what it gets. Runs in an environment of its own.
+"""LitServe with the model of serving_compare.py, which returns its input. Runs in its own environment.
 
     python serving_litserve.py PORT [--fast-queue]
 
-LitServe takes JSON bodies (or forms), so tensors come as lists of numbers, or as base64 text where they are large.
+LitServe takes JSON bodies (or forms), so tensors come as lists of numbers, or as base64 text if they are large.
 """
 
 from __future__ import annotations

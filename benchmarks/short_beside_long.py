@@ -1,10 +1,10 @@
-"""A short model beside a flood of long ones, simulated: what each policy makes of it.
+"""A short model beside a flood of long ones, simulated: the effect of each policy.
 
     python benchmarks/short_beside_long.py
 
-The short model (4 segments, 0.1 ms) is asked for 500 times a second, at random. Sixty-four clients ask for the long
-one (80 segments, 4 ms) without pause, through 32 lanes; each of its batches fills a quarter of the GPU.
-Also writes docs/short_beside_long.png.
+The short model (4 segments, 0.1 ms) gets 500 requests per second at random times. Sixty-four clients ask for the long
+one (80 segments, 4 ms) without pause, through 32 lanes; each of its batches fills a quarter of the GPU. Also writes
+docs/short_beside_long.png.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the SM model simulates on one core, and that its cost is linear in the number of blocks.
+"""The speed of the SM model on one core, and a check that its cost is linear in the number of blocks.
 
 python benchmarks/sm_model_speed.py [--quick] [--folder DIR] writes benchmarks/results/sm_model_speed.json.
 """
@@ -99,7 +99,7 @@ def exponent(rows: list[dict[str, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="use small sizes, to see that it runs")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     options = parser.parse_args()
     sizes = (10_000, 30_000) if options.quick else (20_000, 100_000, 500_000, 2_000_000)

@@ -1,12 +1,13 @@
-"""What it brings to confine jobs to windows of SMs where many share the GPU: without the engine.
+"""The effect of confining jobs to windows of SMs while many share the GPU: without the engine.
 
     python benchmarks/sm_windows.py [--seconds 0.5] [--seeds 3] [--out DIR]
 
-Paella's mix of eight CNNs at batch 1, whole graphs, first come first served, up to 24 at once: on all SMs; or with the
-kernels of each graph inside a window of some SMs (a green context). A lane has one window, and a free lane with the
-emptiest is taken (`lane`); or a lane has several windows, and the emptiest of them is (`window`); or all lanes of a
-model have the same one (`model`). How full a window is, is the number of jobs in it, or (`aware`) also of those in
-windows that it shares SMs with. Throughput with 96 requests waiting all the time, and slowdowns in bursts. CUDA only.
+Paella's mix of eight CNNs runs at batch 1 as whole graphs, first come first served, up to 24 at once: on all SMs, or
+with the kernels of each graph inside a window of some SMs (a green context). Either a lane has one window, and a free
+lane with the emptiest window is taken (`lane`); or a lane has several windows, and the emptiest is taken (`window`); or
+all lanes of a model share one window (`model`). The fill of a window is the number of jobs in it, or (`aware`) also
+those in windows that share SMs with it. It measures throughput with 96 requests always waiting, and slowdowns in
+bursts. CUDA only.
 """
 
 from __future__ import annotations
@@ -271,10 +272,10 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each run")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", default="4000,5000")
-    parser.add_argument("--systems", type=int, default=len(SYSTEMS), help="only the first so many")
+    parser.add_argument("--systems", type=int, default=len(SYSTEMS), help="run only the first N systems")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     rates = [int(each) for each in args.rates.split(",")]

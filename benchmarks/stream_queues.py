@@ -1,13 +1,14 @@
-"""What is launched on different streams and waits for each other all the same: what shares a hardware queue.
+"""Finds streams that wait for each other although they are different: these share a hardware queue.
 
     python benchmarks/stream_queues.py [--streams 64] [--kernels 2,100] [--connections 8,32] [--out DIR]
 
-On one stream a kernel waits for a word, and others follow it, which the GPU cannot start yet. Meanwhile every other
-stream is given kernels that write words of their own, as many, or (`--kernels 100x2`) so many: where one of those is
-not written, the stream waits behind the first. In turn for every stream; with kernels launched one by one, as graphs
-that end with a completion word, as such with another one of the same stream behind the first, and as graphs whose
-kernels keep to a window of SMs (a green context), from streams of the window: with the completion word written inside
-it, and from outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) has a process of its own. CUDA only.
+On one stream a kernel waits for a word, and further kernels follow it, which the GPU cannot start yet. Meanwhile every
+other stream gets kernels that write words of their own, as many, or the second number of `--kernels 100x2`. If such a
+word is not written, its stream waits behind the first. This is repeated for every stream, with kernels launched one by
+one; as graphs that end with a completion word; as such graphs with another graph of the same stream behind the first;
+and as graphs whose kernels are confined to a window of SMs (a green context), from streams of the window, with the
+completion word written inside it and outside. Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) runs in its
+own process. CUDA only.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def in_process(queues: str, length: str, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--kernels", default="2,100", help="on each stream; 100x2: on the first, and on each other")
+    parser.add_argument("--kernels", default="2,100", help="kernels per stream; 100x2: 100 on the first, 2 on others")
     parser.add_argument("--connections", default="8,32")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

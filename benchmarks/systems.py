@@ -1,9 +1,9 @@
-"""The published systems as policies, each on a small workload that shows what it is for. Simulated time, no GPU.
+"""The published systems as policies, each on a small workload that shows its purpose. Simulated time, no GPU.
 
     python benchmarks/systems.py
 
 Models are synthetic: eight segments of 100 µs that take a given part of the SMs' places, of compute and of memory. So
-the figures show that a policy does what its paper says it does, not how much a real pair of models gains by it.
+the figures show that a policy does what its paper describes, not how much a real pair of models gains by it.
 """
 
 from __future__ import annotations

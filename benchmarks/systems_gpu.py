@@ -2,9 +2,9 @@
 
     python benchmarks/systems_gpu.py [--device cuda|virtual:h200] [--tiny] [--only limits,pairs] [--seeds 5] [--out DIR]
 
-Every point is written as soon as it is measured; a second run goes on where the first ended. Every output is compared
-with the module's own in eager mode. `--tiny` takes models that a CPU can compute: with a virtual GPU it shows that
-everything runs. `simulate` (a second command) predicts the pairs from the profiles that were measured.
+Every point is written as soon as it is measured; a second run continues where the first ended. Every output is compared
+with the module's own in eager mode. `--tiny` uses models that a CPU can compute: with a virtual GPU it shows that
+everything runs. `simulate` (a second command) predicts the pairs from the measured profiles.
 """
 
 from __future__ import annotations
@@ -307,10 +307,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=("measure", "predict"), default="measure")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="models that a CPU can compute")
-    parser.add_argument("--only", help="some of limits, pairs, high, disb")
+    parser.add_argument("--tiny", action="store_true", help="use models that a CPU can compute")
+    parser.add_argument("--only", help="parts to run, of limits, pairs, high, disb")
     parser.add_argument("--seeds", type=seeds, default=range(5))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a run; most take a part of it")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a run; most points take a part of it")
     parser.add_argument("--most-s", type=float, default=1e9, help="begin no new point after this many seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

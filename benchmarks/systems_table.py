@@ -188,7 +188,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/policies.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/policies.md")
     made = table()
     if parser.parse_args().write:
         before, _, rest = PAGE.read_text().partition(BEGIN)

@@ -1,10 +1,10 @@
-"""Tenants of shares 1, 3 and 6 that always have requests waiting: what each gets of the GPU's time.
+"""Tenants with shares 1, 3 and 6 that always have requests waiting: the GPU time that each gets.
 
     python benchmarks/tenant_shares.py [--device virtual:h200|cuda] [--seconds 4] [--out DIR]
 
-Three ways, the policy `fair` in each: `simulate`, an engine asked by threads, and a server asked over HTTP by client
-processes that name their tenant in `X-Client-Id`. All ask for one model, one request a batch. What a tenant has had is
-the core's account of the GPU's time, from the server its metrics; counted while all three ask.
+It tests the policy `fair` in three ways: `simulate`, an engine asked by threads, and a server asked over HTTP by client
+processes that name their tenant in `X-Client-Id`. All ask for one model, with one request per batch. A tenant's GPU
+time is taken from the core's account, or the server's metrics, and counted while all three ask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module's inference as a CUDA graph, without the engine: for benchmarks of what the GPU does by itself."""
+"""A module's inference as a CUDA graph, without the engine, for benchmarks of the GPU by itself."""
 
 from __future__ import annotations
 

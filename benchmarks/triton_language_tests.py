@@ -2,10 +2,10 @@
 
     python benchmarks/triton_language_tests.py --source PATH [--every 10] [--parallel 16] [--seconds 200] [--resume]
 
-PATH is a checkout of Triton or its source distribution, best of the version installed. Nothing of it is copied: its
-tests run from there, with `fn[grid](…)` going through `pp.kernel` and tensors on the CPU. Each test's outcome is
-written to a line of PATH's own as soon as it is known; a test that takes longer than a minute is ended and counted, and
-`--resume` goes on with the tests that have no line yet. Results go to benchmarks/results/triton_language_tests.json.
+PATH is a checkout of Triton or its source distribution, ideally of the installed version. Nothing of it is copied: its
+tests run from there, with `fn[grid](…)` redirected through `pp.kernel` and tensors on the CPU. Each test's outcome is
+written as a line as soon as it is known; a test that takes longer than a minute is ended and counted, and `--resume`
+continues with the tests that have no line yet. Results go to benchmarks/results/triton_language_tests.json.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ def main() -> None:
     parser.add_argument("--source", type=Path, required=True, help="a checkout of Triton, or its source distribution")
     parser.add_argument("--files", default=",".join(FILES))
     parser.add_argument("--every", type=int, default=1, help="run every nth test")
-    parser.add_argument("--parallel", type=int, default=1, help="processes")
-    parser.add_argument("--seconds", type=float, default=3600, help="stop after this long; --resume goes on")
-    parser.add_argument("--resume", action="store_true", help="keep the outcomes that are known")
-    parser.add_argument("--log", type=Path, default=None, help="where outcomes are kept, one line each")
+    parser.add_argument("--parallel", type=int, default=1, help="number of parallel processes")
+    parser.add_argument("--seconds", type=float, default=3600, help="stop after this many seconds; --resume continues")
+    parser.add_argument("--resume", action="store_true", help="keep known outcomes")
+    parser.add_argument("--log", type=Path, default=None, help="file for the outcomes, one line each")
     parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()

@@ -2,8 +2,9 @@
 
 python benchmarks/ttir_speed.py [--interpreter PYTHON] [--scale 8] writes benchmarks/results/ttir_speed.json.
 
-One thread, medians, every answer checked. The interpreter (TRITON_INTERPRET=1) needs PyTorch and NumPy < 2.4, so it has
-an environment of its own: `pip install torch triton==3.6.0 'numpy<2.4' ml_dtypes`. Without one its column stays empty.
+One thread is used; times are medians, and every answer is checked. The interpreter (TRITON_INTERPRET=1) needs PyTorch
+and NumPy < 2.4, so it has its own environment: `pip install torch triton==3.6.0 'numpy<2.4' ml_dtypes`. Without one its
+column stays empty.
 """
 
 from __future__ import annotations

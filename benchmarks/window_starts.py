@@ -1,12 +1,12 @@
-"""What it costs to begin a graph in a window of SMs: on the GPU, and for the host that launches it.
+"""The cost of starting a graph in a window of SMs: on the GPU, and for the host that launches it.
 
     python benchmarks/window_starts.py [--nodes 28] [--out DIR]
 
-Two CNNs at batch 1, as one graph and cut into graphs of some nodes each, one behind the other: on all SMs, inside a
-window (a green context) from a stream that has all SMs, and from a stream of the window's own. What a graph more costs
-is the difference, over the cuts. Then how long a graph takes in each of 8 windows, which differ in their SMs; how many
-graphs a second some streams do at once, one behind the other on each; and how long the host's call takes, the first
-time a graph is launched on each of 32 streams in each window, and the second and third time. CUDA only.
+Two CNNs run at batch 1, as one graph and cut into graphs of some nodes each, one behind the other: on all SMs, inside a
+window (a green context) from a stream that has all SMs, and from a stream of the window. The cost of a further graph is
+the difference divided by the number of cuts. Then it measures the time of a graph in each of 8 windows, which differ in
+their SMs; the graphs per second of several streams at once; and the time of the host's call, the first time a graph is
+launched on each of 32 streams in each window, and the second and third time. CUDA only.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def launch_us(handle: int, stream: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=28, help="in each part")
+    parser.add_argument("--nodes", type=int, default=28, help="nodes in each part")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = need_gpu("windows of SMs are green contexts")

@@ -2,9 +2,9 @@
 
     python benchmarks/trust/calibration.py [--seconds 10] [--device virtual:h200] [--out DIR]
 
-The same arrivals are played twice: against a server that refuses, and against one that lets everybody in. A refused
-request counts as rightly refused where the same one, in the second run, was answered after its model's target. First,
-clients as common tools have them: 8 that each wait for their answer, and 40 requests at once.
+The same arrivals are played twice: to a server that refuses, and to one that admits everything. A refusal counts as
+right if the same request, in the second run, was answered after its model's target. First come the loads of common
+tools: 8 clients that each wait for their answer, and 40 requests at once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--loads", default="0.5,0.8,1.2,1.6,2.0", help="parts of the capacity that is measured first")
+    parser.add_argument("--loads", default="0.5,0.8,1.2,1.6,2.0", help="loads as parts of the measured capacity")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     every_one = 'admission = "off"'

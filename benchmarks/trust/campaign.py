@@ -1,13 +1,13 @@
-"""Checked requests over mixed models, sizes, encodings, priorities and deadlines; faults one after the other meanwhile.
+"""Checked requests over mixed models, sizes, encodings, priorities and deadlines, while faults are injected in turn.
 
     python benchmarks/trust/campaign.py [--requests 20000] [--clients 16] [--faults all|none|NAME,…] [--device D]
         [--resume FILE] [--out DIR]
     python benchmarks/trust/campaign.py --merge FILE FILE … [--out DIR]
 
-Every answer is compared with what NumPy computes. A fault is injected while the clients go on; `recovery_s` is the time
-from its injection to the end of the last moment in which a prober, that asks every model in turn, was not answered
-right. The result is written every few seconds; --resume goes on from one that was stopped; --merge adds the counts of
-several servers, and takes each fault from the first that has it.
+Every answer is compared with NumPy's result. A fault is injected while the clients go on; `recovery_s` is the time from
+its injection to the end of the last moment in which a prober, which asks every model in turn, got no right answer. The
+result is written every few seconds; --resume continues a stopped run; --merge adds the counts of several servers, and
+takes each fault from the first file that has it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--device", default="virtual:h200")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=0.0, help="at most; 0: as long as it takes")
+    parser.add_argument("--seconds", type=float, default=0.0, help="limit in seconds; 0: no limit")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--faults", default="all", help=", ".join(FAULTS))
     parser.add_argument("--seed", type=int, default=0)

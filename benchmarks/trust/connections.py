@@ -1,4 +1,4 @@
-"""Thousands of open connections: what they cost, and whether requests among them are answered.
+"""Thousands of open connections: their cost, and whether requests among them are answered.
 
     python benchmarks/trust/connections.py [--connections 5000] [--device virtual:h200] [--out DIR]
 """

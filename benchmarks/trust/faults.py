@@ -1,4 +1,4 @@
-"""Faults that are injected under load: each does its harm to a server, and says what it saw."""
+"""Faults that are injected under load: each harms a server in one way, and returns its observations."""
 
 from __future__ import annotations
 

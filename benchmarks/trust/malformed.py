@@ -1,9 +1,9 @@
-"""Malformed requests, made by changing right ones, on both ways of an inference: compared with each other.
+"""Malformed requests, made by changing valid ones, on both paths of an inference, whose answers are compared.
 
     python benchmarks/trust/malformed.py [--requests 20000] [--seed 0] [--out DIR]
 
-Two servers with the same models: one takes the short way where it can, the other aiohttp's for everything. Every
-request goes to both. They must give the same status and the same words, never a 500, and serve on.
+Two servers have the same models: one uses the fast path where it can, the other aiohttp for everything. Every request
+goes to both. They must answer with the same status and the same text, never with 500, and keep serving.
 """
 
 from __future__ import annotations

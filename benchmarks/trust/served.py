@@ -1,4 +1,6 @@
-"""A server under trial: its processes, its models with what they compute, and requests whose answers can be checked."""
+"""A server under test: its processes, its models with reference functions, and requests whose answers can be
+checked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of these scripts, stored as those of the benchmarks in the folder above."""
+"""Stores results of these scripts like those of the benchmarks in the folder above."""
 
 from __future__ import annotations
 
